@@ -1,0 +1,85 @@
+"""Every subject name, in Dynamo's convention; the only strings of their kind.
+
+Telemetry of an endpoint: `namespace.<ns>.component.<component>.endpoint.<endpoint>.<topic>` (Dynamo's own two topics, so that
+its router could listen). Everything of Roost: `namespace.<ns>.component.<component>.<topic>[.<more>]`.
+"""
+
+import re
+
+KV_EVENTS = "kv-events"
+KV_METRICS = "kv_metrics"
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def check_token(kind: str, token: str) -> str:
+    """A name that may stand between two dots of a subject; ValueError says what is allowed."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"{kind} {token!r}: use 1 to 64 letters, digits, '-' or '_'")
+    return token
+
+
+class Subjects:
+    """The subjects of one namespace. ValueError when the namespace is no subject token."""
+
+    def __init__(self, namespace: str = "roost") -> None:
+        self.namespace = check_token("namespace", namespace)
+        self._engines = f"namespace.{namespace}.component.backend"
+        self._roost = f"namespace.{namespace}.component"
+
+    @property
+    def kv_events(self) -> str:
+        return f"{self._engines}.endpoint.generate.{KV_EVENTS}"
+
+    @property
+    def kv_metrics(self) -> str:
+        return f"{self._engines}.endpoint.generate.{KV_METRICS}"
+
+    @property
+    def heartbeats(self) -> str:
+        return f"{self._engines}.heartbeat"
+
+    @property
+    def experts(self) -> str:
+        return f"{self._engines}.experts"
+
+    @property
+    def profiles(self) -> str:
+        return f"{self._roost}.tracker.profile"
+
+    @property
+    def demand(self) -> str:
+        return f"{self._roost}.tracker.demand"
+
+    @property
+    def describe_profile(self) -> str:
+        """Request: the tracker's profile of a model."""
+        return f"{self._roost}.tracker.describe"
+
+    def describe_engine(self, worker_id: int) -> str:
+        """Request: an engine's EngineJoined."""
+        return f"{self._engines}.describe.{worker_id}"
+
+    def kv_snapshot(self, worker_id: int, rank: int) -> str:
+        """Request: what a rank's KV cache holds."""
+        return f"{self._engines}.snapshot.{worker_id}.{rank}"
+
+    def membership(self, engine: str = "*") -> str:
+        """Stored: joins and leaves of an engine, by name."""
+        return f"{self._roost}.membership.{engine if engine == '*' else check_token('engine name', engine)}"
+
+    def placements(self, engine: str = "*") -> str:
+        """Stored: placements an engine has served."""
+        return f"{self._roost}.placement.{engine if engine == '*' else check_token('engine name', engine)}"
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """What JetStream keeps."""
+        return (self.membership(), self.placements())
+
+    @property
+    def everything(self) -> str:
+        return f"namespace.{self.namespace}.>"
+
+    def claim(self, engine: str) -> str:
+        """Key under which an engine's name is claimed."""
+        return f"engine.{check_token('engine name', engine)}"

@@ -1,0 +1,1 @@
+"""How the house is put together and run: the `roost` command is the composition root; nothing imports this package."""

@@ -1,0 +1,96 @@
+"""The Engine port: what the agent asks of one rank of any engine."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from numpy.typing import NDArray
+
+from fleet.events import Capabilities, KvChange
+from fleet.experts import ModelShape
+from fleet.layout import Layout
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while a rank lives. `shape`, `placement` and `layout` are None for engines that say nothing of experts."""
+
+    model: str
+    rank: int
+    ranks: int
+    block_size: int
+    kv_blocks: int
+    max_context: int
+    max_batch_tokens: int
+    capabilities: Capabilities
+    shape: ModelShape | None = None
+    layout: Layout | None = None
+    speed: EngineSpeed | None = None
+    tokenizer: bytes | None = None
+    """a zip of tokenizer.json and tokenizer_config.json, or None"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One rank's load now."""
+
+    running: int
+    waiting: int
+    prefill_tokens: int
+    """prompt tokens admitted or waiting, not yet computed"""
+    decode_blocks: int
+    """KV blocks held by running sequences"""
+    used_blocks: int
+    """KV blocks held by running sequences or kept for reuse"""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Experts activated since the facts were last taken. counts: int64 [layers, experts] (token, k) pairs; tokens: computed; cached: reused."""
+
+    counts: NDArray[Any]
+    tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that happened on a rank since the last `take_facts`, in order."""
+
+    kv: tuple[KvChange | str, ...]
+    """stored and removed blocks in order; the string "cleared" when all are gone"""
+    load: Load
+    activations: Activations | None
+
+
+class EngineFailed(Exception):
+    """The engine cannot go on; the text says why. It fails as a unit."""
+
+
+class Engine(Protocol):
+    """One rank of an engine, as its agent sees it. Methods are called from one event loop and never block it."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    @property
+    def placement(self) -> Placement | None:
+        """The placement served now; its epoch is the engine's."""
+        ...
+
+    async def start(self) -> None:
+        """Become able to serve; returns when `description` is final. EngineFailed when that is impossible."""
+        ...
+
+    async def wait_facts(self) -> None:
+        """Return when there is something new to take (soon after, not at, every step)."""
+        ...
+
+    def take_facts(self) -> Facts:
+        """Drain what happened. Cheap: called up to some twenty times a second."""
+        ...
+
+    async def run(self) -> None:
+        """Serve until cancelled (then stop cleanly, bounded) or until EngineFailed is raised."""
+        ...

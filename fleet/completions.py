@@ -1,0 +1,108 @@
+"""The completions API as router and ranks speak it: one request value, one chunk value, one error body (OpenAI's forms)."""
+
+from typing import Any
+
+import msgspec
+
+
+class ApiError(Exception):
+    """A request that cannot be served, with everything a client needs to know. Becomes OpenAI's error body at an HTTP edge."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`, from the status."""
+        return {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+
+    def body(self) -> bytes:
+        """`{"error": {"message", "type", "param", "code"}}` as JSON."""
+        return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+class RankRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`POST /v1/completions` of a rank. Fields the rank does not read are ignored.
+
+    `emitted` continues a broken stream: the last `emitted` ids of `prompt` are output that a client has already seen. They
+    count neither as prompt nor towards `max_tokens`; stop strings and unfinished UTF-8 sequences are restored from them, and
+    sampling goes on at the position where it stopped (it is keyed by seed and position).
+    """
+
+    prompt: str | list[int]
+    model: str | None = None
+    max_tokens: int = 16
+    """further tokens to emit, on top of `emitted`"""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit"""
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    emitted: int = 0
+    n: int = 1
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's completions form: parallel lists over the chunk's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] | None = None
+    """ids of exactly the tokens this chunk adds, also those whose text is still held back"""
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """A whole answer, or one chunk of a stream (OpenAI uses the same form for both)."""
+
+    id: str
+    model: str
+    choices: list[Choice]
+    created: int
+    object: str = "text_completion"
+    usage: Usage | None = None
+
+
+DONE = b"data: [DONE]\n\n"
+"""Last server-sent event of a stream."""
+
+
+def sse(message: Any) -> bytes:
+    """One server-sent event carrying a message as JSON."""
+    return b"data: " + msgspec.json.encode(message) + b"\n\n"

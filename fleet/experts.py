@@ -1,0 +1,57 @@
+"""Who is meant: ranks, experts, and the shape of a Mixture-of-Experts model."""
+
+from typing import NamedTuple
+
+import msgspec
+
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Bytes of one stored weight per dtype name (torch's names, without the `torch.` prefix)."""
+
+
+class RankId(NamedTuple):
+    """One GPU (or CPU process) of an engine; what the router picks."""
+
+    engine: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.engine}/{self.rank}"
+
+
+class ExpertId(NamedTuple):
+    """A *logical* expert. Expert 5 of layer 10 has nothing to do with expert 5 of layer 11."""
+
+    layer: int
+    expert: int
+
+    def __str__(self) -> str:
+        return f"{self.layer}/{self.expert}"
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of an MoE model that placement, pricing and bookkeeping need.
+
+    `layers` counts MoE layers only, from 0; dense layers have no experts and do not appear.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    expert_intermediate: int
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "experts", "top_k", "hidden", "expert_intermediate"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"model shape: {name} must be at least 1, not {value}")
+        if self.top_k > self.experts:
+            raise ValueError(f"model shape: top_k {self.top_k} exceeds the {self.experts} experts of a layer")
+        if self.dtype not in BYTES_PER_VALUE:
+            raise ValueError(f"model shape: unknown dtype {self.dtype!r}; known: {', '.join(BYTES_PER_VALUE)}")
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert of one layer: gate, up and down projections, without quantisation scales."""
+        return 3 * self.hidden * self.expert_intermediate * BYTES_PER_VALUE[self.dtype]

@@ -1,0 +1,33 @@
+"""Layouts: how attention and experts are spread over the ranks of one engine."""
+
+from typing import Literal
+
+import msgspec
+
+from fleet.experts import ModelShape
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """`(attention, boundary)`: layers below `boundary` hold experts sharded over the ranks, the others hold them whole.
+
+    EP = (dp, 0), EXPERTS_TP = (dp, N), TP = (tp, N) for N MoE layers. Every (dp, h) serves; (tp, h < N) is refused.
+    """
+
+    attention: Literal["dp", "tp"]
+    boundary: int
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ValueError when a model of this shape cannot be served in this layout."""
+        if not 0 <= self.boundary <= shape.layers:
+            raise ValueError(f"layout: boundary {self.boundary} is outside 0..{shape.layers} (the model's MoE layers)")
+        if self.attention == "tp" and self.boundary < shape.layers:
+            raise ValueError(f"layout: tensor-parallel attention needs every layer sharded, boundary {shape.layers}, not {self.boundary}")
+
+    @property
+    def targets_are_ranks(self) -> bool:
+        """Whether each rank owns its requests (data-parallel attention); otherwise the engine is one target."""
+        return self.attention == "dp"
+
+
+EP = Layout(attention="dp", boundary=0)
+"""Expert parallelism: data-parallel attention, whole experts spread over the ranks."""

@@ -1,0 +1,45 @@
+"""How often experts are wanted: counts as engines report them, rates and profiles as the tracker publishes them."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A [layers, experts] table of non-negative float32 as it travels (`values`: little endian, row-major)."""
+
+    layers: int
+    experts: int
+    values: bytes
+
+    @classmethod
+    def of(cls, table: NDArray[Any]) -> "ExpertTable":
+        """Pack any numeric [layers, experts] array."""
+        layers, experts = table.shape
+        return cls(layers=int(layers), experts=int(experts), values=np.ascontiguousarray(table, "<f4").tobytes())
+
+    def array(self) -> NDArray[np.float32]:
+        """float32 [layers, experts], read-only. ValueError when the bytes do not fit, or a value is negative or not finite."""
+        if self.layers < 1 or self.experts < 1 or len(self.values) != 4 * self.layers * self.experts:
+            raise ValueError(f"expert table: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] float32")
+        table = np.frombuffer(self.values, "<f4").reshape(self.layers, self.experts)
+        if not np.isfinite(table).all() or (table < 0).any():
+            raise ValueError("expert table: values must be finite and not negative")
+        return table
+
+
+def profile(counts: NDArray[Any], prior_tokens: float = 1.0) -> NDArray[np.float64]:
+    """Probability [layers, experts] that a routed (token, k) pair goes to an expert; every layer sums to 1.
+
+    `counts` are (token, k) pairs per [layers, experts]; `prior_tokens` pairs per layer are added evenly, so that
+    no evidence at all gives the uniform profile.
+    """
+    smoothed = np.asarray(counts, np.float64) + prior_tokens / counts.shape[1]
+    return np.asarray(smoothed / smoothed.sum(axis=1, keepdims=True))
+
+
+def uniform(layers: int, experts: int) -> NDArray[np.float64]:
+    """The profile of a model nobody has observed yet: float64 [layers, experts]."""
+    return np.full((layers, experts), 1.0 / experts)

@@ -1,0 +1,73 @@
+"""The time model: what work costs on a rank, in seconds. One model, used by whoever prices and by whoever reports speeds.
+
+Everything is vectorised over candidates: array arguments have shape [candidates] unless a docstring says otherwise.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = NDArray[np.float64]
+
+
+class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured speeds of one rank, in seconds. An engine reports its own; the defaults are a small CPU engine's."""
+
+    prefill_token: float = 2e-4
+    """per uncached prompt token"""
+    step: float = 3e-3
+    """fixed part of a decode step"""
+    decode_sequence: float = 2e-4
+    """added to a step by each running sequence"""
+    decode_block: float = 2e-6
+    """added to a step by each KV block in use (reading the cache)"""
+    dispatch: float = 2e-6
+    """per (token, layer, distinct remote rank): sending a token's activations there and back"""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"engine speed: {name} must be finite seconds >= 0, not {value}")
+
+
+def prefill_seconds(token_s: NDArray[Any], uncached_tokens: NDArray[Any]) -> Seconds:
+    """Time to prefill the prompt tokens that are not in the rank's KV cache."""
+    return np.asarray(token_s * uncached_tokens, np.float64)
+
+
+def queue_seconds(token_s: NDArray[Any], queued_prefill_tokens: NDArray[Any]) -> Seconds:
+    """Time until the prefill already promised to a rank is done."""
+    return np.asarray(token_s * queued_prefill_tokens, np.float64)
+
+
+def decode_seconds(sequence_s: NDArray[Any], block_s: NDArray[Any], running: NDArray[Any], blocks: NDArray[Any], output_tokens: float) -> Seconds:
+    """Time that a rank's present decode load adds to a request of `output_tokens` steps.
+
+    running: sequences decoding on the rank; blocks: KV blocks they hold. The fixed part of a step is the same wherever
+    the request goes and is left out.
+    """
+    return np.asarray(output_tokens * (sequence_s * running + block_s * blocks), np.float64)
+
+
+def expected_remote_ranks(profile: NDArray[np.float64], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
+    """Expected number of distinct remote ranks a token must reach, summed over layers, per home rank: float64 [ranks].
+
+    profile: [layers, experts] probability of an expert per routed pair. share: [layers, ranks, experts] of an expert's
+    tokens that a rank serves. A rank that holds a replica serves its own tokens itself (local first). A token's k
+    experts are taken as independent draws, so a rank of mass m is reached with probability 1 - (1 - m)^k.
+    """
+    ranks = share.shape[1]
+    remote = np.zeros(ranks)
+    for home in range(ranks):
+        away = np.where(share[:, home : home + 1, :] > 0, 0.0, share)
+        mass = np.einsum("le,lre->lr", profile, away)
+        remote[home] = (1.0 - (1.0 - np.clip(mass, 0.0, 1.0)) ** top_k).sum()
+    return remote
+
+
+def dispatch_seconds(dispatch_s: NDArray[Any], tokens: NDArray[Any], remote_ranks: NDArray[Any]) -> Seconds:
+    """Time spent sending `tokens` to the experts of other ranks and back (remote_ranks: per token, summed over layers)."""
+    return np.asarray(dispatch_s * tokens * remote_ranks, np.float64)
