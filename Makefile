@@ -1,0 +1,44 @@
+# make up    install what is needed into .venv and run the main job: NATS, an engine, the router
+# make test  install and pass the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: up test test-slow lint bench venv clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.installed ## install everything into .venv, from exact pins
+
+# torch comes first and alone: its pin decides which build is taken, and nothing later may replace it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Roost needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch (pinned; about 200 MB)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@echo "installing Roost and its dependencies (pinned)"
+	@PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev,bench]'
+	@touch $@
+
+up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
+	@exec $(BIN)/roost up $(ARGS)
+
+test: venv ## the fast tests, under six minutes on two cores
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: venv ## soaks and long fault loops
+	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+lint: venv ## ruff, mypy, the walls
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+bench: venv ## every benchmark, quickly; make bench ARGS=--json
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,82 @@
+"""The walls that import-linter cannot state: whitelists, drawers, and names."""
+
+import ast
+import sys
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
+DRAWERS = {"utils", "util", "common", "helpers", "core", "shared", "manager", "misc"}
+FLEET_THIRD_PARTY = {"numpy", "msgspec", "xxhash"}
+FLEET_FORBIDDEN = {"asyncio", "time", "random", "os", "logging", "threading", "socket", "pathlib", "subprocess", "datetime"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names a file imports, wherever in the file; `from a import b` counts as a.b and a."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_every_fleet_module_is_imported_by_at_least_two_parts() -> None:
+    users: dict[str, set[str]] = defaultdict(set)
+    for part in PACKAGES[1:]:
+        for path in python_files(part):
+            for name in imported_modules(path):
+                users[name].add(part)
+    modules = [path.stem for path in python_files("fleet") if path.stem != "__init__"]
+    lonely = {module: sorted(users[f"fleet.{module}"]) for module in modules if len(users[f"fleet.{module}"]) < 2}
+    assert not lonely, f"fleet is no drawer; move these to their only user: {lonely}"
+
+
+def test_fleet_imports_only_its_three_libraries_and_pure_standard_modules() -> None:
+    for path in python_files("fleet"):
+        tops = {name.split(".")[0] for name in imported_modules(path)}
+        foreign = {top for top in tops if top not in sys.stdlib_module_names and top not in FLEET_THIRD_PARTY | {"fleet"}}
+        assert not foreign, f"{path.name} imports {foreign}"
+        assert not tops & FLEET_FORBIDDEN, f"{path.name} imports {tops & FLEET_FORBIDDEN}"
+
+
+def test_the_product_never_imports_transformers_outside_the_training_scripts() -> None:
+    for path in python_files(*PACKAGES):
+        if "demo_model" not in path.parts:
+            assert "transformers" not in {name.split(".")[0] for name in imported_modules(path)}, path
+
+
+def test_only_the_composition_root_reads_the_environment() -> None:
+    for path in python_files(*PACKAGES[:-1]):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"environ", "getenv"}, f"{path} reads the environment; pass the value from deploy"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "deploy"])
+def test_no_script_bears_a_standard_library_name(folder: str) -> None:
+    clashes = [path.name for path in (ROOT / folder).rglob("*.py") if path.stem in sys.stdlib_module_names]
+    assert not clashes, f"these would shadow the standard library when run as scripts: {clashes}"
+
+
+def test_no_module_is_a_drawer() -> None:
+    named = [path for path in python_files(*PACKAGES, "benchmarks") if path.stem in DRAWERS or set(path.parent.parts) & DRAWERS]
+    assert not named
+
+
+def test_tests_are_no_packages() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_wheel_carries_the_seven_product_packages_only() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert sorted(wheel["packages"]) == sorted(PACKAGES)

@@ -1,0 +1,60 @@
+"""The time model against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fleet.experts import ExpertId
+from fleet.placement import linear
+from fleet.popularity import ExpertTable, profile, uniform
+from fleet.timing import EngineSpeed, expected_remote_ranks
+
+
+def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws() -> None:
+    rng = np.random.default_rng(3)
+    wanted = rng.dirichlet(np.ones(5), size=2)
+    placement = linear(layers=2, experts=5, ranks=3)
+    for home in range(3):
+        exact = 0.0
+        for layer, draws in itertools.product(range(2), itertools.product(range(5), repeat=3)):
+            ranks = {placement.holders(ExpertId(layer, e))[0] for e in draws} - {home}
+            exact += float(np.prod([wanted[layer, e] for e in draws])) * len(ranks)
+        assert expected_remote_ranks(wanted, placement.share, 3)[home] == pytest.approx(exact)
+
+
+def test_one_rank_reaches_nobody_and_more_ranks_cost_more() -> None:
+    assert expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=1).share, 4).max() == 0
+    two, four = (expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=r).share, 4)[0] for r in (2, 4))
+    assert 0 < two < four
+
+
+def test_uniform_demand_over_eight_ranks_reaches_about_the_published_number_of_ranks() -> None:
+    """Distinct experts reach 4.63 remote ranks at k = 8, E = 256; independent draws come within 1.5 %."""
+    remote = expected_remote_ranks(uniform(1, 256), linear(layers=1, experts=256, ranks=8).share, 8)[0]
+    assert remote == pytest.approx(4.63, rel=0.015)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_speeds_that_cannot_be_are_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="prefill_token"):
+        EngineSpeed(prefill_token=bad)
+
+
+def test_no_evidence_gives_the_uniform_profile_and_evidence_takes_over() -> None:
+    counts = np.zeros((2, 4))
+    assert np.allclose(profile(counts), uniform(2, 4))
+    counts[0, 1] = 1e6
+    assert profile(counts)[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_a_table_with_impossible_values_is_refused(bad: float) -> None:
+    table = ExpertTable.of(np.array([[1.0, bad]]))
+    with pytest.raises(ValueError, match="finite"):
+        table.array()
+
+
+def test_a_table_whose_bytes_do_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not make"):
+        ExpertTable(layers=2, experts=2, values=b"1234").array()
