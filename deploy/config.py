@@ -1,0 +1,225 @@
+"""roost.toml: one effective configuration out of defaults, file, environment and flags; every key knows its source.
+
+Later wins: the defaults of each part's config dataclass, the file (--config, or ./roost.toml when there is one), the variables
+ROOST_<SECTION>_<KEY>, the command's flags. An unknown key, an unknown section and a wrong type are errors that name the
+place and the nearest known name. A value in the environment is text: lists are split at commas, nothing at all means
+"unset" where a key may be unset.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+FILE = "roost.toml"
+PREFIX = "ROOST_"
+FILE_VARIABLE = "ROOST_CONFIG"
+"""Names the file; a flag beats it."""
+
+Part = TypeVar("Part")
+Key = tuple[str, str]
+"""(section, key)"""
+
+_TABLE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?")
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text names key, place and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key's value and where it came from: "default", "roost.toml:12", "ROOST_ROUTER_PORT" or "--port"."""
+
+    value: Any
+    source: str
+
+
+class Configuration:
+    """The effective settings of all sections, and the parts' config dataclasses built from them."""
+
+    def __init__(self, sections: Mapping[str, type], settings: Mapping[Key, Setting]) -> None:
+        self._sections = dict(sections)
+        self._settings = dict(settings)
+
+    def part(self, kind: type[Part]) -> Part:
+        """The config dataclass of one section. ConfigError when the dataclass refuses its values."""
+        name = next(section for section, known in self._sections.items() if known is kind)
+        chosen = {key: setting for (section, key), setting in self._settings.items() if section == name}
+        try:
+            return kind(**{key: setting.value for key, setting in chosen.items()})
+        except ValueError as error:
+            places = ", ".join(f"{key} from {setting.source}" for key, setting in chosen.items() if setting.source != "default")
+            raise ConfigError(f"[{name}] {error}" + (f" ({places})" if places else "")) from error
+
+    def check(self) -> None:
+        """Build every part once, so that a bad value is refused before anything starts."""
+        for kind in self._sections.values():
+            self.part(kind)
+
+    def items(self) -> Iterator[tuple[Key, Setting]]:
+        """Every setting, in the order of sections and fields."""
+        return iter(self._settings.items())
+
+    def with_flags(self, flags: Mapping[Key, tuple[str, Any]]) -> "Configuration":
+        """The same with values given on the command line: {(section, key): (flag, value)}; a value None means not given."""
+        settings = dict(self._settings)
+        hints = {name: typing.get_type_hints(kind) for name, kind in self._sections.items()}
+        for (section, key), (flag, value) in flags.items():
+            if value is not None:
+                settings[section, key] = Setting(_converted(value, hints[section][key], f"{flag}: "), flag)
+        return Configuration(self._sections, settings)
+
+    def as_toml(self, *, sources: bool = True) -> str:
+        """The effective roost.toml; keys that are unset are comments, since TOML has no null."""
+        return "\n".join(_toml_lines(self._settings, sources)) + "\n"
+
+    def as_json(self) -> str:
+        """{section: {key: {"value", "source"}}}"""
+        nested: dict[str, dict[str, Any]] = {}
+        for (section, key), setting in self._settings.items():
+            nested.setdefault(section, {})[key] = {"value": setting.value, "source": setting.source}
+        return msgspec.json.encode(nested, enc_hook=str).decode()
+
+
+def load(sections: Mapping[str, type], *, file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
+    """Read defaults, file and environment. `file`: as given by --config; None: the variable, or roost.toml in `directory`.
+
+    ConfigError for a file that cannot be read or parsed, and for every key and variable that is unknown or of a wrong type.
+    """
+    settings = dict(_defaults(sections))
+    path = _chosen_file(file, environment, directory)
+    if path is not None:
+        settings.update(_from_file(sections, path))
+    settings.update(_from_environment(sections, environment))
+    return Configuration(sections, settings)
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child that gets its settings by file: no ROOST_ variable, which would beat the file."""
+    return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+
+
+def _defaults(sections: Mapping[str, type]) -> Iterator[tuple[Key, Setting]]:
+    for section, kind in sections.items():
+        for field in dataclasses.fields(kind):
+            value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            if value is dataclasses.MISSING:
+                raise TypeError(f"{kind.__name__}.{field.name} needs a default: roost.toml may be empty")
+            yield (section, field.name), Setting(value, "default")
+
+
+def _chosen_file(file: Path | None, environment: Mapping[str, str], directory: Path) -> Path | None:
+    if file is None and environment.get(FILE_VARIABLE):
+        file = Path(environment[FILE_VARIABLE])
+    if file is not None:
+        return file
+    return directory / FILE if (directory / FILE).is_file() else None
+
+
+def _from_file(sections: Mapping[str, type], path: Path) -> dict[Key, Setting]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    found: dict[Key, Setting] = {}
+    for section, table in tables.items():
+        _known(section, sections, f"{_place(path, text, section, None)}: no section [{section}]")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{_place(path, text, '', section)}: {section} must be a section, written [{section}]")
+        hints = typing.get_type_hints(sections[section])
+        for key, value in table.items():
+            place = _place(path, text, section, key)
+            _known(key, hints, f"{place}: no key {key!r} in [{section}]")
+            found[section, key] = Setting(_converted(value, hints[key], f"{place}: {section}.{key}: "), place)
+    return found
+
+
+def _from_environment(sections: Mapping[str, type], environment: Mapping[str, str]) -> dict[Key, Setting]:
+    names = {f"{PREFIX}{section}_{field.name}".upper(): (section, field.name) for section, kind in sections.items() for field in dataclasses.fields(kind)}
+    found: dict[Key, Setting] = {}
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(PREFIX) and variable != FILE_VARIABLE:
+            _known(variable, names, f"environment: no setting {variable}")
+            section, key = names[variable]
+            hint = typing.get_type_hints(sections[section])[key]
+            found[section, key] = Setting(_converted(_from_text(text, hint), hint, f"{variable}: ", strict=False), variable)
+    return found
+
+
+def _known(name: str, names: Iterable[str], complaint: str) -> None:
+    names = list(names)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        raise ConfigError(complaint + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(names))}"))
+
+
+def _place(path: Path, text: str, section: str, key: str | None) -> str:
+    """file:line of a key, or of its section's head (key None); without a line where TOML's freer forms hide it."""
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        head = _TABLE.fullmatch(line)
+        if head:
+            table = head[1]
+        if (key is None and head and table == section) or (key and table == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line)):
+            return f"{path}:{number}"
+    return str(path)
+
+
+def _converted(value: Any, hint: Any, place: str, *, strict: bool = True) -> Any:
+    if isinstance(value, bool) and hint in (int, float):
+        raise ConfigError(f"{place}expected a number, got {str(value).lower()}")
+    try:
+        return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value {value!r}") from error
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise NotImplementedError(f"settings of type {kind}")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _from_text(text: str, hint: Any) -> Any:
+    options = _options(hint)
+    if not text and type(None) in options:
+        return None
+    if any(typing.get_origin(option) in (tuple, list) for option in options):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    return text
+
+
+def _toml_lines(settings: Mapping[Key, Setting], sources: bool) -> Iterator[str]:
+    current = ""
+    for (section, key), setting in settings.items():
+        if section != current:
+            yield f"[{section}]" if not current else f"\n[{section}]"
+            current = section
+        line = f"# {key} is unset" if setting.value is None else f"{key} = {_toml(setting.value)}"
+        yield f"{line}  # {setting.source}" if sources else line
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,149 @@
+"""One effective configuration: precedence, sources, and errors that name the place."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.config import ConfigError, Configuration, load, without_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    seconds: float = 2.5
+    strict: bool = False
+    key_file: Path | None = None
+    backends: tuple[str, ...] = ()
+    mode: Literal["fast", "safe"] = "fast"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be 0..65535, not {self.port}")
+
+
+@dataclass(frozen=True, slots=True)
+class Bell:
+    volume: int = 3
+
+
+SECTIONS: Mapping[str, type] = {"door": Door, "bell": Bell}
+
+
+def read(tmp_path: Path, text: str | None = None, **environment: str) -> Configuration:
+    if text is not None:
+        (tmp_path / "roost.toml").write_text(text)
+    return load(SECTIONS, file=None, environment=environment, directory=tmp_path)
+
+
+def sources(configuration: Configuration) -> dict[str, str]:
+    return {f"{section}.{key}": setting.source for (section, key), setting in configuration.items()}
+
+
+def test_without_file_and_variables_every_key_is_its_default(tmp_path: Path) -> None:
+    configuration = read(tmp_path)
+    assert configuration.part(Door) == Door()
+    assert set(sources(configuration).values()) == {"default"}
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults(tmp_path: Path) -> None:
+    text = '[door]\nhost = "a"\nport = 1\nseconds = 1\n'
+    configuration = read(tmp_path, text, ROOST_DOOR_HOST="b", ROOST_DOOR_PORT="2").with_flags(
+        {("door", "host"): ("--host", "c"), ("bell", "volume"): ("--volume", None)}
+    )
+    assert configuration.part(Door) == Door(host="c", port=2, seconds=1.0)
+    found = sources(configuration)
+    assert (found["door.host"], found["door.port"], found["bell.volume"]) == ("--host", "ROOST_DOOR_PORT", "default")
+    assert found["door.seconds"] == f"{tmp_path / 'roost.toml'}:4"
+
+
+def test_values_in_the_environment_are_read_by_the_type_of_their_key(tmp_path: Path) -> None:
+    configuration = read(
+        tmp_path,
+        ROOST_DOOR_STRICT="true",
+        ROOST_DOOR_BACKENDS="http://a, http://b",
+        ROOST_DOOR_KEY_FILE="/keys",
+        ROOST_DOOR_SECONDS="7",
+        ROOST_DOOR_MODE="safe",
+    )
+    assert configuration.part(Door) == Door(strict=True, backends=("http://a", "http://b"), key_file=Path("/keys"), seconds=7.0, mode="safe")
+    assert read(tmp_path, ROOST_DOOR_KEY_FILE="").part(Door).key_file is None
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[door]\nprot = 1\n", ("roost.toml:2", "'prot'", "did you mean port?")),
+        ("[dor]\nport = 1\n", ("roost.toml:1", "[dor]", "did you mean door?")),
+        ('[bell]\nvolume = 3\n[door]\n\nport = "many"\n', ("roost.toml:5", "door.port", "expected int", "'many'")),
+        ("[door]\nport = true\n", ("roost.toml:2", "number", "true")),
+        ('[door]\nmode = "slow"\n', ("roost.toml:2", "door.mode", "'slow'")),
+        ("[door]\nport = 99999\n", ("[door]", "port must be 0..65535", "roost.toml:2")),
+        ("[door\n", ("roost.toml", "line 1")),
+        ("door = 3\n", ("roost.toml:1", "must be a section")),
+        ("door.prot = 3\n", ("roost.toml", "'prot'", "port")),
+    ],
+)
+def test_a_bad_file_is_refused_with_place_and_remedy(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text).check()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "parts"),
+    [
+        ("ROOST_DOOR_PROT", "1", ("ROOST_DOOR_PROT", "did you mean ROOST_DOOR_PORT?")),
+        ("ROOST_DOOR_PORT", "many", ("ROOST_DOOR_PORT", "expected int", "'many'")),
+        ("ROOST_DOOR_STRICT", "perhaps", ("ROOST_DOOR_STRICT", "expected bool")),
+    ],
+)
+def test_a_bad_variable_is_refused_by_name(tmp_path: Path, variable: str, value: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, **{variable: value})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_file_that_was_asked_for_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        load(SECTIONS, file=tmp_path / "missing.toml", environment={}, directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"other\.toml"):
+        read(tmp_path, ROOST_CONFIG=str(tmp_path / "other.toml"))
+
+
+def test_a_wrong_flag_value_names_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--port: expected int"):
+        read(tmp_path).with_flags({("door", "port"): ("--port", "x")})
+
+
+def test_the_printed_configuration_says_where_each_key_comes_from_and_marks_unset_ones(tmp_path: Path) -> None:
+    printed = read(tmp_path, "[door]\nport = 1\n").as_toml()
+    assert f"port = 1  # {tmp_path / 'roost.toml'}:2\n" in printed
+    assert "# key_file is unset  # default\n" in printed
+    nested = json.loads(read(tmp_path).as_json())
+    assert nested["door"]["port"] == {"value": 1, "source": str(tmp_path / "roost.toml") + ":2"}
+
+
+text_values = st.text(st.characters(exclude_categories=("Cs",)))
+
+
+@given(host=text_values, backends=st.lists(text_values).map(tuple), seconds=st.floats(allow_nan=False), strict=st.booleans(), port=st.integers(0, 65535))
+def test_what_is_printed_reads_back_as_the_same_configuration(host: str, backends: tuple[str, ...], seconds: float, strict: bool, port: int) -> None:
+    values = {"host": host, "backends": backends, "seconds": seconds, "strict": strict, "port": port, "key_file": Path("/k")}
+    before = load(SECTIONS, file=None, environment={}, directory=Path("/nowhere")).with_flags({("door", key): ("--x", value) for key, value in values.items()})
+    for sourced in (True, False):
+        again = tomllib.loads(before.as_toml(sources=sourced))
+        assert Door(**{**again["door"], "backends": tuple(again["door"]["backends"]), "key_file": Path(again["door"]["key_file"])}) == before.part(Door)
+
+
+def test_children_do_not_inherit_settings_that_would_beat_their_file() -> None:
+    assert without_settings({"ROOST_DOOR_PORT": "1", "ROOST_CONFIG": "x", "PATH": "/bin"}) == {"PATH": "/bin"}
