@@ -1,0 +1,212 @@
+"""Which KV page holds which tokens: allocation, sharing by prefix, and what is kept for reuse. Pure bookkeeping, no tensors.
+
+A page is in exactly one of three states: *held* by one or more sequences, *kept* (nobody holds it, but its block is registered
+and a later prompt may share it) or *free*. A block is registered under its chained sequence hash once all its tokens are
+computed. One hash has one page: a sequence that finishes computing a block that is registered already switches to that page.
+Therefore whoever holds a registered page holds all its ancestors too, and since `close` lets go of a sequence's pages last one
+first, the order of `kept` always has descendants before ancestors: evicting from its front never orphans a block.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal
+
+from fleet.blocks import BLOCK_SIZE
+from fleet.events import KvBlock, KvChange, KvRemoved, KvStored
+
+Change = KvChange | Literal["cleared"]
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The pages of one sequence in the order of its tokens. Only `KvCache` changes it."""
+
+    pages: list[int] = field(default_factory=list)
+    registered: int = 0
+    """how many of the first pages are registered under their block's hash"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    block: KvBlock
+    parent: int | None
+
+
+class KvCache:
+    """A pool of `pages` KV pages of `block_size` tokens each."""
+
+    def __init__(self, pages: int, block_size: int = BLOCK_SIZE) -> None:
+        if pages < 1 or block_size < 1:
+            raise ValueError(f"KV cache: {pages} pages of {block_size} tokens; both must be at least 1")
+        self.pages = pages
+        self.block_size = block_size
+        self._free = list(reversed(range(pages)))
+        self._holders = [0] * pages
+        self._kept: dict[int, None] = {}
+        """pages kept for reuse; insertion order is eviction order"""
+        self._page_of: dict[int, int] = {}
+        """sequence hash -> page; insertion order has parents before children"""
+        self._block_of: dict[int, _Registered] = {}
+        self._changes: list[Change] = []
+
+    @property
+    def used(self) -> int:
+        """Pages held by sequences or kept for reuse."""
+        return self.pages - len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Pages held by sequences."""
+        return self.used - len(self._kept)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Pages that so many tokens need."""
+        return -(-tokens // self.block_size)
+
+    def fits(self, prefix: Sequence[KvBlock], pages: int, spare: int = 0) -> bool:
+        """Whether a new sequence that may share `prefix` can get `pages` pages in all and leave `spare` obtainable ones."""
+        shared = self._match(prefix)
+        obtainable = len(self._free) + len(self._kept) - sum(page in self._kept for page in shared)
+        return pages - len(shared) + spare <= obtainable
+
+    def open(self, prefix: Sequence[KvBlock]) -> BlockTable:
+        """The table of a new sequence: it holds the pages of the longest registered prefix."""
+        pages = self._match(prefix)
+        for page in pages:
+            self._hold(page)
+        return BlockTable(pages, len(pages))
+
+    def extend(self, table: BlockTable, pages: int) -> bool:
+        """Let the table grow to `pages` pages, evicting kept blocks as needed. False, and nothing changes, when there are too few."""
+        missing = pages - len(table.pages)
+        if missing <= 0:
+            return True
+        if missing > len(self._free) + len(self._kept):
+            return False
+        self._evict(missing - len(self._free))
+        for _ in range(missing):
+            page = self._free.pop()
+            self._holders[page] = 1
+            table.pages.append(page)
+        return True
+
+    def register(self, table: BlockTable, blocks: Sequence[KvBlock], computed: int) -> None:
+        """Make the sequence's first `computed` blocks, all of whose tokens are computed, available to others.
+
+        `blocks` are the identities of the sequence's full blocks from its start.
+        """
+        fresh: list[KvBlock] = []
+        for index in range(table.registered, computed):
+            parent = blocks[index - 1].block_hash if index else None
+            if self._register(table, index, blocks[index], parent):
+                fresh.append(blocks[index])
+            else:
+                self._announce(blocks, index, fresh)
+                fresh = []
+        self._announce(blocks, computed, fresh)
+        table.registered = max(table.registered, computed)
+
+    def close(self, table: BlockTable) -> None:
+        """The sequence is done or set aside: let go of its pages. What is registered is kept for reuse."""
+        for page in reversed(table.pages):
+            self._release(page)
+        table.pages.clear()
+        table.registered = 0
+
+    def clear(self) -> None:
+        """Forget everything kept for reuse. ValueError while a sequence holds pages: their registration cannot be taken away."""
+        if self.held:
+            raise ValueError(f"KV cache: {self.held} pages are held by running sequences; finish or cancel them before clearing")
+        self._free.extend(self._kept)
+        self._kept.clear()
+        self._page_of.clear()
+        self._block_of.clear()
+        self._changes.append("cleared")
+
+    def take_changes(self) -> list[Change]:
+        """What was stored, removed and cleared since the last call, in order, parents before children."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def restated(self) -> list[Change]:
+        """The whole cache as changes to one of unknown content: "cleared", then everything registered, parents first."""
+        return ["cleared", *self._runs()]
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """RuntimeError naming the page unless the books agree with each other and with `tables`, all open ones."""
+        holders = [0] * self.pages
+        for table in tables:
+            for page in table.pages:
+                holders[page] += 1
+        free = set(self._free)
+        for page in range(self.pages):
+            states = (page in free) + (page in self._kept) + (self._holders[page] > 0)
+            if states != 1 or holders[page] != self._holders[page]:
+                raise RuntimeError(f"KV cache: page {page} is in {states} states, held {self._holders[page]} times by count and {holders[page]} by tables")
+        if len(free) != len(self._free) or any(page not in self._block_of for page in self._kept):
+            raise RuntimeError("KV cache: a page is free twice, or kept without a block")
+        for page, entry in self._block_of.items():
+            if self._page_of.get(entry.block.block_hash) != page or (entry.parent is not None and entry.parent not in self._page_of):
+                raise RuntimeError(f"KV cache: the block of page {page} is registered elsewhere or has lost its parent")
+
+    def _match(self, prefix: Sequence[KvBlock]) -> list[int]:
+        found = (self._page_of.get(block.block_hash, -1) for block in prefix)
+        return list(takewhile(lambda page: page >= 0, found))
+
+    def _hold(self, page: int) -> None:
+        self._kept.pop(page, None)
+        self._holders[page] += 1
+
+    def _release(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if page in self._block_of:
+            self._kept[page] = None
+        else:
+            self._free.append(page)
+
+    def _evict(self, count: int) -> None:
+        removed = []
+        for _ in range(count):
+            page = next(iter(self._kept))
+            del self._kept[page]
+            block = self._block_of.pop(page).block
+            del self._page_of[block.block_hash]
+            self._free.append(page)
+            removed.append(block.block_hash)
+        if removed:
+            self._changes.append(KvChange(removed=KvRemoved(block_hashes=tuple(removed))))
+
+    def _register(self, table: BlockTable, index: int, block: KvBlock, parent: int | None) -> bool:
+        page = table.pages[index]
+        known = self._page_of.get(block.block_hash)
+        if known is None:
+            self._page_of[block.block_hash] = page
+            self._block_of[page] = _Registered(block, parent)
+            return True
+        self._hold(known)
+        table.pages[index] = known
+        self._release(page)
+        return False
+
+    def _announce(self, blocks: Sequence[KvBlock], end: int, fresh: list[KvBlock]) -> None:
+        if fresh:
+            start = end - len(fresh)
+            parent = blocks[start - 1].block_hash if start else None
+            self._changes.append(KvChange(stored=KvStored(blocks=tuple(fresh), parent_hash=parent)))
+
+    def _runs(self) -> Iterator[KvChange]:
+        run: list[KvBlock] = []
+        parent: int | None = None
+        for page in self._page_of.values():
+            entry = self._block_of[page]
+            if run and entry.parent != run[-1].block_hash:
+                yield KvChange(stored=KvStored(blocks=tuple(run), parent_hash=parent))
+                run = []
+            if not run:
+                parent = entry.parent
+            run.append(entry.block)
+        if run:
+            yield KvChange(stored=KvStored(blocks=tuple(run), parent_hash=parent))
