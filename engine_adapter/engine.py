@@ -1,7 +1,7 @@
 """The Engine port: what the agent asks of one rank of any engine."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class Activations:
 class Facts:
     """Everything that happened on a rank since the last `take_facts`, in order."""
 
-    kv: tuple[KvChange | str, ...]
+    kv: tuple[KvChange | Literal["cleared"], ...]
     """stored and removed blocks in order; the string "cleared" when all are gone"""
     load: Load
     activations: Activations | None

@@ -1,0 +1,143 @@
+"""An engine's name belongs to one incarnation at a time: claimed by compare-and-set, held by changing it, free when it rests.
+
+A live claim is one whose revision changes within the lease. No clocks are compared: a claimant watches the key for one lease
+by its own clock. `judge` decides; `NameClaim` does what it says over the bus.
+"""
+
+import asyncio
+import enum
+import logging
+
+import msgspec
+
+from bus import Bus, Claim, ClaimLost
+
+LEASE_SECONDS = 3.0
+"""A claim that does not change for so long is free."""
+LOOK_SECONDS = 0.25
+"""how often a claimant looks at a held key"""
+
+log = logging.getLogger(__name__)
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of a claim: who holds the name."""
+
+    worker_id: int
+    node: str
+    beat: int
+    """counts refreshes, so that the value changes with the revision"""
+
+
+class NameTaken(Exception):
+    """Another engine serves under this name; the text says where, and what to do."""
+
+
+class Verdict(enum.Enum):
+    """What a claimant does next."""
+
+    CREATE = "create the key: nobody holds it"
+    TAKE = "replace the value that was seen: its holder is gone"
+    WAIT = "look again: the holder may be gone, the lease is not over"
+    REFUSE = "give up: the holder lives"
+
+
+def judge(seen: Claim | None, now: Claim | None, watched: float, *, replaces: int | None = None, lease: float = LEASE_SECONDS) -> Verdict:
+    """Decide from the key as first seen held, the key now, and the seconds between.
+
+    replaces: worker_id of an incarnation that is known to be dead (the launcher ended it): its claim is not waited for.
+    """
+    if now is None:
+        return Verdict.CREATE
+    if replaces is not None and holder_of(now).worker_id == replaces:
+        return Verdict.TAKE
+    if seen is not None and seen.revision != now.revision:
+        return Verdict.REFUSE
+    return Verdict.TAKE if watched >= lease else Verdict.WAIT
+
+
+def holder_of(claim: Claim) -> Holder:
+    """Who a claim names; an unreadable value is a holder without a name, so that it can only go stale."""
+    try:
+        return msgspec.json.decode(claim.value, type=Holder)
+    except msgspec.DecodeError:
+        return Holder(worker_id=-1, node="an unknown node", beat=0)
+
+
+class NameClaim:
+    """One incarnation's claim of its engine's name."""
+
+    def __init__(self, bus: Bus, key: str, engine: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
+        self.restored = False
+        """the key had vanished (a server without its store) and was made anew at the last refresh"""
+        self._bus = bus
+        self._key = key
+        self._engine = engine
+        self._holder = Holder(worker_id=worker_id, node=node, beat=0)
+        self._replaces = replaces
+        self._lease = lease
+        self._revision: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._revision is not None
+
+    async def take(self) -> None:
+        """Claim the name, waiting at most a lease for a silent holder. NameTaken when it lives; BusError when the bus fails."""
+        clock = asyncio.get_running_loop().time
+        seen: Claim | None = None
+        since = clock()
+        while True:
+            now = await self._bus.read_claim(self._key)
+            if seen is None:
+                seen, since = now, clock()
+            verdict = judge(seen, now, clock() - since, replaces=self._replaces, lease=self._lease)
+            if verdict is Verdict.REFUSE and now is not None:
+                raise self._taken(now)
+            if verdict is not Verdict.WAIT and await self._put(now):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def refresh(self) -> None:
+        """Show that we live. NameTaken when somebody else holds the name by now; BusError when the bus fails (try again)."""
+        self.restored = False
+        try:
+            self._revision = await self._bus.claim(self._key, self._value(), self._revision)
+        except ClaimLost:
+            now = await self._bus.read_claim(self._key)
+            if now is not None and holder_of(now).worker_id != self._holder.worker_id:
+                self._revision = None
+                raise self._taken(now) from None
+            # ours after all: an answer that was lost, or a key that vanished with its server
+            self._revision = None if now is None else now.revision
+            self._revision = await self._bus.claim(self._key, self._value(), self._revision)
+            self.restored = now is None
+
+    async def release(self) -> None:
+        """Give the name up at once; nothing happens when it is not ours any more."""
+        if self._revision is None:
+            return
+        try:
+            await self._bus.release(self._key, self._revision)
+        except ClaimLost:
+            log.warning("the name %r was no longer ours to give up", self._engine)
+        self._revision = None
+
+    async def _put(self, now: Claim | None) -> bool:
+        """Write our claim in the place of `now`; False when somebody else was faster."""
+        try:
+            self._revision = await self._bus.claim(self._key, self._value(), None if now is None else now.revision)
+        except ClaimLost:
+            return False
+        return True
+
+    def _value(self) -> bytes:
+        self._holder = msgspec.structs.replace(self._holder, beat=self._holder.beat + 1)
+        return msgspec.json.encode(self._holder)
+
+    def _taken(self, now: Claim) -> NameTaken:
+        holder = holder_of(now)
+        return NameTaken(
+            f"the engine name {self._engine!r} is taken: worker {holder.worker_id} on {holder.node} serves under it. "
+            f"Give this engine another name (--name), or stop that one; its name is free {self._lease:.0f} s after it falls silent"
+        )
