@@ -5,7 +5,7 @@ Two implementations with one contract: `bus.memory` (one process) and `bus.nats`
 composition root alone.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +26,10 @@ class BusTimeout(BusError):
 
 class ClaimLost(BusError):
     """A key is held by somebody else, or changed since it was read."""
+
+
+class BlobLost(BusError):
+    """The blob store does not hold this content, or what it holds is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +119,15 @@ class Bus(Protocol):
         ...
 
     async def get_blob(self, digest: str) -> bytes:
-        """The content, verified against its digest; BusError when it is unknown or damaged."""
+        """The content, verified against its digest; BlobLost when it is unknown or damaged."""
         ...
 
     @property
     def connected(self) -> bool: ...
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """How many arriving messages were refused since the start, by reason (`bus.codec.Reason`)."""
+        ...
 
     async def close(self) -> None: ...

@@ -9,6 +9,8 @@ import re
 KV_EVENTS = "kv-events"
 KV_METRICS = "kv_metrics"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
+_KEY = re.compile(r"[A-Za-z0-9_/=-]+(\.[A-Za-z0-9_/=-]+)*")
 
 
 def check_token(kind: str, token: str) -> str:
@@ -16,6 +18,34 @@ def check_token(kind: str, token: str) -> str:
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"{kind} {token!r}: use 1 to 64 letters, digits, '-' or '_'")
     return token
+
+
+def check_subject(subject: str, *, wildcards: bool = False) -> str:
+    """A subject that may be sent to (or, with wildcards, listened to); ValueError says what is wrong with it."""
+    tokens = subject.split(".")
+    for place, token in enumerate(tokens):
+        wild = wildcards and (token == "*" or (token == ">" and place == len(tokens) - 1))
+        if not wild and not _SUBJECT_TOKEN.fullmatch(token):
+            raise ValueError(f"subject {subject!r}: token {token!r} is not allowed here; take subjects from bus.subjects")
+    return subject
+
+
+def check_key(key: str) -> str:
+    """A key that may be claimed; ValueError says what is allowed."""
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"key {key!r}: use letters, digits, '-', '_', '/', '=' and single dots between them")
+    return key
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Whether a pattern covers a subject: `*` stands for one token, a last `>` for one or more."""
+    wanted, tokens = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted = wanted[:-1]
+        if len(tokens) <= len(wanted):
+            return False
+        tokens = tokens[: len(wanted)]
+    return len(wanted) == len(tokens) and all(want in ("*", token) for want, token in zip(wanted, tokens, strict=True))
 
 
 class Subjects:

@@ -1,0 +1,194 @@
+"""Messages <-> bytes: Dynamo's five-field envelope around a msgpack payload. Pure; nothing that arrives can be fatal.
+
+Envelope: a msgpack map {publisher_id u64, sequence u64, published_at u64 (ms since the epoch), topic str, payload bin};
+the payload is msgpack again. Topic `kv-events` carries an array of RoutedKvEvent, `kv_metrics` a KvMetrics (both in
+Dynamo's own form), `roost-blob` a reference to a payload that lies in the blob store, everything else the tagged union.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from bus import BusError, Message
+from bus.subjects import KV_EVENTS, KV_METRICS
+from fleet.events import AnyEvent, Event, KvMetrics, RoutedKvEvent
+
+BLOB_TOPIC = "roost-blob"
+"""Reserved topic: the payload is a BlobReference."""
+LARGE = 512_000
+"""Bytes; a larger payload travels by the blob store."""
+WIRE_BYTES = 1_048_576
+"""Largest envelope that is looked at: the servers' usual max_payload."""
+PAYLOAD_BYTES = 64 * 1024 * 1024
+"""Largest payload that may travel by the blob store."""
+
+T = TypeVar("T")
+Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What every message on the wire is wrapped in; field names and order are Dynamo's."""
+
+    publisher_id: Unsigned
+    sequence: Unsigned
+    published_at: Unsigned
+    """milliseconds since the epoch, sender's clock"""
+    topic: str
+    payload: bytes
+
+
+class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
+    """Stands for a payload too large for an envelope."""
+
+    topic: str
+    digest: str
+    """sha256 (hex) of the payload"""
+    size: Unsigned
+
+
+class Reason(StrEnum):
+    """Why a message was not delivered."""
+
+    OVERSIZE = "oversize"
+    ENVELOPE = "envelope"
+    """bytes that are no envelope"""
+    KIND = "kind"
+    """a tag that this version does not know"""
+    PAYLOAD = "payload"
+    """a known form with missing, misshapen or impossible fields"""
+    BLOB = "blob"
+    """a reference to content that is missing or damaged"""
+
+
+class Refused(Exception):
+    """A message that cannot be delivered; counted by its reader's bus and dropped."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class Rejected(Mapping[str, int]):
+    """How many arriving messages were refused, by reason. Every reason is present from the start."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, reason: Reason) -> None:
+        self._counts[reason.value] += 1
+
+    def __getitem__(self, reason: str) -> int:
+        return self._counts[Reason(reason).value]
+
+    def __iter__(self) -> Iterator[str]:
+        return (reason.value for reason in Reason)
+
+    def __len__(self) -> int:
+        return len(Reason)
+
+    def __repr__(self) -> str:
+        return f"<Rejected {dict(self)}>"
+
+
+class _Tag(msgspec.Struct, frozen=True):
+    kind: str
+
+
+_ENVELOPE: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
+_REFERENCE: msgspec.msgpack.Decoder[BlobReference] = msgspec.msgpack.Decoder(BlobReference)
+_EVENT: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+_KV_EVENTS: msgspec.msgpack.Decoder[tuple[RoutedKvEvent, ...]] = msgspec.msgpack.Decoder(tuple[RoutedKvEvent, ...])
+_KV_METRICS: msgspec.msgpack.Decoder[KvMetrics] = msgspec.msgpack.Decoder(KvMetrics)
+_TAG: msgspec.msgpack.Decoder[_Tag] = msgspec.msgpack.Decoder(_Tag)
+_KINDS = frozenset(kind.__name__ for kind in Event.__subclasses__())
+
+_UNDECODABLE = (ValueError, RecursionError, OverflowError, MemoryError)
+"""All that msgspec raises for hostile bytes; its own errors and bad UTF-8 are ValueErrors."""
+
+
+def topic_of(subject: str) -> str:
+    """The topic of a subject: its token behind the component (or endpoint) name; the last token of any other form."""
+    tokens = subject.split(".")
+    if tokens[0] == "namespace":
+        at = 6 if tokens[4:5] == ["endpoint"] else 4
+        if len(tokens) > at:
+            return tokens[at]
+    return tokens[-1]
+
+
+def encode(topic: str, message: Message) -> bytes:
+    """The payload of a message. BusError when the message does not belong on the topic or a value cannot be said in msgpack."""
+    if _form(message) != (topic if topic in (KV_EVENTS, KV_METRICS) else "event"):
+        raise BusError(f"a {type(message).__name__} cannot be sent on topic {topic!r}: kv-events takes a tuple of RoutedKvEvent, kv_metrics KvMetrics")
+    try:
+        return msgspec.msgpack.encode(message)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise BusError(f"a {type(message).__name__} cannot be encoded: {error}") from error
+
+
+def _form(message: Message) -> str:
+    if isinstance(message, tuple):
+        return KV_EVENTS
+    return KV_METRICS if isinstance(message, KvMetrics) else "event"
+
+
+def seal(publisher_id: int, sequence: int, published_at: float, topic: str, payload: bytes) -> bytes:
+    """The envelope as bytes. published_at: seconds since the epoch."""
+    envelope = Envelope(publisher_id=publisher_id, sequence=sequence, published_at=max(0, int(published_at * 1000)), topic=topic, payload=payload)
+    return msgspec.msgpack.encode(envelope)
+
+
+def unseal(raw: bytes) -> Envelope:
+    """The envelope of what arrived; Refused when it is too large or no envelope."""
+    if len(raw) > WIRE_BYTES:
+        raise Refused(Reason.OVERSIZE, f"{len(raw)} bytes; at most {WIRE_BYTES} are read")
+    return _read(_ENVELOPE, raw, Reason.ENVELOPE)
+
+
+def reference(topic: str, digest: str, payload: bytes) -> bytes:
+    """Payload of a reference to content stored under `digest`; goes with BLOB_TOPIC. BusError when the content is too large even so."""
+    if len(payload) > PAYLOAD_BYTES:
+        raise BusError(f"a message of {len(payload)} bytes on {topic!r}: at most {PAYLOAD_BYTES} can be sent; say less, or put a blob and name it")
+    return msgspec.msgpack.encode(BlobReference(topic=topic, digest=digest, size=len(payload)))
+
+
+def referred(envelope: Envelope) -> BlobReference | None:
+    """What an envelope refers to, or None when it carries its own payload. Refused when the reference is malformed or too large."""
+    if envelope.topic != BLOB_TOPIC:
+        return None
+    found = _read(_REFERENCE, envelope.payload, Reason.PAYLOAD)
+    if found.size > PAYLOAD_BYTES:
+        raise Refused(Reason.OVERSIZE, f"refers to {found.size} bytes; at most {PAYLOAD_BYTES} are read")
+    return found
+
+
+def decode(topic: str, payload: bytes) -> Message:
+    """The message of a payload; fields that are not known are ignored. Refused with the reason when it is none."""
+    if topic == KV_EVENTS:
+        return _read(_KV_EVENTS, payload, Reason.PAYLOAD)
+    if topic == KV_METRICS:
+        return _read(_KV_METRICS, payload, Reason.PAYLOAD)
+    try:
+        return _EVENT.decode(payload)
+    except _UNDECODABLE as error:
+        raise Refused(*_fault(payload, error)) from error
+
+
+def _fault(payload: bytes, error: BaseException) -> tuple[Reason, str]:
+    """Tells an unknown kind (a newer speaker) from a malformed message."""
+    try:
+        kind = _TAG.decode(payload).kind
+    except _UNDECODABLE:
+        return Reason.PAYLOAD, str(error)
+    return (Reason.PAYLOAD, f"{kind}: {error}") if kind in _KINDS else (Reason.KIND, f"unknown kind {kind!r:.80}")
+
+
+def _read(decoder: "msgspec.msgpack.Decoder[T]", raw: bytes, reason: Reason) -> T:
+    try:
+        return decoder.decode(raw)
+    except _UNDECODABLE as error:
+        raise Refused(reason, str(error)) from error

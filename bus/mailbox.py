@@ -1,0 +1,272 @@
+"""What both implementations do with messages before sending and after receiving: identity and sequence, bounded queues, answers.
+
+Storage and transport are handed in as functions: `Keep` stores content and returns its digest, `Fetch` gets it back.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from bus import BlobLost, BusError, Message, Received
+from bus.codec import BLOB_TOPIC, LARGE, Reason, Refused, Rejected, decode, encode, reference, referred, seal, topic_of, unseal
+from bus.subjects import check_subject, matches
+from fleet.events import STORED, RequestRefused
+
+logger = logging.getLogger(__name__)
+
+Keep = Callable[[bytes], Awaitable[str]]
+Fetch = Callable[[str], Awaitable[bytes]]
+Send = Callable[[str, bytes], Awaitable[None]]
+Answer = Callable[[Message], Awaitable[Message]]
+
+PAUSE_EVERY = 64
+"""Messages an Inbox gives away before it lets the event loop turn: a full queue must not starve everything else."""
+ANSWERING = 64
+"""Requests answered at once per served subject."""
+QUEUED_REQUESTS = 1024
+"""Requests waiting per served subject; further ones are not answered, and time out at their sender."""
+
+REASON_LENGTH = 2000
+"""Characters of a refusal's reason that travel."""
+STOP_SECONDS = 5.0
+"""Answers still being worked out when serving ends get so long to notice."""
+
+
+def sendable(subject: str) -> str:
+    """A subject without wildcards; BusError otherwise."""
+    try:
+        return check_subject(subject)
+    except ValueError as error:
+        raise BusError(str(error)) from error
+
+
+def audible(subject: str) -> str:
+    """A subject that may have wildcards; BusError otherwise."""
+    try:
+        return check_subject(subject, wildcards=True)
+    except ValueError as error:
+        raise BusError(str(error)) from error
+
+
+def check_stored(subject: str, message: Message, patterns: tuple[str, ...]) -> None:
+    """BusError unless this kind of message is stored, and this subject."""
+    if not isinstance(message, STORED):
+        raise BusError(f"a {type(message).__name__} is not stored; only {', '.join(kind.__name__ for kind in STORED)} can be recorded")
+    if not any(matches(pattern, subject) for pattern in patterns):
+        raise BusError(f"subject {subject!r} is not stored; only {', '.join(patterns)} are")
+
+
+class Outbox:
+    """An identity with a sequence of its own, and the envelopes made under it."""
+
+    def __init__(self, keep: Keep, wall_clock: Callable[[], float] = time.time) -> None:
+        self.publisher_id = secrets.randbits(64)
+        self.sequence = 0
+        self._keep = keep
+        self._wall_clock = wall_clock
+
+    def number(self) -> int:
+        """Take the next sequence number, whatever becomes of its message."""
+        self.sequence += 1
+        return self.sequence - 1
+
+    async def sealed(self, subject: str, message: Message) -> bytes:
+        """The next envelope, its payload put aside when it is large. BusError when it cannot be encoded or kept."""
+        topic = topic_of(subject)
+        return await self.enveloped(topic, encode(topic, message), self.number())
+
+    async def enveloped(self, topic: str, payload: bytes, number: int) -> bytes:
+        if len(payload) > LARGE:
+            payload, topic = reference(topic, await self._keep(payload), payload), BLOB_TOPIC
+        return seal(self.publisher_id, number, self._wall_clock(), topic, payload)
+
+
+class Speaker(Outbox):
+    """A publisher on one subject. What cannot be sent now is dropped, and the sequence shows it."""
+
+    def __init__(self, subject: str, send: Send, keep: Keep, connected: Callable[[], bool], wall_clock: Callable[[], float] = time.time) -> None:
+        super().__init__(keep, wall_clock)
+        self.subject = sendable(subject)
+        self._topic = topic_of(subject)
+        self._send = send
+        self._connected = connected
+
+    async def publish(self, message: Message) -> None:
+        """BusError only for a message that can never be sent; a broken connection costs the message, not the caller."""
+        payload = encode(self._topic, message)
+        number = self.number()
+        if not self._connected():
+            return
+        try:
+            raw = await self.enveloped(self._topic, payload, number)
+        except BusError as error:
+            logger.warning("dropped a message of %d bytes on %s: %s", len(payload), self.subject, error)
+            return
+        await self._send(self.subject, raw)
+
+
+async def opened(subject: str, raw: bytes, fetch: Fetch) -> Received:
+    """The message in what arrived. Refused when there is none; BusError when its content cannot be fetched at present."""
+    envelope = unseal(raw)
+    found = referred(envelope)
+    if found is None:
+        message = decode(envelope.topic, envelope.payload)
+    else:
+        try:
+            content = await fetch(found.digest)
+        except BlobLost as error:
+            raise Refused(Reason.BLOB, str(error)) from error
+        if len(content) != found.size:
+            raise Refused(Reason.BLOB, f"content {found.digest} has {len(content)} bytes, announced were {found.size}")
+        message = decode(found.topic, content)
+    return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
+
+
+async def answered(subject: str, raw: bytes, fetch: Fetch) -> Message:
+    """The answer in what came back. BusError with the reason of a RequestRefused, or when it cannot be read."""
+    try:
+        message = (await opened(subject, raw, fetch)).message
+    except Refused as refusal:
+        raise BusError(f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?") from refusal
+    if isinstance(message, RequestRefused):
+        raise BusError(message.reason)
+    return message
+
+
+class Inbox:
+    """What arrived and was not read yet; bounded in number and bytes, the oldest go first. Messages are decoded when they are read.
+
+    One reader at a time. Iteration ends when the inbox is closed.
+    """
+
+    def __init__(self, limit: int, limit_bytes: int, fetch: Fetch, rejected: Rejected) -> None:
+        if limit < 1:
+            raise BusError(f"a subscription needs room for at least one message, not {limit}")
+        self.dropped = 0
+        self._limit = limit
+        self._limit_bytes = limit_bytes
+        self._fetch = fetch
+        self._rejected = rejected
+        self._queue: deque[tuple[str, bytes]] = deque()
+        self._bytes = 0
+        self._held: tuple[str, bytes] | None = None
+        """taken from the queue and being opened; kept across a cancelled read, so that none is lost"""
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._given = 0
+
+    def put(self, subject: str, raw: bytes) -> None:
+        """Never blocks; drops the oldest when there is no room."""
+        self._queue.append((subject, raw))
+        self._bytes += len(raw)
+        while len(self._queue) > self._limit or self._bytes > self._limit_bytes:
+            self._bytes -= len(self._queue.popleft()[1])
+            self.dropped += 1
+        self._changed.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+    def __aiter__(self) -> AsyncIterator[Received]:
+        return self
+
+    async def __anext__(self) -> Received:
+        while True:
+            subject, raw = await self._next()
+            try:
+                received = await opened(subject, raw, self._fetch)
+            except Refused as refusal:
+                self._refuse(subject, refusal.reason, refusal)
+            except BusError as error:
+                self._refuse(subject, Reason.BLOB, error)
+            else:
+                self._held = None
+                return received
+
+    async def _next(self) -> tuple[str, bytes]:
+        self._given += 1
+        if self._given % PAUSE_EVERY == 0:
+            await asyncio.sleep(0)
+        while self._held is None:
+            if self._closed:
+                raise StopAsyncIteration
+            if self._queue:
+                self._held = self._queue.popleft()
+                self._bytes -= len(self._held[1])
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        return self._held
+
+    def _refuse(self, subject: str, reason: Reason, why: Exception) -> None:
+        self._held = None
+        self._rejected.count(reason)
+        logger.debug("refused a message on %s: %s", subject, why)
+
+
+class Desk:
+    """Answers the requests on one subject, several at a time, while `run` runs."""
+
+    def __init__(self, subject: str, answer: Answer, outbox: Outbox, fetch: Fetch, rejected: Rejected) -> None:
+        self.subject = sendable(subject)
+        self._answer = answer
+        self._outbox = outbox
+        self._fetch = fetch
+        self._rejected = rejected
+        self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], Awaitable[None]]]] = asyncio.Queue(QUEUED_REQUESTS)
+
+    def submit(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
+        """Never blocks; a request beyond the queue's limit is left to time out at its sender."""
+        try:
+            self._requests.put_nowait((raw, reply))
+        except asyncio.QueueFull:
+            logger.warning("%s: %d requests are waiting, another was dropped", self.subject, QUEUED_REQUESTS)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        places = asyncio.Semaphore(ANSWERING)
+        async with asyncio.TaskGroup() as answering:
+            while True:
+                raw, reply = await self._requests.get()
+                await places.acquire()
+                task = answering.create_task(self._respond(raw, reply), name=f"answers a request on {self.subject}")
+                task.add_done_callback(lambda _: places.release())
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Answers while the context lasts."""
+        task = asyncio.create_task(self.run(), name=f"answers requests on {self.subject}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task], timeout=STOP_SECONDS)
+
+    async def _respond(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
+        answer = await self._considered(raw)
+        try:
+            sealed = await self._outbox.sealed(self.subject, answer)
+        except BusError as error:
+            logger.warning("%s: an answer cannot be sent: %s", self.subject, error)
+            sealed = await self._outbox.sealed(self.subject, RequestRefused(reason=f"the answer cannot be sent: {error}"))
+        await reply(sealed)
+
+    async def _considered(self, raw: bytes) -> Message:
+        try:
+            request = await opened(self.subject, raw, self._fetch)
+        except Refused as refusal:
+            self._rejected.count(refusal.reason)
+            return RequestRefused(reason=f"the request cannot be read: {refusal}")
+        except BusError as error:
+            self._rejected.count(Reason.BLOB)
+            return RequestRefused(reason=f"the request's content cannot be fetched: {error}")
+        try:
+            return await self._answer(request.message)
+        except Exception as error:  # the asker must be told, whatever went wrong
+            logger.warning("%s: refused a request: %s", self.subject, error, exc_info=not isinstance(error, BusError | ValueError))
+            return RequestRefused(reason=str(error)[:REASON_LENGTH] or type(error).__name__)

@@ -1,0 +1,357 @@
+"""The bus within one process: the same contract as `bus.nats`, for tests, simulation and one-process runs.
+
+Messages travel as bytes through the same codec, queues and limits; only the transport and the storage are dictionaries.
+Several clients share one broker, as several processes share one NATS server.
+"""
+
+import asyncio
+import hashlib
+import time
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, Received
+from bus.codec import Refused, Rejected
+from bus.config import BusConfig
+from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
+from bus.subjects import Subjects, check_key, matches
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One message of the durable log."""
+
+    number: int
+    """place in the log, from 1"""
+    stored_at: float
+    subject: str
+    raw: bytes
+
+
+class MemoryBroker:
+    """What a NATS server does: passes on, stores, arbitrates. Share one among the MemoryBus clients of a process.
+
+    `reachable` may be set to False to play a broken connection of all clients, and back to True. `deliver` puts raw bytes on
+    a subject, as a stranger would.
+    """
+
+    def __init__(self, subjects: Subjects | None = None, config: BusConfig | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.subjects = subjects or Subjects()
+        self.config = config or BusConfig()
+        self.clock = clock
+        self.blobs: dict[str, bytes] = {}
+        self.parcels: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._log: list[Stored] = []
+        self._last = 0
+        self._inboxes: dict[Inbox, tuple[str, ...]] = {}
+        self._desks: dict[str, list[Desk]] = {}
+        self._followers: set[asyncio.Event] = set()
+        self._claims: dict[str, Claim] = {}
+        self._revision = 0
+        self._up = asyncio.Event()
+        self._up.set()
+
+    # Connections
+
+    @property
+    def reachable(self) -> bool:
+        return self._up.is_set()
+
+    @reachable.setter
+    def reachable(self, reachable: bool) -> None:
+        if reachable:
+            self._up.set()
+        else:
+            self._up.clear()
+
+    async def standing(self, seconds: float) -> None:
+        """Wait until the broker can be reached; BusError when that takes longer."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._up.wait()
+        except TimeoutError as error:
+            raise BusError(f"the broker was not reachable for {seconds} s") from error
+
+    # Passing on and storing
+
+    def deliver(self, subject: str, raw: bytes) -> None:
+        """Give bytes to whoever listens, and to the log when the subject is stored."""
+        if any(matches(pattern, subject) for pattern in self.subjects.stored):
+            self._append(subject, raw)
+        for inbox, patterns in self._inboxes.items():
+            if any(matches(pattern, subject) for pattern in patterns):
+                inbox.put(subject, raw)
+        for desk in self._desks.get(subject, [])[:1]:
+            desk.submit(raw, _nobody)
+
+    def _append(self, subject: str, raw: bytes) -> None:
+        self._last += 1
+        self._log.append(Stored(self._last, self.clock(), subject, raw))
+        self._prune()
+        for event in self._followers:
+            event.set()
+
+    def _prune(self) -> None:
+        """The stream's limits: age, bytes, messages per subject; the oldest go first."""
+        oldest = self.clock() - self.config.stream_seconds
+        counts: Counter[str] = Counter()
+        size = 0
+        kept: list[Stored] = []
+        for entry in reversed(self._log):
+            counts[entry.subject] += 1
+            size += len(entry.raw)
+            if entry.stored_at < oldest or size > self.config.stream_bytes:
+                break
+            if counts[entry.subject] <= self.config.stream_messages_per_subject:
+                kept.append(entry)
+        self._log = kept[::-1]
+
+    @property
+    def last(self) -> int:
+        """Number of the newest stored message; 0 before the first."""
+        return self._last
+
+    def after(self, number: int, pattern: str) -> list[Stored]:
+        """Stored messages behind a number, in order."""
+        at = bisect_right(self._log, number, key=lambda entry: entry.number)
+        return [entry for entry in self._log[at:] if matches(pattern, entry.subject)]
+
+    @contextmanager
+    def listening(self, inbox: Inbox, patterns: tuple[str, ...]) -> Iterator[None]:
+        self._inboxes[inbox] = patterns
+        try:
+            yield
+        finally:
+            del self._inboxes[inbox]
+
+    @contextmanager
+    def serving(self, desk: Desk) -> Iterator[None]:
+        desks = self._desks.setdefault(desk.subject, [])
+        desks.append(desk)
+        try:
+            yield
+        finally:
+            desks.remove(desk)
+            if not desks:
+                del self._desks[desk.subject]
+
+    @contextmanager
+    def following(self, event: asyncio.Event) -> Iterator[None]:
+        self._followers.add(event)
+        try:
+            yield
+        finally:
+            self._followers.discard(event)
+
+    def desk(self, subject: str) -> Desk | None:
+        """Whoever answers on a subject; each in turn when there are several."""
+        desks = self._desks.get(subject)
+        if not desks:
+            return None
+        desks.append(desks.pop(0))
+        return desks[-1]
+
+    # Claims
+
+    def claimed(self, key: str) -> Claim | None:
+        return self._claims.get(key)
+
+    def set_claim(self, key: str, value: bytes | None, revision: int | None) -> int:
+        """Compare-and-set; value None deletes."""
+        present = self._claims.get(key)
+        if (present.revision if present else None) != revision:
+            raise ClaimLost(f"{key!r} is {f'held at revision {present.revision}' if present else 'not held'}, not {'free' if revision is None else revision}")
+        self._revision += 1
+        if value is None:
+            del self._claims[key]
+        else:
+            self._claims[key] = Claim(value, self._revision)
+        return self._revision
+
+
+async def _nobody(_: bytes) -> None:
+    """A request without a return address gets no answer."""
+
+
+class MemoryBus:
+    """One client of a MemoryBroker; without one, it has a broker of its own."""
+
+    def __init__(self, broker: MemoryBroker | None = None) -> None:
+        self.broker = broker or MemoryBroker()
+        self._config = self.broker.config
+        self._rejected = Rejected()
+        self._inboxes: set[Inbox] = set()
+        self._followers: set[asyncio.Event] = set()
+        self._closed = False
+        self._voice = Outbox(self._keep_parcel)
+        self._recorder = Outbox(self.put_blob)
+
+    @property
+    def connected(self) -> bool:
+        return not self._closed and self.broker.reachable
+
+    @property
+    def rejected(self) -> Rejected:
+        return self._rejected
+
+    def publisher(self, subject: str) -> Speaker:
+        return Speaker(subject, self._send, self._keep_parcel, lambda: self.connected)
+
+    async def _send(self, subject: str, raw: bytes) -> None:
+        if self.connected:
+            self.broker.deliver(subject, raw)
+
+    @asynccontextmanager
+    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[Inbox]:
+        patterns = tuple(audible(subject) for subject in subjects)
+        inbox = Inbox(limit, self._config.queue_bytes, self._content, self._rejected)
+        await self._standing(self._config.request_seconds)
+        self._inboxes.add(inbox)
+        try:
+            with self.broker.listening(inbox, patterns):
+                yield inbox
+        finally:
+            self._inboxes.discard(inbox)
+            inbox.close()
+
+    async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
+        raw = await self._voice.sealed(sendable(subject), message)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def reply(sealed: bytes) -> None:
+            if not answer.done():
+                answer.set_result(sealed)
+
+        try:
+            async with asyncio.timeout(seconds):
+                await self._standing(seconds)
+                desk = self.broker.desk(subject)
+                if desk is None:
+                    raise BusTimeout(f"nobody serves {subject!r}")
+                desk.submit(raw, reply)
+                back = await answer
+        except TimeoutError as error:
+            raise BusTimeout(f"no answer on {subject!r} within {seconds} s") from error
+        return await answered(subject, back, self._content)
+
+    @asynccontextmanager
+    async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
+        desk = Desk(subject, answer, self._voice, self._content, self._rejected)
+        await self._standing(self._config.request_seconds)
+        async with desk.open():
+            with self.broker.serving(desk):
+                yield
+
+    async def record(self, subject: str, message: Message) -> None:
+        check_stored(sendable(subject), message, self.broker.subjects.stored)
+        raw = await self._recorder.sealed(subject, message)
+        await self._standing(self._config.record_seconds)
+        self.broker.deliver(subject, raw)
+
+    async def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
+        audible(subject)
+        await self._standing(self._config.record_seconds)
+        past = self.broker.after(0, subject)
+        cursor = self.broker.last
+        if latest:
+            newest = {entry.subject: entry for entry in past}
+            past = sorted(newest.values(), key=lambda entry: entry.number)
+        if since is not None:
+            cutoff = self.broker.clock() - since
+            past = [entry for entry in past if entry.stored_at >= cutoff]
+        for entry in past:
+            if received := await self._opened(entry):
+                yield received
+        if not follow:
+            return
+        new = asyncio.Event()
+        self._followers.add(new)
+        try:
+            with self.broker.following(new):
+                while not self._closed:
+                    new.clear()
+                    for entry in self.broker.after(cursor, subject):
+                        cursor = entry.number
+                        if received := await self._opened(entry):
+                            yield received
+                    await new.wait()
+        finally:
+            self._followers.discard(new)
+
+    async def _opened(self, entry: Stored) -> Received | None:
+        try:
+            return await opened(entry.subject, entry.raw, self._content)
+        except Refused as refusal:
+            self._rejected.count(refusal.reason)
+            return None
+
+    async def read_claim(self, key: str) -> Claim | None:
+        await self._claiming(key)
+        return self.broker.claimed(key)
+
+    async def claim(self, key: str, value: bytes, revision: int | None = None) -> int:
+        await self._claiming(key)
+        return self.broker.set_claim(key, value, revision)
+
+    async def release(self, key: str, revision: int) -> None:
+        await self._claiming(key)
+        self.broker.set_claim(key, None, revision)
+
+    async def _claiming(self, key: str) -> None:
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise BusError(str(error)) from error
+        await self._standing(self._config.request_seconds)
+
+    async def put_blob(self, content: bytes) -> str:
+        await self._standing(self._config.record_seconds)
+        digest = hashlib.sha256(content).hexdigest()
+        blobs = self.broker.blobs
+        if digest not in blobs and sum(map(len, blobs.values())) + len(content) > self._config.blobs_bytes:
+            raise BusError(f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes")
+        blobs[digest] = content
+        return digest
+
+    async def get_blob(self, digest: str) -> bytes:
+        await self._standing(self._config.record_seconds)
+        if digest not in self.broker.blobs:
+            raise BlobLost(f"the blob store has no {digest!r}")
+        return _verified(digest, self.broker.blobs[digest])
+
+    async def _keep_parcel(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        parcels = self.broker.parcels
+        parcels[digest] = (self.broker.clock(), content)
+        parcels.move_to_end(digest)
+        oldest = self.broker.clock() - self._config.parcels_seconds
+        while parcels and (next(iter(parcels.values()))[0] < oldest or sum(len(held) for _, held in parcels.values()) > self._config.parcels_bytes):
+            parcels.popitem(last=False)
+        return digest
+
+    async def _content(self, digest: str) -> bytes:
+        """What a reference names: a parcel of a passing message, or the blob of a stored one."""
+        if digest in self.broker.parcels:
+            return _verified(digest, self.broker.parcels[digest][1])
+        return await self.get_blob(digest)
+
+    async def _standing(self, seconds: float) -> None:
+        if self._closed:
+            raise BusError("this bus is closed")
+        await self.broker.standing(seconds)
+
+    async def close(self) -> None:
+        self._closed = True
+        for inbox in self._inboxes:
+            inbox.close()
+        for event in self._followers:
+            event.set()
+
+
+def _verified(digest: str, content: bytes) -> bytes:
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise BlobLost(f"blob {digest} is damaged; put it again")
+    return content
