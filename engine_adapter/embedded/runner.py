@@ -1,11 +1,25 @@
 """The forward pass of one rank: work in, logits and routing out. Knows pages and positions, nothing of requests."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+
+from engine_adapter.embedded.arena import load_arena
+from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
+from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
+from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, slot_table
+from engine_adapter.embedded.lockstep import RankGroup
+from engine_adapter.embedded.moe import SparseBlock, best_grouped_matmul
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
 
 PAGE_TOKENS = 16
 """Positions per KV page; equal to the block size that identities are computed with."""
@@ -33,3 +47,200 @@ class Forward:
     """fp32 [works that want logits, vocabulary], in the order of the works"""
     routed: NDArray[Any]
     """uint8 (uint16 above 256 experts) [tokens, layers, k]: the experts chosen for every computed token, works in order, tokens in order"""
+
+
+class WorkError(ValueError):
+    """A work that no step can compute; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    attention: Attention
+    block_norm: torch.Tensor
+    block: SparseBlock
+
+
+class Runner:
+    """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which it holds to one torch thread.
+
+    With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results are the same bits
+    whatever else is in the batch, and wherever its experts live.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        placement: Placement,
+        *,
+        rank: int = 0,
+        group: RankGroup | None = None,
+        kv_pages: int = 1024,
+        dtype: str = "float32",
+        max_tokens: int = 2048,
+    ) -> None:
+        """Load this rank's weights (of the experts only its own) and make `kv_pages` pages of KV. The checkpoint may be closed afterwards.
+
+        group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. CheckpointError when
+        a tensor cannot be read; ValueError when placement, group or sizes do not fit the model.
+        """
+        if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
+            raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
+        if placement.ranks != (1 if group is None else group.ranks):
+            raise ValueError(f"runner: {placement!r} does not fit {1 if group is None else group.ranks} ranks")
+        torch.set_num_threads(1)
+        self.config = checkpoint.config
+        self.shape = checkpoint.config.shape(dtype)
+        self.placement = placement
+        self.rank = rank
+        self.kv_pages = kv_pages
+        self.max_tokens = max_tokens
+        self.arena = load_arena(checkpoint, placement, rank, dtype)
+        self._dtype = RUN_DTYPES[dtype]
+        self._dispatch: Dispatch = LocalDispatch(placement, max_tokens) if group is None else GlooDispatch(group, placement, max_tokens)
+        self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
+        self._rotary = Rotary(self.config, self._dtype)
+        self._embedding = checkpoint.tensor("model.embed_tokens.weight", self._dtype)
+        self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
+        self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
+        self._layers = [self._load_layer(checkpoint, layer) for layer in range(self.config.layers)]
+        # K heads before V heads; zeroed, because padding is read (and weighs nothing)
+        self.kv = torch.zeros((self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim), dtype=self._dtype)
+
+    def _load_layer(self, checkpoint: Checkpoint, layer: int) -> _Layer:
+        config, prefix = self.config, f"model.layers.{layer}"
+
+        def read(name: str) -> torch.Tensor:
+            return checkpoint.tensor(f"{prefix}.{name}", self._dtype)
+
+        attention = Attention(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            rms_eps=config.rms_eps,
+            qkv=torch.cat([read(f"self_attn.{name}_proj.weight") for name in "qkv"]),
+            qkv_bias=torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"]) if config.attention_bias else None,
+            qk_norm=torch.cat([read("self_attn.q_norm.weight").expand(config.heads, -1), read("self_attn.k_norm.weight").expand(config.kv_heads, -1)]),
+            out=read("self_attn.o_proj.weight"),
+            out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
+        )
+        block = SparseBlock(
+            layer=layer,
+            gate=read("mlp.gate.weight"),
+            gate_up=self.arena.gate_up(layer),
+            down=self.arena.down(layer),
+            top_k=config.top_k,
+            normalise=config.normalise_top_k,
+            grouped_matmul=best_grouped_matmul(),
+        )
+        return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
+
+    @torch.inference_mode()
+    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+        """Compute one step. All ranks call it for the same step; a rank without work gives an empty sequence.
+
+        tokens_by_rank: what the step headers say (None: the ranks ask each other once more). WorkError and DispatchError before
+        anything is computed or sent; PeerLost and PeerTimeout when another rank fails.
+        """
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # a setting of each thread that was running before the runner was made
+        self._check(work)
+        ids = list(chain.from_iterable(one.tokens for one in work))
+        self._dispatch.begin_step(len(ids), tokens_by_rank)
+        rows = max(len(ids), GROUP_ROWS) if ids else 0
+        spans = [Span(len(one.tokens), one.start, one.pages) for one in work]
+        plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
+        hidden = self._embedding.index_select(0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64))
+        routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
+        for layer in range(self.config.layers):
+            routed[:, layer] = self._layer(layer, hidden, len(ids), plan)
+        return Forward(self._logits(hidden, work), routed)
+
+    def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan) -> NDArray[Any]:
+        """Run one layer on the residual stream [rows, H], in place; the experts chosen, [tokens, k]."""
+        layer = self._layers[at]
+        if tokens:
+            hidden += layer.attention.forward(self._normed(hidden, layer.attention_norm), plan, self.kv[at])
+        mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, self._dispatch)
+        hidden[:tokens] += mixed.to(hidden.dtype)
+        return experts
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, (self.config.hidden,), weight, self.config.rms_eps)
+
+    def _logits(self, hidden: torch.Tensor, work: Sequence[Work]) -> torch.Tensor:
+        ends = np.cumsum([len(one.tokens) for one in work], dtype=np.int64)
+        wanted = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.wants_logits]
+        if not wanted:
+            return torch.empty((0, self.config.vocabulary), dtype=torch.float32)
+        padded = wanted + wanted[:1] * (GROUP_ROWS - len(wanted))
+        last = hidden.index_select(0, torch.tensor(padded))
+        return F.linear(self._normed(last, self._norm), self._head)[: len(wanted)].to(torch.float32)
+
+    def _check(self, work: Sequence[Work]) -> None:
+        for at, one in enumerate(work):
+            end = one.start + len(one.tokens)
+            if not one.tokens or one.start < 0 or end > self.config.max_positions:
+                raise WorkError(f"work {at}: positions {one.start} to {end - 1}; a step computes at least one, all below {self.config.max_positions}")
+            if len(one.pages) * PAGE_TOKENS < end:
+                raise WorkError(f"work {at}: {len(one.pages)} pages do not cover the {end} positions up to its last token")
+            if min(one.tokens) < 0 or max(one.tokens) >= self.config.vocabulary:
+                raise WorkError(f"work {at}: token ids {min(one.tokens)} to {max(one.tokens)}; the vocabulary has {self.config.vocabulary}")
+            if min(one.pages) < 0 or max(one.pages) >= self.kv_pages:
+                raise WorkError(f"work {at}: pages {min(one.pages)} to {max(one.pages)}; there are {self.kv_pages}")
+
+    def measure_speed(self) -> EngineSpeed:
+        """Time this rank's own steps: a few hundred milliseconds for a small model. All ranks call it together.
+
+        Overwrites KV pages: call it before serving. Every rank makes the same number of steps, whatever the clock says.
+        """
+        sequences = min(8, self.kv_pages, self.max_tokens)
+        pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
+        prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
+        prefill = self._median_step([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)], 5)
+        alone = self._median_step(self._decodes(1, 1), 15)
+        together = self._median_step(self._decodes(sequences, 1), 15)
+        longer = self._median_step(self._decodes(sequences, pages), 15)
+        sequence = max(0.0, together - alone) / max(1, sequences - 1)
+        step = max(0.0, alone - sequence)
+        block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
+        return EngineSpeed(
+            prefill_token=max(0.0, prefill - step) / prompt, step=step, decode_sequence=sequence, decode_block=block, dispatch=self._dispatch_seconds()
+        )
+
+    def _decodes(self, sequences: int, pages: int) -> list[Work]:
+        return [Work([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
+
+    def _median_step(self, work: Sequence[Work], times: int) -> float:
+        return _median_seconds(lambda: self.forward(work), times)
+
+    @torch.inference_mode()
+    def _dispatch_seconds(self) -> float:
+        """Per token, layer and remote rank: what sending it there and back adds to a dispatch that stays at home."""
+        ranks, tokens = self.placement.ranks, min(64, self.max_tokens)
+        if ranks == 1:
+            return 0.0
+        rank_of = slot_table(self.placement, self.rank)[0] // self.placement.slots_per_rank
+        own, away = np.flatnonzero(rank_of == self.rank), np.flatnonzero(rank_of != self.rank)
+        x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
+
+        def there_and_back(candidates: NDArray[np.int64]) -> None:
+            experts = np.resize(candidates, (tokens, self.config.top_k))
+            weights = torch.ones((tokens, self.config.top_k))
+            self._dispatch.begin_step(tokens, [tokens] * ranks)
+            sent = self._dispatch.dispatch(0, x, experts)
+            self._dispatch.combine(sent.rows, weights, sent.handle)
+
+        home, remote = (_median_seconds(lambda: there_and_back(own), 15), _median_seconds(lambda: there_and_back(away), 15))
+        return max(0.0, remote - home) / (tokens * min(ranks - 1, self.config.top_k))
+
+
+def _median_seconds(call: Callable[[], object], times: int) -> float:
+    """Median wall-clock seconds of a call, after one that does not count."""
+    call()
+    taken = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return median(taken)

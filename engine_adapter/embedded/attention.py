@@ -1,0 +1,217 @@
+"""Grouped-query attention with normed queries and keys and half-rotated positions, over a paged KV cache.
+
+KV layout: [layers, 2 * kv_heads, pages, page tokens, head_dim], K heads before V heads. With pages inside heads one gather per layer gives
+matrices that batched products eat without another copy.
+
+Decoding sequences (one token each) are computed together; a chunk of several tokens alone. A row's bits do not depend on the
+batch: padding positions weigh exactly zero, and values are summed over fixed spans of `SPAN_PAGES`, since BLAS splits longer sums by their length.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from engine_adapter.embedded.checkpoint import Qwen3MoeConfig
+
+SPAN_PAGES = 8
+"""Pages whose values are summed by one product."""
+_SPLIT_SAVES_PAGES = 64
+"""Padding pages (per layer and head) that cost as much as the operations of one more batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Sequences that compute one token, padded to a common number of pages."""
+
+    rows: torch.Tensor | None
+    """int64 [B]: their rows among the step's tokens; None: the first B rows, in order"""
+    count: int
+    pages: torch.Tensor
+    """int64 [B * pages per sequence]: page ids, shorter sequences padded with their own first page"""
+    mask: torch.Tensor
+    """[kv_heads * B, 1, positions]: 0 for positions to attend to, -inf beyond"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A sequence that computes several tokens."""
+
+    begin: int
+    end: int
+    """its rows among the step's tokens"""
+    pages: torch.Tensor
+    """int64 [pages]"""
+    mask: torch.Tensor
+    """[tokens, positions of those pages]: 0 where a token may look, -inf elsewhere"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What attention needs to know of a step, the same for every layer."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """[rows, 1, head_dim], the sine's first half negated"""
+    cells: torch.Tensor
+    """int64 [tokens]: page * page_tokens + offset of each token"""
+    decodes: tuple[Decodes, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence of a step: `tokens` tokens from position `start`, over `pages`."""
+
+    tokens: int
+    start: int
+    pages: Sequence[int]
+
+
+class Rotary:
+    """Cosines and signed sines of every position, [max positions, head_dim]."""
+
+    def __init__(self, config: Qwen3MoeConfig, dtype: torch.dtype) -> None:
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), 1.0 / config.rope_theta**half)
+        self.cos = torch.cat([angles.cos(), angles.cos()], dim=-1).to(dtype)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], dim=-1).to(dtype)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows for int64 [n] positions: two of [n, 1, head_dim]."""
+        return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)
+
+
+def plan_attention(spans: Sequence[Span], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary) -> AttentionPlan:
+    """Prepare a step whose tokens are those of `spans`, in order, padded to `rows` rows."""
+    lengths = np.array([span.tokens for span in spans], np.int64)
+    begins = np.cumsum(lengths) - lengths
+    starts = np.array([span.start for span in spans], np.int64)
+    positions = np.zeros(rows, np.int64)
+    tokens = int(lengths.sum())
+    positions[:tokens] = np.arange(tokens) + np.repeat(starts - begins, lengths)
+    cells = np.concatenate([_cells(span, page_tokens) for span in spans]) if spans else np.empty(0, np.int64)
+    dtype = rotary.cos.dtype
+    chunks = tuple(_chunk(span, int(begin), page_tokens, dtype) for span, begin in zip(spans, begins, strict=True) if span.tokens > 1)
+    single = [at for at, span in enumerate(spans) if span.tokens == 1]
+    decodes = tuple(_decodes([spans[at] for at in single], begins[single], kv_heads, page_tokens, dtype)) if single else ()
+    return AttentionPlan(*rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, chunks)
+
+
+def _cells(span: Span, page_tokens: int) -> NDArray[np.int64]:
+    if span.tokens == 1:
+        page, offset = divmod(span.start, page_tokens)
+        return np.array([span.pages[page] * page_tokens + offset], np.int64)
+    positions = np.arange(span.start, span.start + span.tokens)
+    return np.asarray(span.pages, np.int64)[positions // page_tokens] * page_tokens + positions % page_tokens
+
+
+def _page_count(span: Span, page_tokens: int) -> int:
+    return (span.start + span.tokens - 1) // page_tokens + 1
+
+
+def _chunk(span: Span, begin: int, page_tokens: int, dtype: torch.dtype) -> Chunk:
+    pages = torch.tensor(span.pages[: _page_count(span, page_tokens)], dtype=torch.int64)
+    mask = torch.full((span.tokens, len(pages) * page_tokens), -torch.inf, dtype=dtype).triu_(span.start + 1)
+    return Chunk(begin, begin + span.tokens, pages, mask)
+
+
+def _decodes(spans: Sequence[Span], rows: NDArray[np.int64], kv_heads: int, page_tokens: int, dtype: torch.dtype) -> Iterator[Decodes]:
+    counts = np.array([_page_count(span, page_tokens) for span in spans], np.int64)
+    groups = [np.arange(len(spans))] if counts.max() - counts.min() <= SPAN_PAGES else list(_groups(np.argsort(counts, kind="stable"), counts))
+    for group in groups:
+        width = int(counts[group].max())
+        members = [spans[sequence] for sequence in group.tolist()]
+        table = np.empty((len(members), width), np.int64)
+        for row, span, count in zip(table, members, counts[group].tolist(), strict=True):
+            row[:count] = span.pages[:count]
+            row[count:] = span.pages[0]  # its own, so that no sequence ever reads another's values, not even to multiply them by zero
+        last = torch.tensor([span.start for span in members]).unsqueeze(1)
+        mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(torch.arange(width * page_tokens) > last, -torch.inf)
+        pages, mask = torch.from_numpy(table.reshape(-1)), mask.repeat(kv_heads, 1).unsqueeze(1)
+        in_order = np.array_equal(rows[group], np.arange(len(members)))
+        yield Decodes(None if in_order else torch.from_numpy(rows[group]), len(members), pages, mask)
+
+
+def _groups(order: NDArray[np.int64], counts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Cut sequences, sorted by pages, into batches wherever that saves more padding than another batch costs."""
+    sizes = counts[order]
+    saved = np.arange(1, len(order)) * (sizes[-1] - sizes[:-1])
+    if not len(saved) or saved.max() <= _SPLIT_SAVES_PAGES:
+        yield order
+        return
+    cut = int(saved.argmax()) + 1
+    yield from _groups(order[:cut], counts)
+    yield from _groups(order[cut:], counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One layer's attention weights. Hq query heads, Hk KV heads, D values each."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_eps: float
+    qkv: torch.Tensor
+    """[(Hq + 2 Hk) * D, H]: queries, keys, values"""
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor
+    """[Hq + Hk, D]: the norm weights of every query and key head"""
+    out: torch.Tensor
+    """[H, Hq * D]"""
+    out_bias: torch.Tensor | None
+
+    def forward(self, hidden: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, H]: [rows, H]. Writes the tokens' keys and values into kv [2 Hk, pages, page tokens, D] first."""
+        rows = len(hidden)
+        qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
+        rotated = self.heads + self.kv_heads
+        qk = F.rms_norm(qkv[:, :rotated], (self.head_dim,), None, self.rms_eps) * self.qk_norm
+        qkv[:, :rotated] = qk * plan.cos + qk.roll(self.head_dim // 2, dims=-1) * plan.sin
+        tokens = len(plan.cells)
+        kv.view(2 * self.kv_heads, -1, self.head_dim).index_copy_(1, plan.cells, qkv[:tokens, self.heads :].transpose(0, 1))
+        mixed = self._mix(qkv[:, : self.heads], plan, kv)
+        return F.linear(mixed, self.out, self.out_bias)
+
+    def _mix(self, queries: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
+        """queries [rows, Hq, D]: [rows, Hq * D]."""
+        if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].count == len(queries):
+            return self._decode(queries, plan.decodes[0], kv)
+        mixed = queries.new_zeros((len(queries), self.heads * self.head_dim))
+        for batch in plan.decodes:
+            if batch.rows is None:
+                mixed[: batch.count] = self._decode(queries[: batch.count], batch, kv)
+            else:
+                mixed[batch.rows] = self._decode(queries.index_select(0, batch.rows), batch, kv)
+        for chunk in plan.chunks:
+            mixed[chunk.begin : chunk.end] = self._prefill(queries[chunk.begin : chunk.end], chunk, kv)
+        return mixed
+
+    def _gather(self, pages: torch.Tensor, sequences: int, kv: torch.Tensor) -> torch.Tensor:
+        """[2, Hk * sequences, positions, D]: keys and values of the pages of equally long sequences."""
+        found = kv.flatten(2).index_select(1, pages)
+        return found.view(2, self.kv_heads * sequences, -1, self.head_dim)
+
+    def _decode(self, queries: torch.Tensor, batch: Decodes, kv: torch.Tensor) -> torch.Tensor:
+        """queries [B, Hq, D]: [B, Hq * D]."""
+        keys, values = self._gather(batch.pages, batch.count, kv)
+        span = SPAN_PAGES * kv.shape[2]
+        grouped = queries.view(batch.count, self.kv_heads, -1, self.head_dim).transpose(0, 1).reshape(self.kv_heads * batch.count, -1, self.head_dim)
+        scores = torch.baddbmm(batch.mask, grouped, keys.transpose(1, 2), alpha=self.head_dim**-0.5)
+        weights = torch.softmax(scores, dim=-1)
+        mixed = torch.bmm(weights[..., :span], values[:, :span])
+        for begin in range(span, values.shape[1], span):
+            mixed.baddbmm_(weights[..., begin : begin + span], values[:, begin : begin + span])
+        return mixed.view(self.kv_heads, batch.count, -1).transpose(0, 1).reshape(batch.count, -1)
+
+    def _prefill(self, queries: torch.Tensor, chunk: Chunk, kv: torch.Tensor) -> torch.Tensor:
+        """queries [tokens, Hq, D]: [tokens, Hq * D]."""
+        keys, values = self._gather(chunk.pages, 1, kv).unsqueeze(2)
+        grouped = queries.view(len(queries), self.kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
+        share = grouped.shape[1]
+        mixed = F.scaled_dot_product_attention(grouped, keys.expand(-1, share, -1, -1), values.expand(-1, share, -1, -1), attn_mask=chunk.mask)
+        return mixed.permute(2, 0, 1, 3).reshape(len(queries), -1)

@@ -1,0 +1,304 @@
+"""Takes activations to the experts and results back: dispatch and combine, by physical slot, in compact form.
+
+What an implementation promises, whatever moves the bytes:
+
+- `dispatch` gives the rows that this rank's slots must compute, sorted by physical slot, inside a slot by (source rank, token), with
+  offsets: what a grouped matmul eats. Every non-empty group is padded to at least `GROUP_ROWS` rows (padding repeats a real row);
+  results of padding rows are ignored.
+- `combine` brings one row per (token, k) home, and the owner adds them there in k order in fp32. So a token's result does not depend on
+  where its experts live, nor on what else is in the batch.
+- A handle is good for one `combine`, of the latest `dispatch`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine_adapter.embedded.lockstep import RankGroup
+from fleet.placement import EMPTY, Placement
+
+GROUP_ROWS = 4
+"""Least rows of any matrix product: with one torch thread a row's fp32 result is then the same bits whatever the batch."""
+
+SMALL_GATHER_BYTES = 65536
+"""Activations per rank up to which all ranks send all of theirs to everybody: one collective less, and latency is all that counts."""
+
+Indices = NDArray[np.int64]
+
+
+class DispatchError(Exception):
+    """A dispatch or combine was refused before anything was sent or computed."""
+
+
+class CapacityError(DispatchError):
+    """More tokens than the rank was set up for."""
+
+
+class ExpertIndexError(DispatchError, IndexError):
+    """A token names an expert the model does not have."""
+
+
+class HandleError(DispatchError):
+    """A handle was used twice, or is not the latest dispatch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where each of n (token, expert) pairs goes among rows sorted by slot."""
+
+    row_of_pair: Indices
+    """int64 [n]: the row of each pair"""
+    pair_of_row: Indices
+    """int64 [rows]: the pair behind each row; padding repeats pair 0"""
+    ends: NDArray[np.int32]
+    """int32 [slots]: end of each slot's rows, padding included"""
+    counts: Indices
+    """int64 [slots]: pairs of each slot, without padding"""
+
+
+def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_ROWS) -> Groups:
+    """Sort pairs (their physical slots: [n]) by slot, stably; non-empty groups are padded to `least_rows`."""
+    order = np.argsort(slots, kind="stable")
+    counts = np.bincount(slots, minlength=slot_count)
+    sizes = np.where(counts > 0, np.maximum(counts, least_rows), 0)
+    ends = np.cumsum(sizes)
+    shift = (ends - sizes) - (np.cumsum(counts) - counts)
+    rows = np.arange(len(slots)) + shift[slots[order]]
+    row_of_pair = np.empty(len(slots), np.int64)
+    row_of_pair[order] = rows
+    pair_of_row = np.zeros(int(ends[-1]), np.int64)
+    pair_of_row[rows] = order
+    return Groups(row_of_pair, pair_of_row, ends.astype(np.int32), counts)
+
+
+def slot_table(placement: Placement, home: int) -> NDArray[np.int64]:
+    """int64 [layers, experts]: the physical slot that serves tokens living on rank `home`.
+
+    A replica of its own first; otherwise the homes without one share the holders evenly, each expert starting at another holder.
+    """
+    table = np.zeros((placement.layers, placement.experts), np.int64)
+    for layer in range(placement.layers):
+        slots_of: list[list[int]] = [[] for _ in range(placement.experts)]
+        for slot, expert in enumerate(placement.expert_of_slot[layer].tolist()):
+            if expert != EMPTY:
+                slots_of[expert].append(slot)
+        table[layer] = [_choose(slots, expert, home, placement.slots_per_rank) for expert, slots in enumerate(slots_of)]
+    return table
+
+
+def _choose(slots: list[int], expert: int, home: int, per_rank: int) -> int:
+    holders = [slot // per_rank for slot in slots]
+    if home in holders:
+        return slots[holders.index(home)]
+    homes_before = home - sum(holder < home for holder in holders)
+    return slots[(homes_before + expert) % len(slots)]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What a rank must compute for one layer."""
+
+    rows: torch.Tensor
+    """[rows, H], sorted by (physical slot of this rank, source rank, token), groups padded"""
+    ends: torch.Tensor
+    """int32 [slots]: end of each slot's rows, padding included"""
+    counts: Indices
+    """int64 [slots]: real rows of each slot"""
+    handle: "Handle"
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Opaque to callers: what `combine` needs to know of its `dispatch`."""
+
+    call: int
+    row_of_pair: Indices
+    """int64 [pairs computed here]: their rows, sources in order, (token, k) in order"""
+    to_sources: tuple[int, ...] = ()
+    """pairs computed here for each source rank"""
+    back_order: Indices = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64 [T * k]: where the result of each own pair stands among those that come back"""
+    from_ranks: tuple[int, ...] = ()
+    """own pairs computed by each rank"""
+
+
+class Dispatch(Protocol):
+    """Dispatch and combine of one rank. All ranks call both for every layer of a step, also with no tokens."""
+
+    def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
+        """Say how many tokens this rank brings to the step, and each rank (None: the ranks tell each other). CapacityError when too many."""
+        ...
+
+    def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
+        """x [T, H], experts integer [T, k]: what this rank must compute. CapacityError, ExpertIndexError."""
+        ...
+
+    def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """results [rows, H] of the rows dispatched, weights fp32 [T, k]: the weighted sums, fp32 [T, H]. HandleError."""
+        ...
+
+
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """rows [T * k, H], weights fp32 [T, k]: fp32 [T, H], added in k order.
+
+    Products and sums are separate, exactly rounded operations, so that vectorisation cannot change a bit.
+    """
+    tokens, k = weights.shape
+    products = rows.view(tokens, k, -1).to(torch.float32) * weights.unsqueeze(-1)
+    total = products[:, 0]
+    for at in range(1, k):
+        total = total + products[:, at]
+    return total
+
+
+class _Calls:
+    """Numbers the dispatches of a rank and checks that each is combined at most once, the latest only."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._open = False
+
+    def next(self) -> int:
+        self._made += 1
+        self._open = True
+        return self._made
+
+    def close(self, handle: Handle) -> None:
+        if not self._open or handle.call != self._made:
+            raise HandleError(f"combine: handle of dispatch {handle.call} is used up or not the latest ({self._made}); combine each once, before the next")
+        self._open = False
+
+
+def _check_experts(experts: NDArray[Any], count: int) -> None:
+    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+        token, at = np.argwhere((experts < 0) | (experts >= count))[0]
+        raise ExpertIndexError(f"dispatch: token {token} names expert {experts[token, at]}; a layer has experts 0 to {count - 1}")
+
+
+def _check_step(tokens: int, rank: int, tokens_by_rank: Sequence[int], ranks: int, most: int) -> None:
+    if len(tokens_by_rank) != ranks or tokens_by_rank[rank] != tokens:
+        raise DispatchError(f"dispatch: rank {rank} of {ranks} brings {tokens} tokens, but the step headers say {list(tokens_by_rank)}")
+    if max(tokens_by_rank) > most:
+        raise CapacityError(f"dispatch: {max(tokens_by_rank)} tokens of one rank in a step, {most} are allowed; raise max_tokens or send smaller chunks")
+
+
+class LocalDispatch:
+    """The one-rank engine: every expert is here, nothing travels."""
+
+    def __init__(self, placement: Placement, max_tokens: int) -> None:
+        if placement.ranks != 1:
+            raise ValueError(f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one")
+        self._table = slot_table(placement, 0)
+        self._slots = placement.slots_per_rank
+        self._max_tokens = max_tokens
+        self._calls = _Calls()
+
+    def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
+        _check_step(tokens, 0, (tokens,) if tokens_by_rank is None else tokens_by_rank, 1, self._max_tokens)
+
+    def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
+        _check_experts(experts, self._table.shape[1])
+        groups = group_by_slot(self._table[layer][experts.reshape(-1)], self._slots)
+        rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
+        return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, Handle(self._calls.next(), groups.row_of_pair))
+
+    def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
+        self._calls.close(handle)
+        return weighted_sum(results.index_select(0, torch.from_numpy(handle.row_of_pair)), weights)
+
+
+class GlooDispatch:
+    """Ranks joined by a process group: two collectives per layer when the step is small, three when it is not.
+
+    Every rank learns every token's experts (ids are small), so nobody needs counts: both ends of every transfer derive its size.
+    Small steps send the activations along with the ids to everybody; larger ones send a token's activations once to each rank that
+    holds one of its experts.
+    """
+
+    def __init__(self, group: RankGroup, placement: Placement, max_tokens: int, *, small_gather_bytes: int = SMALL_GATHER_BYTES) -> None:
+        if placement.ranks != group.ranks:
+            raise ValueError(f"dispatch: {placement!r} does not fit a group of {group.ranks} ranks")
+        self._group = group
+        self._slots = placement.slots_per_rank
+        self._tables = np.stack([slot_table(placement, home) for home in range(group.ranks)])
+        self._max_tokens = max_tokens
+        self._small_gather_bytes = small_gather_bytes
+        self._calls = _Calls()
+        self._step = _Step.of((0,) * group.ranks)
+
+    def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
+        if tokens_by_rank is None:
+            tokens_by_rank = self._group.all_gather(torch.tensor([tokens])).view(-1).tolist()
+        _check_step(tokens, self._group.rank, tokens_by_rank, self._group.ranks, self._max_tokens)
+        self._step = _Step.of(tuple(tokens_by_rank))
+
+    def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
+        _check_experts(experts, self._tables.shape[2])
+        small = self._step.most * x.shape[1] * x.element_size() <= self._small_gather_bytes
+        everyones_x, ids = self._gather(x if small else x[:, :0], experts)
+        slots = self._tables[self._step.home[:, None], layer, ids]
+        pairs = np.flatnonzero(slots // self._slots == self._group.rank)
+        tokens = pairs // ids.shape[1]
+        if not small:
+            everyones_x, tokens = self._fetch(x, slots // self._slots, tokens)
+        groups = group_by_slot(slots.reshape(-1)[pairs] - self._group.rank * self._slots, self._slots)
+        rows = everyones_x.index_select(0, torch.from_numpy(tokens[groups.pair_of_row]))
+        return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, self._handle(slots, pairs, groups))
+
+    def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
+        self._calls.close(handle)
+        outgoing = results.index_select(0, torch.from_numpy(handle.row_of_pair))
+        back = self._group.all_to_all(outgoing, handle.to_sources, handle.from_ranks)
+        return weighted_sum(back.index_select(0, torch.from_numpy(handle.back_order)), weights)
+
+    def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, Indices]:
+        """Everybody's activations [all tokens, H] and expert ids [all tokens, k], sources in order, in one collective of bytes."""
+        width = x.shape[1] * x.element_size()
+        mine = torch.zeros((self._step.most, width + 2 * experts.shape[1]), dtype=torch.uint8)
+        mine[: len(x), :width] = x.contiguous().view(torch.uint8)
+        mine[: len(x), width:] = torch.from_numpy(experts.astype(np.uint16).view(np.uint8))
+        everyone = self._group.all_gather(mine).view(-1, mine.shape[1]).index_select(0, self._step.present)
+        ids = np.ascontiguousarray(everyone[:, width:].numpy()).view(np.uint16)
+        return everyone[:, :width].contiguous().view(x.dtype), ids.astype(np.int64)
+
+    def _fetch(self, x: torch.Tensor, rank_of: Indices, tokens: Indices) -> tuple[torch.Tensor, Indices]:
+        """Bring here, once each, the activations of all `tokens` (indices into everybody's): rows, and the row of each of `tokens`."""
+        needed = np.zeros(len(rank_of), bool)
+        needed[tokens] = True
+        receive = np.bincount(self._step.home[needed], minlength=self._group.ranks)
+        own = rank_of[self._step.home == self._group.rank]
+        wanted_by = [np.flatnonzero((own == rank).any(axis=1)) for rank in range(self._group.ranks)]
+        outgoing = x.index_select(0, torch.from_numpy(np.concatenate(wanted_by)))
+        rows = self._group.all_to_all(outgoing, [len(wanted) for wanted in wanted_by], receive.tolist())
+        return rows, (np.cumsum(needed) - 1)[tokens]
+
+    def _handle(self, slots: Indices, pairs: Indices, groups: Groups) -> Handle:
+        k = slots.shape[1]
+        computed_for = np.bincount(self._step.home[pairs // k], minlength=self._group.ranks)
+        own = slots[self._step.home == self._group.rank].reshape(-1) // self._slots
+        back_order = np.empty(len(own), np.int64)
+        back_order[np.argsort(own, kind="stable")] = np.arange(len(own))
+        from_ranks = np.bincount(own, minlength=self._group.ranks)
+        return Handle(self._calls.next(), groups.row_of_pair, tuple(computed_for.tolist()), back_order, tuple(from_ranks.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the step headers say of a step's tokens."""
+
+    most: int
+    """tokens of the busiest rank: what gathers are padded to"""
+    home: Indices
+    """int64 [all tokens]: the rank each token lives on"""
+    present: torch.Tensor
+    """int64 [all tokens]: where the tokens are in a padded gather [ranks * most]"""
+
+    @classmethod
+    def of(cls, tokens: tuple[int, ...]) -> "_Step":
+        most = max(tokens)
+        present = np.concatenate([rank * most + np.arange(count) for rank, count in enumerate(tokens)])
+        return cls(most, np.repeat(np.arange(len(tokens)), tokens), torch.from_numpy(present))
