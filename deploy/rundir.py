@@ -1,0 +1,154 @@
+"""The run directory of one `roost up` or `roost worker`: logs, the private NATS store, meeting places of ranks, and what runs where.
+
+It is $XDG_STATE_HOME/roost/run-<pid> (~/.local/state/roost without the variable), readable by its user alone, locked while
+its owner lives. A clean stop removes it; after a failure it stays for its logs, and a later start removes what the dead left:
+stores at once, whole directories beyond the newest few.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+KEPT = 5
+"""directories of dead runs that stay for their logs"""
+LONGEST_SOCKET_FOLDER = 80
+"""bytes; a unix socket's path may have 107, and a rank's socket needs a name in it"""
+LOG_BYTES = 64 * 1024 * 1024
+"""a log that has grown beyond this is moved aside, once"""
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run serves, for commands that look for it."""
+
+    pid: int
+    namespace: str
+    nats: str | None = None
+    router: str | None = None
+    engines: tuple[str, ...] = ()
+
+
+class RunDirectory:
+    """One run's files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._elsewhere: list[Path] = []
+
+    def log(self, name: str) -> Path:
+        """The log file of a child; '/' in its name becomes '-'."""
+        return self.path / f"{name.replace('/', '-')}.log"
+
+    def logs(self) -> list[Path]:
+        return sorted(self.path.glob("*.log"))
+
+    def folder(self, name: str) -> Path:
+        """A new private folder with a path short enough for unix sockets."""
+        path = self.path / name
+        if len(os.fsencode(path)) > LONGEST_SOCKET_FOLDER:
+            path = Path(tempfile.mkdtemp(prefix="roost-"))
+            self._elsewhere.append(path)
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def tell(self, running: Running) -> None:
+        """Write down what runs, whole or not at all."""
+        draft = self.path / "running.json.new"
+        draft.write_bytes(msgspec.json.encode(running))
+        draft.replace(self.path / "running.json")
+
+    def shorten_logs(self) -> None:
+        """Move logs aside that have grown too long. Their writers append, so cutting the file under them is safe."""
+        for log in self.logs():
+            if log.stat().st_size > LOG_BYTES:
+                shutil.copyfile(log, log.with_suffix(".log.old"))
+                os.truncate(log, 0)
+
+    def clear(self, *, keep_logs: bool) -> None:
+        """Remove everything, or everything but the logs."""
+        for path in self._elsewhere:
+            shutil.rmtree(path, ignore_errors=True)
+        _clear(self.path, keep_logs=keep_logs)
+
+
+def home(environment: Mapping[str, str]) -> Path:
+    """Where run directories are."""
+    state = environment.get("XDG_STATE_HOME", "")
+    return (Path(state) if state.startswith("/") else Path.home() / ".local" / "state") / "roost"
+
+
+@contextmanager
+def run_directory(base: Path) -> Iterator[RunDirectory]:
+    """A locked run directory for this process; OSError when it cannot be made. Left-overs of the dead are cleared first.
+
+    Removed at the end, unless an exception ends the run: then its logs stay.
+    """
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for number, (path, lock) in enumerate(_dead(base)):
+        _clear(path, keep_logs=number < KEPT)
+        os.close(lock)
+    path = base / f"run-{os.getpid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    run = RunDirectory(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield run
+    except BaseException:
+        run.clear(keep_logs=True)
+        raise
+    else:
+        run.clear(keep_logs=False)
+    finally:
+        os.close(lock)
+
+
+def live_runs(base: Path) -> list[Running]:
+    """What the live runs of this user serve, newest first."""
+    found: list[tuple[float, Running]] = []
+    for path in base.glob("run-*"):
+        lock = _locked(path)
+        if lock is not None:
+            os.close(lock)
+            continue
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            file = path / "running.json"
+            found.append((file.stat().st_mtime, msgspec.json.decode(file.read_bytes(), type=Running)))
+    return [running for _, running in sorted(found, key=lambda entry: -entry[0])]
+
+
+def _dead(base: Path) -> list[tuple[Path, int]]:
+    """Directories whose owner is gone, newest first, each with its lock held."""
+    found = [(path, lock) for path in base.glob("run-*") if (lock := _locked(path)) is not None]
+    return sorted(found, key=lambda entry: -os.fstat(entry[1]).st_mtime)
+
+
+def _locked(path: Path) -> int | None:
+    """Its lock, when nobody else holds it."""
+    try:
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _clear(path: Path, *, keep_logs: bool) -> None:
+    if not keep_logs:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif not entry.name.endswith((".log", ".log.old", "lock")):
+            entry.unlink(missing_ok=True)

@@ -1,0 +1,271 @@
+"""The agent of one rank over the memory bus, beside an engine that does what a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from bus import Received, Subscription
+from bus.memory import MemoryBroker, MemoryBus
+from bus.subjects import Subjects
+from engine_adapter.agent import Agent, AgentConfig, Identity
+from engine_adapter.claims import NameTaken
+from engine_adapter.engine import Activations, EngineDescription, Facts, Load
+from fleet.blocks import sequence_hashes
+from fleet.events import (
+    Capabilities,
+    DescribeEngine,
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    ExpertsActivated,
+    KvBlock,
+    KvChange,
+    KvMetrics,
+    KvRemoved,
+    KvSnapshot,
+    KvSnapshotRequested,
+    KvStored,
+    RoutedKvEvent,
+)
+from fleet.experts import ModelShape
+from fleet.layout import EP
+from fleet.placement import Placement, linear
+
+WORKER = 2**63 + 5
+SUBJECTS = Subjects()
+CONFIG = AgentConfig(heartbeat_seconds=0.05, facts_seconds=0.01, load_seconds=0.1, experts_seconds=0.05, lease_seconds=0.3, farewell_seconds=0.5)
+IDLE = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
+BUSY = Load(running=2, waiting=1, prefill_tokens=40, decode_blocks=6, used_blocks=9)
+
+
+class PuppetEngine:
+    """Behind the Engine port: what `did` is told becomes the next facts."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, capabilities: Capabilities | None = None) -> None:
+        shape = ModelShape(layers=2, experts=4, top_k=2, hidden=8, expert_intermediate=4)
+        self.description = EngineDescription(
+            model="m", rank=rank, ranks=ranks, block_size=16, kv_blocks=64, max_context=512, max_batch_tokens=128,
+            capabilities=capabilities or Capabilities(), shape=shape, layout=EP, tokenizer=b"zip",
+        )  # fmt: skip
+        self.placement: Placement | None = linear(layers=2, experts=4, ranks=ranks)
+        self._kv: list[KvChange | str] = []
+        self._load = IDLE
+        self._activations: Activations | None = None
+        self._new = asyncio.Event()
+        self.looks = 0
+
+    def did(self, *kv: KvChange | str, load: Load | None = None, activations: Activations | None = None) -> None:
+        self._kv += kv
+        self._load = load or self._load
+        self._activations = activations
+        self._new.set()
+
+    async def start(self) -> None: ...
+
+    async def wait_facts(self) -> None:
+        await self._new.wait()
+
+    def take_facts(self) -> Facts:
+        self._new.clear()
+        self.looks += 1
+        facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations)  # type: ignore[arg-type]
+        self._kv, self._activations = [], None
+        return facts
+
+    async def run(self) -> None: ...
+
+
+def stored(*local: int) -> KvChange:
+    return KvChange(stored=KvStored(blocks=tuple(KvBlock(block, tokens) for block, tokens in zip(sequence_hashes(local), local, strict=True))))
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker(SUBJECTS)
+
+
+def identity(worker_id: int = WORKER, ranks: int = 1) -> Identity:
+    return Identity(engine="a", worker_id=worker_id, node="n", urls=tuple(f"http://127.0.0.1:{9000 + rank}" for rank in range(ranks)))
+
+
+@asynccontextmanager
+async def running(broker: MemoryBroker, engine: PuppetEngine, who: Identity | None = None) -> AsyncIterator[Agent]:
+    agent = Agent(MemoryBus(broker), SUBJECTS, engine, who or identity(), CONFIG)
+    task = asyncio.create_task(agent.run())
+    try:
+        async with asyncio.timeout(5):
+            await agent.joined.wait()
+            yield agent
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def next_of(heard: Subscription, kind: type, wanted: Callable[[Received], bool] = lambda _: True) -> Received:
+    async with asyncio.timeout(5):
+        async for received in heard:
+            if isinstance(received.message, kind) and wanted(received):
+                return received
+    raise AssertionError("the subscription ended")
+
+
+async def history(broker: MemoryBroker) -> list[object]:
+    return [received.message async for received in MemoryBus(broker).replay(SUBJECTS.membership(), follow=False)]
+
+
+async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryBroker) -> None:
+    bus = MemoryBus(broker)
+    async with bus.subscribe(SUBJECTS.heartbeats) as heard:
+        async with running(broker, PuppetEngine(), identity()) as agent:
+            beats = [await next_of(heard, EngineHeartbeat) for _ in range(3)]
+            assert [beat.sequence for beat in beats] == [0, 1, 2]
+            assert beats[0].message == EngineHeartbeat(engine="a", worker_id=WORKER, epoch=0)
+            described = await bus.request(SUBJECTS.describe_engine(WORKER), DescribeEngine(worker_id=WORKER))
+            assert isinstance(described, EngineJoined)
+            assert (described.urls, described.kv_blocks, described.layout) == (("http://127.0.0.1:9000",), 64, EP)
+            assert described.tokenizer is not None
+            assert await bus.get_blob(described.tokenizer) == b"zip"
+            assert described.placement is not None
+            assert Placement.from_record(described.placement) == linear(layers=2, experts=4, ranks=1)
+            agent.leaving("drained")
+    assert await history(broker) == [described, EngineLeft(engine="a", worker_id=WORKER, reason="drained")]
+    assert await bus.read_claim(SUBJECTS.claim("a")) is None
+
+
+async def test_only_rank_zero_speaks_membership_and_every_rank_its_own_load(broker: MemoryBroker) -> None:
+    bus = MemoryBus(broker)
+    async with bus.subscribe(SUBJECTS.everything) as heard, running(broker, PuppetEngine(rank=1, ranks=2), identity(ranks=2)):
+        kinds = {type((await next_of(heard, object)).message) for _ in range(4)}
+    assert kinds == {KvMetrics}
+    assert await history(broker) == []
+
+
+async def test_kv_changes_of_one_look_are_one_message_numbered_from_one(broker: MemoryBroker) -> None:
+    engine = PuppetEngine()
+    async with MemoryBus(broker).subscribe(SUBJECTS.kv_events) as heard, running(broker, engine):
+        first, gone = stored(1, 2), KvChange(removed=KvRemoved(block_hashes=(sequence_hashes([1, 2])[1],)))
+        engine.did(first, gone)
+        one = await next_of(heard, tuple)
+        engine.did("cleared")
+        two = await next_of(heard, tuple)
+    assert (one.sequence, two.sequence) == (0, 1)
+    assert one.publisher_id == two.publisher_id != WORKER
+    events = [*one.message, *two.message]  # type: ignore[misc]
+    assert all(isinstance(event, RoutedKvEvent) and event.worker_id == WORKER for event in events)
+    assert [(event.event.event_id, event.event.data) for event in events] == [(1, first), (2, gone), (3, "cleared")]
+
+
+async def test_a_snapshot_holds_what_the_last_published_message_left(broker: MemoryBroker) -> None:
+    bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
+    request, subject = KvSnapshotRequested(worker_id=WORKER, rank=1), SUBJECTS.kv_snapshot(WORKER, 1)
+    async with bus.subscribe(SUBJECTS.kv_events) as heard, running(broker, engine, identity(ranks=2)):
+        empty = await bus.request(subject, request)
+        assert isinstance(empty, KvSnapshot)
+        assert (empty.sequence, empty.events) == (-1, ())
+        engine.did(stored(1, 2, 3))
+        published = await next_of(heard, tuple)
+        full = await bus.request(subject, request)
+    assert isinstance(full, KvSnapshot)
+    assert (full.publisher_id, full.sequence) == (published.publisher_id, 0)
+    assert [event.data for event in full.events] == [stored(1, 2, 3)]
+    assert {event.dp_rank for event in full.events} == {1}
+
+
+async def test_load_is_said_when_it_changes_and_from_time_to_time(broker: MemoryBroker) -> None:
+    engine = PuppetEngine()
+    async with MemoryBus(broker).subscribe(SUBJECTS.kv_metrics) as heard, running(broker, engine):
+        await next_of(heard, KvMetrics)
+        engine.did(load=BUSY)
+        changed = await next_of(heard, KvMetrics, lambda received: received.message.running == 2)  # type: ignore[union-attr]
+        again = await next_of(heard, KvMetrics)
+    assert changed.message == again.message
+    assert changed.message == KvMetrics(worker_id=WORKER, active_decode_blocks=6, active_prefill_tokens=40, kv_used_blocks=9, running=2, waiting=1)
+
+
+async def test_a_restless_engine_is_looked_at_a_bounded_number_of_times(broker: MemoryBroker) -> None:
+    engine = PuppetEngine()
+    async with running(broker, engine):
+        looks, until = engine.looks, asyncio.get_running_loop().time() + 0.3
+        while asyncio.get_running_loop().time() < until:
+            engine.did()
+            await asyncio.sleep(0)
+    assert engine.looks - looks <= 0.3 / CONFIG.facts_seconds + 2
+
+
+async def test_activated_experts_of_an_interval_are_summed_and_silence_says_nothing(broker: MemoryBroker) -> None:
+    engine = PuppetEngine()
+    async with MemoryBus(broker).subscribe(SUBJECTS.experts) as heard, running(broker, engine):
+        for _ in range(2):
+            engine.did(activations=Activations(counts=np.full((2, 4), 3), tokens=6, cached_tokens=16))
+        got = tokens = 0
+        counts = np.zeros((2, 4))
+        while tokens < 6:
+            message = (await next_of(heard, ExpertsActivated)).message
+            assert isinstance(message, ExpertsActivated)
+            got, tokens, counts = got + 1, tokens + message.tokens, counts + message.counts.array()
+            assert (message.engine, message.rank, message.model, message.epoch) == ("a", 0, "m", 0)
+            assert message.seconds >= CONFIG.experts_seconds
+        assert (counts == 3).all()
+        engine.did(activations=Activations(counts=np.zeros((2, 4), np.int64), tokens=0, cached_tokens=0))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(4 * CONFIG.experts_seconds):
+                await next_of(heard, ExpertsActivated)
+
+
+async def test_what_an_engine_cannot_report_is_not_published(broker: MemoryBroker) -> None:
+    engine = PuppetEngine(capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False))
+    async with MemoryBus(broker).subscribe(SUBJECTS.everything) as heard, running(broker, engine):
+        engine.did(stored(1), load=BUSY, activations=Activations(counts=np.ones((2, 4)), tokens=1, cached_tokens=0))
+        kinds = {type((await next_of(heard, object)).message) for _ in range(6)}
+    assert kinds <= {EngineJoined, EngineHeartbeat}
+
+
+async def test_a_second_engine_of_the_same_name_is_refused_and_the_first_serves_on(broker: MemoryBroker) -> None:
+    async with running(broker, PuppetEngine()) as first:
+        with pytest.raises(ExceptionGroup) as caught:
+            await Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(7), CONFIG).run()
+        assert caught.group_contains(NameTaken, match="'a' is taken")
+        assert first.joined.is_set()
+    assert [type(message) for message in await history(broker)] == [EngineJoined, EngineLeft]
+
+
+async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ours(broker: MemoryBroker) -> None:
+    bus = MemoryBus(broker)
+    async with running(broker, PuppetEngine()):
+        broker.reachable = False
+        await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
+        broker.reachable = True
+        async with bus.subscribe(SUBJECTS.heartbeats) as heard:
+            beat = await next_of(heard, EngineHeartbeat)
+            assert beat.sequence > 0
+        async with asyncio.timeout(5):
+            before, after = await first_of(bus.replay(SUBJECTS.membership()), 2)
+    assert before.message == after.message
+    assert [type(message) for message in await history(broker)] == [EngineJoined, EngineJoined, EngineLeft]
+
+
+async def test_leaving_is_bounded_when_the_bus_is_gone(broker: MemoryBroker) -> None:
+    clock = asyncio.get_running_loop().time
+    async with running(broker, PuppetEngine()):
+        broker.reachable = False
+        before = clock()
+    assert clock() - before < CONFIG.farewell_seconds + 1
+
+
+async def first_of(replay: AsyncIterator[Received], most: int) -> list[Received]:
+    """The first few of a replay that never ends."""
+    found: list[Received] = []
+    async for received in replay:
+        found.append(received)
+        if len(found) == most:
+            break
+    return found
+
+
+@pytest.mark.parametrize("name", AgentConfig.__slots__)
+def test_settings_out_of_range_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        AgentConfig(**{name: 0})

@@ -1,0 +1,141 @@
+"""The plain door before a server that does what a test says."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from engine_adapter.engine import EngineFailed
+from engine_adapter.openai import PlainConfig, PlainEngine
+from fleet.events import Capabilities
+
+
+class Server:
+    """A list of models, or whatever answer a test sets."""
+
+    def __init__(self) -> None:
+        self.models: list[dict[str, object]] = [{"id": "m-1", "object": "model", "max_model_len": 4096}, {"id": "m-2"}]
+        self.status = 200
+        self.raw: bytes | None = None
+        self.keys: list[str | None] = []
+        self.asked = asyncio.Event()
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("Authorization"))
+        self.asked.set()
+        body = json.dumps({"object": "list", "data": self.models}).encode() if self.raw is None else self.raw
+        return web.Response(body=body, status=self.status, content_type="application/json")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server, app = Server(), web.Application()
+    app.router.add_get("/v1/models", server.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = site.name if not site.name.endswith(":0") else f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+def engine(server: Server, *, url: str | None = None, model: str | None = None, api_key: str | None = None) -> PlainEngine:
+    return PlainEngine(PlainConfig(url=url or server.url, model=model, api_key=api_key, probe_seconds=0.02, answer_seconds=0.5, misses=2))
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
+async def test_it_describes_what_the_server_lists_and_declares_what_it_cannot_report(server: Server, tail: str) -> None:
+    plain = engine(server, url=server.url + tail)
+    await plain.start()
+    about = plain.description
+    assert (about.model, about.max_context, about.ranks, about.rank) == ("m-1", 4096, 1, 0)
+    assert about.capabilities == Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
+    assert (about.shape, about.layout, about.tokenizer, plain.placement) == (None, None, None, None)
+
+
+async def test_a_named_model_is_taken_and_its_context_has_a_default(server: Server) -> None:
+    plain = engine(server, model="m-2")
+    await plain.start()
+    assert (plain.description.model, plain.description.max_context) == ("m-2", 131_072)
+
+
+async def test_the_key_is_sent_and_never_shown(server: Server) -> None:
+    plain = engine(server, api_key="secret")
+    await plain.start()
+    assert server.keys == ["Bearer secret"]
+    assert "secret" not in repr(PlainConfig(url=server.url, api_key="secret"))
+
+
+@pytest.mark.parametrize(
+    ("status", "raw", "says"),
+    [
+        (401, b"{}", "refuses the key .HTTP 401.; give the right one with --api-key-file"),
+        (500, b"{}", "HTTP 500; is this an OpenAI-compatible server"),
+        (302, b"{}", "HTTP 302"),
+        (200, b"<html>", "no list of models"),
+        (200, b'{"data": [{"name": "x"}]}', "no list of models.*id"),
+        (200, b'{"data": []}', "lists no model"),
+        (200, b" " * 2_000_000, "longer than 1048576 bytes"),
+    ],
+)
+async def test_a_server_that_is_none_is_refused_with_the_reason(server: Server, status: int, raw: bytes, says: str) -> None:
+    server.status, server.raw = status, raw
+    with pytest.raises(EngineFailed, match=says):
+        await engine(server).start()
+
+
+async def test_a_model_the_server_lacks_is_refused_with_those_it_has(server: Server) -> None:
+    with pytest.raises(EngineFailed, match="does not serve 'gpt', but 'm-1', 'm-2'; name one with --model"):
+        await engine(server, model="gpt").start()
+
+
+async def test_nobody_at_the_address_is_an_error_that_names_it(server: Server, unused_port: int) -> None:
+    with pytest.raises(EngineFailed, match=f"http://127.0.0.1:{unused_port}/v1/models does not answer"):
+        await engine(server, url=f"http://127.0.0.1:{unused_port}").start()
+
+
+async def test_a_server_that_stays_away_fails_the_engine_and_one_miss_does_not(server: Server) -> None:
+    plain = engine(server)
+    await plain.start()
+    running = asyncio.create_task(plain.run())
+    server.status = 503
+    server.asked.clear()
+    await server.asked.wait()
+    server.status = 200
+    for _ in range(3):
+        server.asked.clear()
+        await server.asked.wait()
+    assert not running.done()
+    server.status = 503
+    with pytest.raises(EngineFailed, match="HTTP 503"):
+        await asyncio.wait_for(running, 5)
+    server.status = 200
+    await plain.start()  # and back
+
+
+async def test_a_model_that_vanishes_fails_the_engine(server: Server) -> None:
+    plain = engine(server)
+    await plain.start()
+    server.models = [{"id": "other"}]
+    with pytest.raises(EngineFailed, match="does not serve 'm-1', but 'other'"):
+        await asyncio.wait_for(plain.run(), 5)
+
+
+@pytest.fixture
+async def unused_port() -> int:
+    holder = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = int(holder.sockets[0].getsockname()[1])
+    holder.close()
+    await holder.wait_closed()
+    return port
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="must start with http"):
+        PlainConfig(url="server:8000")
+    with pytest.raises(ValueError, match="misses"):
+        PlainConfig(url="http://a", misses=0)
