@@ -17,7 +17,7 @@ from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, 
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, slot_table
 from engine_adapter.embedded.lockstep import RankGroup
-from engine_adapter.embedded.moe import SparseBlock, best_grouped_matmul
+from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -127,11 +127,10 @@ class Runner:
         block = SparseBlock(
             layer=layer,
             gate=read("mlp.gate.weight"),
-            gate_up=self.arena.gate_up(layer),
-            down=self.arena.down(layer),
+            gate_up=GroupedMatrices(self.arena.gate_up(layer).transpose(1, 2)),
+            down=GroupedMatrices(self.arena.down(layer)),
             top_k=config.top_k,
             normalise=config.normalise_top_k,
-            grouped_matmul=best_grouped_matmul(),
         )
         return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
 
