@@ -1,7 +1,7 @@
 """A trivial engine for measuring what stands in front of it: answers every completion at once with eight fixed tokens.
 
 Speaks HTTP/1.1 on a bare asyncio protocol (keep-alive, Content-Length bodies), the completions form of a rank and the chat form of
-a plain server. Started as a process of its own: `python -m benchmarks.mock_engine PORT`.
+a plain server. Started as a process of its own: `python -m benchmarks.rig.mock_engine PORT`.
 """
 
 import asyncio

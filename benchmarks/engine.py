@@ -1,0 +1,116 @@
+"""Tokens per second of the embedded engine against `transformers` `generate`: demo model, fp32, greedy, same prompts, one run.
+
+The sides are processes of their own and take turns, so that both see the same machine. transformers uses all cores it finds; a rank of the embedded
+engine computes on one thread. Every round has new prompts: nothing is reused from a cache.
+
+    python -m benchmarks.engine --quick
+"""
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import typer
+
+from benchmarks.rig.generator import Batch, Result
+from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+
+PROMPT = 128
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Side:
+    """One or more generator processes that share a batch evenly."""
+
+    def __init__(self, name: str, children: list[subprocess.Popen[bytes]]) -> None:
+        self.name = name
+        self._children = children
+        for child in children:
+            if b"ready" not in self._line(child):
+                raise RuntimeError(f"{name}: a generator process did not start")
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> Result:
+        """The slowest share's seconds, and the outputs in order."""
+        busy = self._children[: len(prompts)]
+        shares = [prompts[at :: len(busy)] for at in range(len(busy))]
+        for child, share in zip(busy, shares, strict=True):
+            assert child.stdin is not None
+            child.stdin.write(msgspec.json.encode(Batch(share, tokens)) + b"\n")
+            child.stdin.flush()
+        results = [msgspec.json.decode(self._line(child), type=Result) for child in busy]
+        outputs = [results[at % len(busy)].outputs[at // len(busy)] for at in range(len(prompts))]
+        return Result(max(result.seconds for result in results), outputs)
+
+    @staticmethod
+    def _line(child: subprocess.Popen[bytes]) -> bytes:
+        assert child.stdout is not None
+        return child.stdout.readline()
+
+
+@contextlib.contextmanager
+def side(name: str, arguments: list[list[str]]) -> Iterator[Side]:
+    """Start a side's processes; end them with the context."""
+    command = [sys.executable, "-m", "benchmarks.rig.generator"]
+    children = [subprocess.Popen([*command, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT) for each in arguments]
+    try:
+        yield Side(name, children)
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def roost(ranks: int, folder: str) -> contextlib.AbstractContextManager[Side]:
+    return side(f"roost, P={ranks}", [["roost", str(rank), str(ranks), folder] for rank in range(ranks)])
+
+
+def prompts(rng: np.random.Generator, batch: int) -> list[list[int]]:
+    """Printable bytes: what is generated does not matter, only that both sides get the same."""
+    return [[int(token) for token in rng.integers(32, 127, PROMPT)] for _ in range(batch)]
+
+
+def agreement(one: list[list[int]], two: list[list[int]]) -> float:
+    """Share of sequences generated alike (random prompts leave near-ties, so a few may part)."""
+    return float(np.mean([a == b for a, b in zip(one, two, strict=True)]))
+
+
+def compare(reference: Side, other: Side, batch: int, tokens: int, rounds: int, report: Report) -> float:
+    """Alternate rounds; the row's ratio is the median over rounds of the pairwise ratio."""
+    rng = np.random.default_rng(batch)
+    pairs: list[tuple[Result, Result]] = []
+    for _ in range(rounds + 1):
+        content = prompts(rng, batch)
+        pairs.append((reference.generate(content, tokens), other.generate(content, tokens)))
+    pairs = pairs[1:]  # the first round warms both
+    rates = [(batch * tokens / one.seconds, batch * tokens / two.seconds) for one, two in pairs]
+    ratio = statistics.median(two / one for one, two in rates)
+    same = statistics.mean(agreement(one.outputs, two.outputs) for one, two in pairs)
+    report.add(other.name, batch, statistics.median(one for one, _ in rates), statistics.median(two for _, two in rates), ratio, f"{same:.0%}")
+    return ratio
+
+
+def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
+    """Tokens/s of the embedded engine against transformers generate."""
+    columns = ["engine", "batch", "transformers tok/s", "roost tok/s", "ratio", "same sequences"]
+    report = Report(f"Generation: {PROMPT} prompt tokens, fp32, greedy", columns)
+    tokens, rounds = (48, 3) if quick else (128, 7)
+    with side("transformers", [["transformers"]]) as reference:
+        for ranks in (1, 2, 4):
+            with tempfile.TemporaryDirectory() as folder, roost(ranks, folder) as engine:
+                for batch, limit in ((1, 1.0), (16, 1.5)):
+                    ratio = compare(reference, engine, batch, tokens if ranks < 4 else tokens // 2, rounds if ranks < 4 else 2, report)
+                    if ranks == 1:
+                        report.targets.append(Target(f"tokens/s over transformers at batch {batch}, P=1", ratio, limit))
+    report.notes.append(f"{tokens} tokens per sequence, {rounds} rounds; transformers on {os.cpu_count()} threads, one per Roost rank")
+    report.finish(as_json=as_json, check=check)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""What benchmark scripts stand on: the report, the load client, the mock engine. Nothing here is a benchmark."""
