@@ -16,7 +16,8 @@ from typing import Literal
 
 from bus import Bus, BusError, Message
 from bus.subjects import Subjects
-from engine_adapter.claims import LEASE_SECONDS, NameClaim
+from engine_adapter.claims import NameClaim
+from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, Engine, Load
 from engine_adapter.kv_mirror import KvMirror
 from fleet.events import (
@@ -34,29 +35,6 @@ from fleet.events import (
 from fleet.popularity import ExpertTable
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """How often an agent speaks; seconds. ValueError names the setting that is out of range."""
-
-    heartbeat_seconds: float = 1.0
-    """heartbeats, and refreshes of the name's claim"""
-    lease_seconds: float = LEASE_SECONDS
-    """how long a silent holder of the name is waited for"""
-    facts_seconds: float = 0.05
-    """least time between two looks at the engine: bounds load reports and batches of KV events to some 20 a second"""
-    load_seconds: float = 1.0
-    """load is reported at least so often, and else when it changes"""
-    experts_seconds: float = 1.0
-    """interval of expert reports; intervals without tokens are silent"""
-    farewell_seconds: float = 2.0
-    """what leaving may take"""
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"agent: {name} must be above 0, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.blocks import BLOCK_SIZE
-from fleet.experts import BYTES_PER_VALUE
+
+DTYPES = ("float32", "bfloat16")
+"""What the embedded engine computes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
     """One rank group's settings, the same on every rank. ValueError at birth names the key and what to do."""
 
-    checkpoint: Path
-    """folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json"""
+    checkpoint: Path | None = None
+    """folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json; None: the composition root names one"""
     model: str | None = None
     """name that requests use; None: the folder's name"""
     ranks: int = 1
-    rendezvous: str = "127.0.0.1:29400"
-    """host:port where the ranks of this engine meet; rank 0 listens there. Not used by one rank alone"""
     kv_blocks: int = 2048
     """KV blocks per rank"""
     block_size: int = BLOCK_SIZE
@@ -46,19 +46,47 @@ class EmbeddedConfig:
         _need(self.max_context is None or self.max_context >= 2, "max_context", self.max_context, "use 2 or more, or leave it out")
         least = 2 * self.block_size
         _need(self.kv_blocks * self.block_size >= least, "kv_blocks", self.kv_blocks, f"hold at least {least} tokens")
-        _need(self.dtype in BYTES_PER_VALUE, "dtype", self.dtype, f"use one of {', '.join(BYTES_PER_VALUE)}")
+        _need(self.dtype in DTYPES, "dtype", self.dtype, f"use one of {', '.join(DTYPES)}")
         for key in ("step_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
-        host, colon, port = self.rendezvous.rpartition(":")
-        _need(bool(host and colon) and port.isdecimal() and int(port) < 65536, "rendezvous", self.rendezvous, "use host:port")
-        _need(self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json and *.safetensors")
+        _need(self.checkpoint is None or self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json")
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint folder. ValueError when none was named."""
+        if self.checkpoint is None:
+            raise ValueError("embedded engine: checkpoint is not set: name a folder with config.json, *.safetensors and tokenizer.json")
+        return self.checkpoint
 
     @property
     def served_model(self) -> str:
         """The name that requests use."""
-        return self.model or self.checkpoint.resolve().name
+        return self.model or self.folder.resolve().name
 
 
 def _need(holds: bool, key: str, value: object, remedy: str) -> None:
     if not holds:
         raise ValueError(f"embedded engine: {key} = {value!r}: {remedy}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """How often an agent speaks; seconds. ValueError names the setting that is out of range."""
+
+    heartbeat_seconds: float = 1.0
+    """heartbeats, and refreshes of the name's claim"""
+    lease_seconds: float = 3.0
+    """how long a silent holder of the name is waited for"""
+    facts_seconds: float = 0.05
+    """least time between two looks at the engine: bounds load reports and batches of KV events to some 20 a second"""
+    load_seconds: float = 1.0
+    """load is reported at least so often, and else when it changes"""
+    experts_seconds: float = 1.0
+    """interval of expert reports; intervals without tokens are silent"""
+    farewell_seconds: float = 2.0
+    """what leaving may take"""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")

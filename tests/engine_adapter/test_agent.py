@@ -10,8 +10,9 @@ import pytest
 from bus import Received, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
-from engine_adapter.agent import Agent, AgentConfig, Identity
+from engine_adapter.agent import Agent, Identity
 from engine_adapter.claims import NameTaken
+from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, EngineDescription, Facts, Load
 from fleet.blocks import sequence_hashes
 from fleet.events import (
