@@ -157,6 +157,11 @@ class Scheduler:
             self._waiting.remove(generation)
         self.cache.close(generation.table)
 
+    def check_idle(self) -> None:
+        """RuntimeError when pages are held although nothing runs: a leak. Cheap enough for every time the rank goes to sleep."""
+        if not self._running and self.cache.held:
+            self.check_integrity()
+
     def check_integrity(self) -> None:
         """RuntimeError unless exactly the running sequences hold pages and the cache's books agree."""
         if any(one.table.pages for one in self._waiting):

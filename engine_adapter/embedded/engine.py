@@ -1,0 +1,285 @@
+"""The embedded engine behind the Engine port: one rank, its step thread, and the event loop's side of both."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.answers import Answer, Delta, GenerationRequest, Moments
+from engine_adapter.embedded.facts import FactLog
+from engine_adapter.embedded.machine import Machine, MachineBuilder, build_machine
+from engine_adapter.embedded.routed import RoutedTrace
+from engine_adapter.embedded.scheduler import Generation, Overloaded, identify
+from engine_adapter.embedded.stepping import Report, Seat, StepLoop
+from engine_adapter.embedded.text import CheckpointTokenizer, TextStream
+from engine_adapter.engine import EngineDescription, EngineFailed, Facts
+from fleet.events import Capabilities
+from fleet.layout import EP
+from fleet.placement import Placement
+
+_WATCH_SECONDS = 0.5
+"""How often a step in progress is looked at; also added to the step time-out, so that a rank that knows more speaks first"""
+_LONG_PROMPT = 4096
+"""ids from which a request is prepared off the event loop"""
+_FACT_BLOCKS_PER_PAGE = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What exists once a rank is loaded."""
+
+    machine: Machine
+    tokenizer: CheckpointTokenizer
+    description: EngineDescription
+    facts: FactLog
+    steps: StepLoop
+
+
+def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[Report], None]) -> _Served:
+    tokenizer = CheckpointTokenizer(config.folder)
+    machine = build(config, rank, run_directory)
+    facts = FactLog(machine.shape.layers, machine.shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks)
+    room = min(machine.max_context, config.kv_blocks * config.block_size)
+    description = EngineDescription(
+        model=config.served_model,
+        rank=rank,
+        ranks=config.ranks,
+        block_size=config.block_size,
+        kv_blocks=config.kv_blocks,
+        max_context=room if config.max_context is None else min(room, config.max_context),
+        max_batch_tokens=config.max_batch_tokens,
+        capabilities=Capabilities(),
+        shape=machine.shape,
+        layout=EP,
+        speed=machine.speed,
+        tokenizer=tokenizer.archive,
+    )
+    return _Served(machine, tokenizer, description, facts, StepLoop(machine, config, tokenizer.eos, facts, report))
+
+
+class EmbeddedEngine:
+    """One rank. All methods are for the event loop that called `start`.
+
+    `run_directory` is where the ranks of one incarnation of the engine meet; an engine of one rank makes its own when None.
+    """
+
+    def __init__(self, config: EmbeddedConfig, rank: int = 0, run_directory: Path | None = None, *, build: MachineBuilder = build_machine) -> None:
+        if not 0 <= rank < config.ranks:
+            raise ValueError(f"embedded engine: rank {rank} of {config.ranks}: ranks run from 0 to {config.ranks - 1}")
+        if config.ranks > 1 and run_directory is None:
+            raise ValueError(f"embedded engine: {config.ranks} ranks need a run directory to meet in; name a fresh one, the same for all")
+        self.config = config
+        self._rank = rank
+        self._run_directory = run_directory
+        self._build = build
+        self._served: _Served | None = None
+        self._failure: EngineFailed | None = None
+        self._open: dict[Answer, Seat] = {}
+        """requests that the step thread has not finished; the event loop's"""
+        self._news = asyncio.Event()
+        self._seed = secrets.randbits(63) if config.seed is None else config.seed
+        self._seedless = 0
+
+    @property
+    def description(self) -> EngineDescription:
+        return self._alive.description
+
+    @property
+    def placement(self) -> Placement:
+        return self._alive.machine.placement
+
+    @property
+    def tokenizer(self) -> CheckpointTokenizer:
+        """The checkpoint's tokenizer."""
+        return self._alive.tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids run from 0 to this, exclusive."""
+        return self._alive.machine.vocabulary
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why the engine serves no more; None while it lives."""
+        return self._failure
+
+    async def start(self) -> None:
+        """Load, meet the other ranks, measure speeds, and begin to step. EngineFailed says why when that is impossible."""
+        loaded: concurrent.futures.Future[_Served] = concurrent.futures.Future()
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended = asyncio.wrap_future(ended)
+        self._ended.add_done_callback(self._on_end)
+        name = f"steps of rank {self._rank}"
+        threading.Thread(target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True).start()
+        self._served = await asyncio.wrap_future(loaded)
+
+    async def submit(self, request: GenerationRequest) -> Answer:
+        """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        self._refuse_if_failed()
+        if len(self._open) >= self.config.max_running + self.config.max_waiting:
+            raise Overloaded(len(self._open) - self.config.max_running)
+        self._check(request)
+        answer = Answer(self._cancel)
+        seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
+        self._refuse_if_failed()
+        if self._is_over(seat):
+            answer.put(Delta(outcome=seat.outcome("stop", seat.moments.submitted)))
+            return answer
+        self._open[answer] = seat
+        self._alive.steps.submit(seat)
+        return answer
+
+    def fresh_seed(self) -> int:
+        """A seed for a request that states none."""
+        self._seedless += 1
+        return xxhash.xxh3_64_intdigest(self._seedless.to_bytes(8, "little"), self._seed % (1 << 64))
+
+    async def wait_facts(self) -> None:
+        await self._news.wait()
+
+    def take_facts(self) -> Facts:
+        self._news.clear()
+        return self._alive.facts.take()
+
+    async def run(self) -> None:
+        """Supervise until cancelled, then leave at the next step, or until EngineFailed. Either way no request stays open."""
+        try:
+            await self._watch()
+        except asyncio.CancelledError:
+            await self._stop()
+            raise
+        finally:
+            self._alive.steps.leave()
+
+    async def _watch(self) -> None:
+        limit = self.config.step_timeout_seconds + _WATCH_SECONDS
+        while self._failure is None:
+            await asyncio.wait({self._ended}, timeout=_WATCH_SECONDS)
+            since = self._alive.steps.stepping_since
+            if self._failure is None and since is not None and time.monotonic() - since > limit:
+                self._fail(EngineFailed(f"rank {self._rank}: a step takes longer than {self.config.step_timeout_seconds:g} s (step_timeout_seconds)"))
+        self._refuse_if_failed()
+
+    async def _stop(self) -> None:
+        """Leave at the next step. Bounded: a step thread that does not come back is left behind; it dies with the process."""
+        self._fail(EngineFailed(f"rank {self._rank} is stopping"))
+        self._alive.steps.leave()
+        done, _ = await asyncio.wait({self._ended}, timeout=self.config.stop_timeout_seconds)
+        if not done:
+            log.warning("rank %d: the step in progress did not end within %g s (stop_timeout_seconds)", self._rank, self.config.stop_timeout_seconds)
+
+    @property
+    def _alive(self) -> "_Served":
+        if self._served is None:
+            raise RuntimeError("embedded engine: not started; await start() first")
+        return self._served
+
+    def _refuse_if_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure)) from self._failure
+
+    def _check(self, request: GenerationRequest) -> None:
+        known, most = len(request.prompt), self.description.max_context
+        if not known or request.max_tokens < 1 or known + request.max_tokens > most:
+            raise ValueError(f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed, {most} in all fit (max_context)")
+        if not 0 <= request.emitted < known:
+            raise ValueError(f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must be the client's own")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
+            raise ValueError(f"request with an id outside 0..{self.vocabulary - 1}")
+
+    def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
+        served, shape = self._alive, self._alive.machine.shape
+        generation = Generation(list(request.prompt), request.max_tokens, blocks=identify(request.prompt, self.config.block_size))
+        text = TextStream(served.tokenizer.detokenizer(), request.stop)
+        if request.emitted:
+            text.resume(request.prompt[-request.emitted :])
+        routed = RoutedTrace(shape.layers, shape.experts, shape.top_k)
+        return Seat(request, answer, generation, text, routed, Moments(submitted=time.time_ns()))
+
+    def _is_over(self, seat: Seat) -> bool:
+        """Whether a continuation had come to its end already before it broke."""
+        request = seat.request
+        ended = request.emitted and not request.ignore_eos and request.prompt[-1] in self._alive.tokenizer.eos
+        return seat.text.stopped or bool(ended)
+
+    def _cancel(self, answer: Answer) -> None:
+        seat = self._open.pop(answer, None)
+        if seat is not None:
+            self._alive.steps.cancel(seat)
+
+    def _deliver(self, report: Report) -> None:
+        for answer, news in report.news:
+            if isinstance(news, Delta):
+                answer.put(news)
+            else:
+                answer.fail(news)
+            if answer.over:
+                self._open.pop(answer, None)
+        if report.facts:
+            self._news.set()
+
+    def _on_end(self, ended: "asyncio.Future[None]") -> None:
+        error = None if ended.cancelled() else ended.exception()
+        self._fail(error if isinstance(error, EngineFailed) else EngineFailed(f"rank {self._rank}: {error or 'its step thread ended'}"))
+
+    def _fail(self, failure: EngineFailed) -> None:
+        """The first failure counts; every open request ends with it."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        for answer in self._open:
+            answer.fail(EngineFailed(str(failure)))
+        self._open.clear()
+
+    def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Served]", ended: "concurrent.futures.Future[None]") -> None:
+        """The step thread, from loading to its end."""
+        try:
+            served = _load(self.config, self._rank, self._run_directory, self._build, lambda report: _tell(loop, self._deliver, report))
+        except Exception as error:
+            log.exception("rank %d cannot start", self._rank)
+            failure = EngineFailed(f"rank {self._rank} cannot start: {error}")
+            failure.__cause__ = error
+            _settle(loaded, failure)
+            _settle(ended, failure)
+            return
+        try:
+            if _settle(loaded, served):
+                served.steps.run()
+        except Exception as error:
+            if served.steps.leaving:
+                log.info("rank %d: the other ranks were gone first (%s)", self._rank, error)
+            else:
+                log.exception("rank %d failed", self._rank)
+                ended.set_exception(error)
+        finally:
+            served.machine.close()
+            if not ended.done():
+                ended.set_result(None)
+
+
+def _settle(future: "concurrent.futures.Future[Any]", result: object) -> bool:
+    """Give a waiter its result or error; False when it waits no more."""
+    if not future.set_running_or_notify_cancel():
+        return False
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return True
+
+
+def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[[Report], None], report: Report) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more, and the process is ending
+        loop.call_soon_threadsafe(listener, report)

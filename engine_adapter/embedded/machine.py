@@ -1,0 +1,85 @@
+"""Puts a rank's machine together: checkpoint, epoch 0, process group, forward pass."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.checkpoint import Checkpoint
+from engine_adapter.embedded.lockstep import Lockstep, RankGroup
+from engine_adapter.embedded.runner import Forward, Runner, Work
+from fleet.experts import ModelShape
+from fleet.placement import Placement, linear
+from fleet.timing import EngineSpeed
+
+
+class ForwardPass(Protocol):
+    """What computes; see `runner.Runner`."""
+
+    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a rank computes with, and what is known of the model."""
+
+    shape: ModelShape
+    vocabulary: int
+    """rows of the logits"""
+    max_context: int
+    placement: Placement
+    speed: EngineSpeed
+    runner: ForwardPass
+    lockstep: Lockstep
+    close: Callable[[], None]
+    """give everything back; the other ranks then see that this one is gone"""
+
+
+MachineBuilder = Callable[[EmbeddedConfig, int, Path | None], Machine]
+
+
+def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
+    """Load a rank, meet the others and measure speeds together. Called by the step thread, which alone uses the result.
+
+    run_directory: None for an engine of one rank, which then makes its own. CheckpointError, LockstepError and ValueError say
+    what is wrong; nothing stays open then.
+    """
+    with contextlib.ExitStack() as opened:
+        directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="roost-"))) if run_directory is None else run_directory
+        group = _join(config, rank, directory, opened)
+        lockstep = Lockstep(directory, rank, group)
+        opened.callback(lockstep.close)
+        with Checkpoint(config.folder) as checkpoint:
+            about = checkpoint.config
+            placement = linear(layers=about.layers, experts=about.experts, ranks=config.ranks)
+            runner = Runner(
+                checkpoint,
+                placement,
+                rank=rank,
+                group=group,
+                kv_pages=config.kv_blocks,
+                dtype=config.dtype,
+                max_tokens=config.max_batch_tokens,
+            )
+        speed = runner.measure_speed()
+        return Machine(
+            shape=runner.shape,
+            vocabulary=about.vocabulary,
+            max_context=about.max_positions,
+            placement=placement,
+            speed=speed,
+            runner=runner,
+            lockstep=lockstep,
+            close=opened.pop_all().close,
+        )
+
+
+def _join(config: EmbeddedConfig, rank: int, directory: Path, opened: contextlib.ExitStack) -> RankGroup | None:
+    if config.ranks == 1:
+        return None
+    group = RankGroup(directory, rank, config.ranks, step_timeout_s=config.step_timeout_seconds)
+    opened.callback(group.close)
+    return group

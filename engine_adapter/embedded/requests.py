@@ -1,0 +1,88 @@
+"""What a rank's HTTP face accepts: bytes to `RankRequest` to `GenerationRequest`, each refusal naming the field and the remedy. Pure."""
+
+import re
+
+import msgspec
+
+from engine_adapter.embedded.answers import GenerationRequest
+from engine_adapter.embedded.sampling import Sampling
+from fleet.completions import ApiError, RankRequest
+
+MOST_STOPS = 4
+MOST_LOGPROBS = 20
+HOTTEST = 2.0
+DEFAULT_MAX_TOKENS = 16
+"""`max_tokens` of a request that states none, or states this: it is clipped to the context instead of refused"""
+
+_DECODER = msgspec.json.Decoder(RankRequest)
+_PATH = re.compile(r" - at `\$\.?([^`\[]*)")
+
+
+def parse(body: bytes) -> RankRequest:
+    """ApiError 400 for what is no JSON, no UTF-8, or of the wrong types."""
+    try:
+        return _DECODER.decode(body)
+    except msgspec.ValidationError as error:
+        found = _PATH.search(str(error))
+        raise ApiError(400, _PATH.sub("", str(error)).rstrip("`[.]"), param=found.group(1) or None if found else None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from error
+
+
+def check(request: RankRequest, model: str) -> None:
+    """Everything that can be judged before the prompt is tokenised. ApiError 404 for another model, 400 for a value out of range."""
+    if request.model is not None and request.model != model:
+        raise ApiError(404, f"the model {request.model!r} is not served here; this rank serves {model!r}", code="model_not_found", param="model")
+    _need(bool(request.prompt), "prompt", "is empty; at least one token is needed")
+    _need(request.max_tokens >= 1, "max_tokens", f"{request.max_tokens} is less than 1")
+    _need(0 <= request.temperature <= HOTTEST, "temperature", f"{request.temperature} is outside 0 to {HOTTEST:g}")
+    _need(0 < request.top_p <= 1, "top_p", f"{request.top_p} is outside 0 (exclusive) to 1")
+    _need(request.top_k >= -1, "top_k", f"{request.top_k} is negative; use 0 for no limit")
+    _need(request.n == 1, "n", f"{request.n}: a rank answers once; send several requests")
+    _need(request.logprobs is None or 0 <= request.logprobs <= MOST_LOGPROBS, "logprobs", f"{request.logprobs} is outside 0 to {MOST_LOGPROBS}")
+    stops = stop_strings(request)
+    _need(len(stops) <= MOST_STOPS, "stop", f"{len(stops)} strings; at most {MOST_STOPS} are allowed")
+    _need(all(stops), "stop", "holds an empty string, which would stop everything")
+    known = len(request.prompt) if isinstance(request.prompt, list) else 1
+    _need(0 <= request.emitted < known, "emitted", f"{request.emitted}: at least one id of a token-id prompt must be the client's own")
+
+
+def stop_strings(request: RankRequest) -> tuple[str, ...]:
+    """The stop strings as a tuple, however they were given."""
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: int, max_context: int, seed: int) -> GenerationRequest:
+    """The engine's form of a checked request. ApiError 400 for ids out of vocabulary and for what exceeds the context."""
+    _need(bool(prompt), "prompt", "has no tokens; at least one is needed")
+    worst = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < vocabulary), None)
+    _need(worst is None, "prompt", f"has the id {worst}; ids run from 0 to {vocabulary - 1}")
+    room = max_context - len(prompt)
+    wanted = request.max_tokens
+    if wanted > room and wanted == DEFAULT_MAX_TOKENS and room >= 1:
+        wanted = room
+    if wanted > room:
+        field = "max_tokens" if room >= 1 else "prompt"
+        message = f"the prompt's {len(prompt)} tokens and {wanted} to generate make {len(prompt) + wanted}; this model's context holds {max_context}"
+        raise ApiError(400, message, code="context_length_exceeded", param=field)
+    return GenerationRequest(
+        prompt=prompt,
+        max_tokens=wanted,
+        sampling=Sampling(
+            temperature=request.temperature,
+            top_k=max(0, request.top_k),
+            top_p=request.top_p,
+            seed=seed if request.seed is None else request.seed,
+            logprobs=request.logprobs,
+        ),
+        stop=stop_strings(request),
+        ignore_eos=request.ignore_eos,
+        emitted=request.emitted,
+    )
+
+
+def _need(holds: bool, field: str, complaint: str) -> None:
+    if not holds:
+        raise ApiError(400, f"{field}: {complaint}", param=field)

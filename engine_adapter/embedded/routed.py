@@ -1,0 +1,50 @@
+"""Which experts a request's tokens went to, kept per position while the request lives. Pure numpy."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNKNOWN = -1
+"""Expert of a position that was not computed here: reused from the prefix cache, which activates nothing."""
+
+
+class RoutedTrace:
+    """The chosen experts of one request, by position. Positions served from the prefix cache are unknown, not zero."""
+
+    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+        self.experts = experts
+        self._table = np.full((0, layers, top_k), UNKNOWN, np.int16)
+
+    def note(self, start: int, routed: NDArray[Any]) -> None:
+        """Tokens at positions start, start + 1, ... chose routed: int [n, layers, k]. Computing a position again replaces it."""
+        end = start + len(routed)
+        if end > len(self._table):
+            grown = np.full((max(end, 2 * len(self._table)), *self._table.shape[1:]), UNKNOWN, np.int16)
+            grown[: len(self._table)] = self._table
+            self._table = grown
+        self._table[start:end] = routed
+
+    def chosen(self) -> NDArray[np.int16]:
+        """int16 [positions, layers, k] up to the last computed position, UNKNOWN where nothing was computed."""
+        known = np.flatnonzero(self._table[:, 0, 0] != UNKNOWN)
+        return self._table[: int(known[-1]) + 1 if len(known) else 0]
+
+    def counts(self) -> NDArray[np.int64]:
+        """int64 [layers, experts]: (token, k) pairs of all computed positions; the request's profile."""
+        return count_pairs(self.chosen(), self.experts)
+
+    def counts_by_block(self, block_size: int) -> NDArray[np.int64]:
+        """int64 [full blocks, layers, experts]: the same per KV block; a block reused from the cache has none."""
+        chosen = self.chosen()
+        blocks = len(chosen) // block_size
+        by_block = chosen[: blocks * block_size].reshape(blocks, block_size, *chosen.shape[1:])
+        return np.array([count_pairs(block, self.experts) for block in by_block], np.int64).reshape(blocks, chosen.shape[1], self.experts)
+
+
+def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:
+    """int64 [layers, experts] pairs in chosen: int [tokens, layers, k], UNKNOWN ones left out."""
+    layers = chosen.shape[1]
+    places = chosen.astype(np.int64) + np.arange(layers)[None, :, None] * experts
+    flat = places.ravel() if chosen.dtype.kind == "u" else places[chosen != UNKNOWN]
+    return np.bincount(flat, minlength=layers * experts).astype(np.int64, copy=False).reshape(layers, experts)
