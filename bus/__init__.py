@@ -94,13 +94,15 @@ class Bus(Protocol):
         ...
 
     async def record(self, subject: str, message: Message) -> None:
-        """Store durably (kinds of `fleet.events.STORED`); returns once it is stored."""
+        """Store durably (kinds of `fleet.events.STORED`); returns once it is stored. Whoever subscribes to the subject hears it too.
+        Waits for a broken connection, for a bounded time; after a BusError it may or may not be stored."""
         ...
 
     def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
         """Stored messages in order, then (with `follow`) new ones for ever, across reconnects, none lost, none twice.
 
         since: only those stored in the last so many seconds. latest: of the past, only the last one of each subject.
+        Leave the iteration through `contextlib.aclosing` to give its resources back at once.
         """
         ...
 
@@ -130,4 +132,6 @@ class Bus(Protocol):
         """How many arriving messages were refused since the start, by reason (`bus.codec.Reason`)."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the connection, and with it every subscription and replay. May be repeated."""
+        ...
