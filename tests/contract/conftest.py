@@ -116,7 +116,8 @@ class NatsHouse:
     async def disturb(self, subject: str, raw: bytes) -> None:
         async with self.stranger() as connection:
             await connection.publish(subject, raw)
-            await connection.flush()
+            for _ in range(2):  # the first ping may overtake the message
+                await connection.flush()
 
     async def damage(self, digest: str) -> None:
         async with self.stranger() as connection:
