@@ -148,7 +148,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     Products and sums are separate, exactly rounded operations, so that vectorisation cannot change a bit.
     """
     tokens, k = weights.shape
-    products = rows.view(tokens, k, -1).to(torch.float32) * weights.unsqueeze(-1)
+    products = rows.view(tokens, k, rows.shape[1]).to(torch.float32) * weights.unsqueeze(-1)
     total = products[:, 0]
     for at in range(1, k):
         total = total + products[:, at]
