@@ -95,11 +95,11 @@ class Subjects:
 
     def membership(self, engine: str = "*") -> str:
         """Stored: joins and leaves of an engine, by name."""
-        return f"{self._roost}.membership.{engine if engine == '*' else check_token('engine name', engine)}"
+        return f"{self._engines}.membership.{engine if engine == '*' else check_token('engine name', engine)}"
 
     def placements(self, engine: str = "*") -> str:
         """Stored: placements an engine has served."""
-        return f"{self._roost}.placement.{engine if engine == '*' else check_token('engine name', engine)}"
+        return f"{self._roost}.migration.placement.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
     def stored(self) -> tuple[str, ...]:

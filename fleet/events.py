@@ -4,7 +4,7 @@ Every `worker_id` is a random u64 per incarnation of an engine; `rank` is Dynamo
 and time travel in the envelope (`bus.codec`), not here. A field that a reader does not know is ignored.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -148,7 +148,8 @@ class KvBlock(msgspec.Struct, frozen=True):
 
     block_hash: int
     tokens_hash: int
-    mm_extra_info: None = None
+    mm_extra_info: Any = None
+    """what Dynamo says of images and the like; passed on unread"""
 
 
 class KvStored(msgspec.Struct, frozen=True, kw_only=True):
