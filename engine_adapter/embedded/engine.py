@@ -122,14 +122,15 @@ class EmbeddedEngine:
         self._ended = asyncio.wrap_future(ended)
         self._ended.add_done_callback(self._on_end)
         name = f"steps of rank {self._rank}"
-        threading.Thread(target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True).start()
+        self._stepper = threading.Thread(target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True)
+        self._stepper.start()
         self._served = await asyncio.wrap_future(loaded)
 
     async def submit(self, request: GenerationRequest) -> Answer:
         """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
         self._refuse_if_failed()
         if len(self._open) >= self.config.max_running + self.config.max_waiting:
-            raise Overloaded(len(self._open) - self.config.max_running)
+            raise Overloaded(self.config.max_waiting)
         self._check(request)
         answer = Answer(self._cancel)
         seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
@@ -177,7 +178,9 @@ class EmbeddedEngine:
         self._fail(EngineFailed(f"rank {self._rank} is stopping"))
         self._alive.steps.leave()
         done, _ = await asyncio.wait({self._ended}, timeout=self.config.stop_timeout_seconds)
-        if not done:
+        if done:
+            self._stepper.join()  # it has said its last word already
+        else:
             log.warning("rank %d: the step in progress did not end within %g s (stop_timeout_seconds)", self._rank, self.config.stop_timeout_seconds)
 
     @property

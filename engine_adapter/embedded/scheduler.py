@@ -20,9 +20,8 @@ from fleet.events import KvBlock
 class Overloaded(Exception):
     """The waiting queue is full; try another rank, or this one later."""
 
-    def __init__(self, waiting: int) -> None:
-        super().__init__(f"{waiting} requests are waiting already, which is the limit (max_waiting); retry later or elsewhere")
-        self.waiting = waiting
+    def __init__(self, max_waiting: int) -> None:
+        super().__init__(f"the rank is full and {max_waiting} requests wait already, which is the limit (max_waiting); retry later or elsewhere")
 
 
 @dataclass(slots=True, eq=False)
@@ -109,12 +108,12 @@ class Scheduler:
         return sum(one.pending for one in self._running if one.pending > 1) + sum(one.pending for one in self._waiting)
 
     def submit(self, generation: Generation) -> None:
-        """Queue a request. Overloaded when the queue is full; ValueError when it could never be served."""
+        """Queue a request. Overloaded when `max_waiting` of them are open beside `max_running`; ValueError when it could never be served."""
         known, room = len(generation.tokens), self.cache.pages * self.cache.block_size
         if not known or generation.max_new < 1 or known + generation.max_new > room:
             raise ValueError(f"request of {known} tokens and {generation.max_new} to generate: at least 1 and 1 are needed, and {room} in all fit")
-        if len(self._waiting) >= self.max_waiting:
-            raise Overloaded(len(self._waiting))
+        if len(self._waiting) + len(self._running) >= self.max_waiting + self.max_running:
+            raise Overloaded(self.max_waiting)
         if not generation.blocks:
             generation.blocks = identify(generation.tokens, self.cache.block_size)
         self._waiting.append(generation)

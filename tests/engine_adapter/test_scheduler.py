@@ -171,10 +171,12 @@ def test_the_last_prompt_token_is_computed_even_when_all_of_the_prompt_is_cached
 
 
 def test_a_full_queue_refuses_with_a_type_of_its_own() -> None:
-    scheduler, _ = build(waiting=2)
-    for _ in range(2):
-        scheduler.submit(Generation([1], 1))
-    with pytest.raises(Overloaded, match="2 requests are waiting"):
+    scheduler, model = build(running=4, waiting=2)
+    for _ in range(6):
+        scheduler.submit(Generation([1], 9))
+    model.step(scheduler, scheduler.plan(), 12)
+    assert (scheduler.running, scheduler.waiting) == (4, 2)
+    with pytest.raises(Overloaded, match="2 requests wait"):
         scheduler.submit(Generation([1], 1))
 
 
