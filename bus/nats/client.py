@@ -1,0 +1,174 @@
+"""The port over one NATS server or cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from datetime import UTC, datetime, timedelta
+
+from nats import errors
+from nats.aio.msg import Msg
+
+from bus import BlobLost, BusError, BusTimeout, Claim, Message, Received
+from bus.codec import Refused, Rejected
+from bus.config import BusConfig
+from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
+from bus.nats.link import Link, because
+from bus.nats.storage import Storage
+from bus.subjects import Subjects
+
+
+class NatsBus:
+    """Made by `connect`, ended by `close`. What each method promises is said in `bus.Bus`."""
+
+    def __init__(self, link: Link, subjects: Subjects) -> None:
+        self._link = link
+        self._config = link.config
+        self._stored_subjects = subjects.stored
+        self._storage = Storage(link, subjects)
+        self._rejected = Rejected()
+        self._inboxes: set[Inbox] = set()
+        self._voice = Outbox(self._keep_parcel)
+        self._recorder = Outbox(self.put_blob)
+
+    @classmethod
+    async def connect(cls, url: str, subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
+        """Connect, and create the stream and the buckets of the namespace where they are missing.
+
+        config: limits and waits (its url and namespace are not read here). name: shown in the server's own monitoring.
+        BusError when there is no server in time, or it has no JetStream.
+        """
+        link = Link(url, config or BusConfig(), name)
+        await link.open()
+        bus = cls(link, subjects)
+        try:
+            await link.until_done("preparing the stream and the buckets", link.config.connect_seconds, bus._storage.furnish)
+        except BaseException:
+            await bus.close()
+            raise
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected
+
+    @property
+    def rejected(self) -> Rejected:
+        return self._rejected
+
+    def publisher(self, subject: str) -> Speaker:
+        return Speaker(subject, self._link.send, self._keep_parcel, lambda: self.connected)
+
+    @asynccontextmanager
+    async def subscribe(self, *subjects: str, limit: int = 65536) -> AsyncIterator[Inbox]:
+        patterns = [audible(subject) for subject in subjects]
+        inbox = Inbox(limit, self._config.queue_bytes, self._content, self._rejected)
+
+        async def hear(message: Msg) -> None:
+            inbox.put(message.subject, message.data)
+
+        self._inboxes.add(inbox)
+        try:
+            async with AsyncExitStack() as stack:
+                for pattern in patterns:
+                    await self._link.listen(stack, pattern, hear)
+                await self._link.settled()
+                yield inbox
+        finally:
+            self._inboxes.discard(inbox)
+            inbox.close()
+
+    async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
+        raw = await self._voice.sealed(sendable(subject), message)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._link.standing()
+                answer = await self._link.client.request(subject, raw, timeout=seconds)
+        except errors.NoRespondersError as error:
+            raise BusTimeout(f"nobody serves {subject!r}") from error
+        except TimeoutError as error:
+            raise BusTimeout(f"no answer on {subject!r} within {seconds} s" + ("" if self.connected else "; not connected to NATS")) from error
+        except errors.Error as error:
+            raise BusError(f"asking on {subject!r}: {because(error)}") from error
+        return await answered(subject, answer.data, self._content)
+
+    @asynccontextmanager
+    async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
+        desk = Desk(subject, answer, self._voice, self._content, self._rejected)
+
+        async def hear(message: Msg) -> None:
+            async def reply(raw: bytes) -> None:
+                if message.reply:
+                    await self._link.send(message.reply, raw)
+
+            desk.submit(message.data, reply)
+
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(desk.open())
+            await self._link.listen(stack, subject, hear, queue="answering")
+            await self._link.settled()
+            yield
+
+    async def record(self, subject: str, message: Message) -> None:
+        check_stored(sendable(subject), message, self._stored_subjects)
+        number = self._recorder.sequence
+        raw = await self._recorder.sealed(subject, message)
+        await self._storage.append(subject, raw, f"{self._recorder.publisher_id:x}-{number}")
+
+    async def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
+        audible(subject)
+        start = None if since is None else datetime.now(UTC) - timedelta(seconds=since)
+        storage, horizon = self._storage, await self._storage.last()
+        sections = []
+        if latest:
+            sections.append(storage.section(storage.stream, subject, latest=True, start=start, until=horizon))
+            start = None
+        if follow or not latest:
+            sections.append(storage.section(storage.stream, subject, start=start, after=horizon if latest else 0, until=None if follow else horizon))
+        for section in sections:
+            async with aclosing(section):
+                async for message in section:
+                    if received := await self._opened(message, patient=follow):
+                        yield received
+
+    async def _opened(self, message: Msg, *, patient: bool) -> Received | None:
+        """A stored message; None when it is refused. patient: wait for its content for as long as the store cannot be reached."""
+        while True:
+            try:
+                return await opened(message.subject, message.data, self._content)
+            except Refused as refusal:
+                self._rejected.count(refusal.reason)
+                return None
+            except BusError:
+                if self._link.closing or not patient:
+                    raise
+
+    async def read_claim(self, key: str) -> Claim | None:
+        return await self._storage.read_claim(key)
+
+    async def claim(self, key: str, value: bytes, revision: int | None = None) -> int:
+        return await self._storage.claim(key, value, revision)
+
+    async def release(self, key: str, revision: int) -> None:
+        await self._storage.release(key, revision)
+
+    async def put_blob(self, content: bytes) -> str:
+        return await self._storage.keep(self._storage.blobs, content)
+
+    async def get_blob(self, digest: str) -> bytes:
+        content = await self._storage.held(self._storage.blobs, digest)
+        if content is None:
+            raise BlobLost(f"the blob store has no {digest!r}")
+        return content
+
+    async def _keep_parcel(self, content: bytes) -> str:
+        return await self._storage.keep(self._storage.parcels, content)
+
+    async def _content(self, digest: str) -> bytes:
+        """What a reference names: a parcel of a passing message, or the blob of a stored one."""
+        parcel = await self._storage.held(self._storage.parcels, digest)
+        return await self.get_blob(digest) if parcel is None else parcel
+
+    async def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.close()
+        await self._link.close()

@@ -1,0 +1,227 @@
+"""The connection to NATS: made once, remade for ever."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nats import errors
+from nats.aio.client import Client, Server
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+from nats.js import errors as js_errors
+
+from bus import BusError
+from bus.codec import LARGE
+from bus.config import BusConfig
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SMALLEST_MAX_PAYLOAD = LARGE + 64 * 1024
+"""Bytes a server must accept in one message: the largest payload that travels in an envelope, and the envelope."""
+RETRY_SECONDS = 0.1
+CLOSE_SECONDS = 2.0
+UNANSWERED_PINGS = 2
+
+GONE = (errors.NoRespondersError, js_errors.NoStreamResponseError, js_errors.ServiceUnavailableError, js_errors.NotFoundError)
+"""What a server says that has no JetStream, or lost its store."""
+TRANSIENT = (TimeoutError, OSError, errors.ConnectionClosedError, errors.OutboundBufferLimitError, errors.StaleConnectionError, *GONE)
+"""After these, the same may succeed a moment later."""
+
+
+def because(error: BaseException | None) -> str:
+    """An error of nats-py and what to do about it."""
+    if error is None:
+        return "no connection; is the NATS server running?"
+    remedy = "start the NATS server with JetStream (-js)" if isinstance(error, GONE) else "is the NATS server well?"
+    return f"{str(error) or type(error).__name__}; {remedy}"
+
+
+@dataclass(eq=False)
+class _Feed:
+    """One subscription, so that it can be made again on a new connection."""
+
+    subject: str
+    hear: Callable[[Msg], Awaitable[None]]
+    queue: str = ""
+    subscription: NatsSubscription | None = None
+
+    async def attach(self, client: Client) -> None:
+        self.subscription = await client.subscribe(self.subject, queue=self.queue, cb=self.hear)
+
+
+class Link:
+    """The connection: made once, remade for ever, its subscriptions with it."""
+
+    def __init__(self, url: str, config: BusConfig, name: str) -> None:
+        self.url = url
+        self.config = config
+        self.client = Client()
+        self.closing = False
+        self.runs: set[asyncio.Queue[Msg | None]] = set()
+        """queues of running replays; None tells them that the connection was remade"""
+        self._name = name
+        self._feeds: set[_Feed] = set()
+        self._up = asyncio.Event()
+        self._trouble: Exception | None = None
+        self._reopener: asyncio.Task[None] | None = None
+
+    def _options(self, client: Client) -> dict[str, Any]:
+        async def closed() -> None:
+            if client is self.client and not self.closing and self._reopener is None:
+                logger.error("NATS closed the connection for good (%s); opening a new one", client.last_error)
+                self._reopener = asyncio.create_task(self._reopen(), name="opens a new connection to NATS")
+
+        return {
+            "name": self._name,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": self.config.reconnect_first_seconds,
+            "reconnect_to_server_handler": self._next_server,
+            "connect_timeout": self.config.connect_seconds,
+            "ping_interval": self.config.ping_seconds,
+            "max_outstanding_pings": UNANSWERED_PINGS,
+            "pending_size": 2 * self.config.unsent_bytes,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnect,
+            "reconnected_cb": self._on_reconnect,
+            "closed_cb": closed,
+        }
+
+    def _next_server(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
+        """The server tried least often, after a pause that doubles with its failures (with jitter: parts come back one by one)."""
+        server = min(servers, key=lambda candidate: candidate.reconnects)
+        pause = min(self.config.reconnect_most_seconds, self.config.reconnect_first_seconds * 2.0 ** min(server.reconnects, 30))
+        return server, pause * random.uniform(0.5, 1.0)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._trouble = error
+        logger.log(logging.WARNING if isinstance(error, errors.SlowConsumerError) else logging.DEBUG, "NATS: %s", error or type(error).__name__)
+
+    async def _on_disconnect(self) -> None:
+        if not self.closing:
+            logger.warning("lost the connection to NATS at %s; trying again until it stands", self.url)
+
+    async def _on_reconnect(self) -> None:
+        logger.info("connected to NATS at %s again", self.url)
+        self._stands()
+
+    def _stands(self) -> None:
+        self._up.set()
+        for queue in self.runs:
+            queue.put_nowait(None)
+
+    async def open(self) -> None:
+        """The first connection. BusError when it does not stand in time."""
+        try:
+            async with asyncio.timeout(self.config.connect_seconds):
+                await self.client.connect(self.url, **self._options(self.client))
+        except TimeoutError as error:
+            await self.close()
+            waited = f"within {self.config.connect_seconds} s ({self._trouble or 'no answer'})"
+            raise BusError(f"no NATS server at {self.url} {waited}; start one or correct bus.url") from error
+        except errors.Error as error:
+            raise BusError(f"{self.url!r} is no address of a NATS server ({error}); correct bus.url, e.g. nats://127.0.0.1:4222") from error
+        if self.client.max_payload < SMALLEST_MAX_PAYLOAD:
+            most = self.client.max_payload
+            await self.close()
+            raise BusError(f"the NATS server at {self.url} takes messages of {most} bytes; set its max_payload to {SMALLEST_MAX_PAYLOAD} or more")
+        self._up.set()
+
+    async def _reopen(self) -> None:
+        """nats-py gives up after some errors the server sends (revoked rights, say). We do not."""
+        client = Client()
+        await client.connect(self.url, **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
+        self.client = client
+        for feed in self._feeds:
+            await feed.attach(client)
+        self._reopener = None
+        logger.info("a new connection to NATS at %s stands", self.url)
+        self._stands()
+
+    @property
+    def connected(self) -> bool:
+        return bool(self.client.is_connected)
+
+    async def standing(self) -> None:
+        """Wait for the connection; BusError when it is closed on purpose."""
+        while not self.connected:
+            if self.closing:
+                raise BusError("this bus is closed")
+            self._up.clear()
+            await self._up.wait()
+
+    async def until_done(self, what: str, seconds: float, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an exchange that may be repeated until it succeeds. BusError when that takes longer, or cannot succeed."""
+        trouble: BaseException | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    await self.standing()
+                    try:
+                        return await attempt()
+                    except TRANSIENT as error:
+                        trouble = error
+                    await asyncio.sleep(RETRY_SECONDS)
+        except TimeoutError as error:
+            raise BusError(f"{what}: not done within {seconds} s: {because(trouble)}") from error
+        except errors.Error as error:
+            raise BusError(f"{what}: {because(error)}") from error
+
+    async def send(self, subject: str, raw: bytes) -> None:
+        """Hand bytes to the connection; dropped when it is broken or far behind."""
+        client = self.client
+        if not client.is_connected or client.pending_data_size + len(raw) > self.config.unsent_bytes:
+            return
+        try:
+            await client.publish(subject, raw)
+        except errors.Error as error:
+            logger.debug("dropped a message on %s: %s", subject, error)
+
+    @asynccontextmanager
+    async def feed(self, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> AsyncIterator[None]:
+        """A subscription that survives reconnects."""
+        feed = _Feed(subject, hear, queue)
+        await self.standing()
+        await feed.attach(self.client)
+        self._feeds.add(feed)
+        try:
+            yield
+        finally:
+            self._feeds.discard(feed)
+            if feed.subscription is not None:
+                with suppress(errors.Error):  # a closed connection has ended it already
+                    await feed.subscription.unsubscribe()
+
+    async def listen(self, stack: AsyncExitStack, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> None:
+        """Enter a feed, within a bounded wait for the connection."""
+
+        async def enter() -> None:
+            await stack.enter_async_context(self.feed(subject, hear, queue))
+
+        await self.until_done(f"listening on {subject}", self.config.request_seconds, enter)
+
+    async def settled(self) -> None:
+        """Return when the server has heard everything sent so far, subscriptions included."""
+
+        async def round_trips() -> None:
+            # Two: nats-py writes a ping at once, ahead of commands that still wait for its flusher; the second is behind them.
+            for _ in range(2):
+                await self.client.flush(timeout=max(1, round(self.config.request_seconds)))
+
+        await self.until_done("subscribing", self.config.record_seconds, round_trips)
+
+    async def close(self) -> None:
+        self.closing = True
+        self._stands()
+        if self._reopener is not None:
+            self._reopener.cancel()
+            await asyncio.wait([self._reopener])
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self.client.close()
+        except TimeoutError:
+            logger.warning("NATS at %s did not take the last messages in %s s; they are dropped", self.url, CLOSE_SECONDS)

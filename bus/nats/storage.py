@@ -1,0 +1,320 @@
+"""What must last, in JetStream: the durable log, claims, blobs and parcels of one namespace.
+
+Stream `<ns>-stored` (what `record` stores), key-value bucket `<ns>-claims`, object buckets `<ns>-blobs` (kept) and
+`<ns>-parcels` (contents of large telemetry messages, which expire).
+
+nats-py's own ordered consumer is not used for reading: it forgets "last per subject" when it has to start over, gives up
+silently when the server is away at that moment, and loses what its queue refuses. `Storage.section` starts over by sequence.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import datetime
+from typing import Any, TypeVar
+
+from nats import errors
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+from nats.js import errors as js_errors
+from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore
+
+from bus import BlobLost, BusError, Claim, ClaimLost
+from bus.nats.link import GONE, Link, because
+from bus.subjects import Subjects, check_key
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HEARTBEAT_SECONDS = 1.0
+"""The server speaks so often to a reader it has nothing to say to; three times the silence ends a run."""
+RUN_QUEUE = 65536
+"""Messages that wait for the reader of a run; flow control keeps far below."""
+EVERYTHING = 1 << 62
+"""A sequence that is never reached: read all there is."""
+
+WRONG_REVISION = (10071, 10164)
+EXISTS_OTHERWISE = 10058
+"""JetStream's error codes."""
+
+
+class Run:
+    """Messages of one short-lived consumer, in order. Iteration ends when continuity is broken: reconnect, silence, a gap."""
+
+    def __init__(self, queue: "asyncio.Queue[Msg | None]", link: Link, pending: int) -> None:
+        self.pending = pending
+        """messages there were when it began"""
+        self._queue = queue
+        self._link = link
+        self._expected = 1
+
+    def __aiter__(self) -> AsyncIterator[Msg]:
+        return self
+
+    async def __anext__(self) -> Msg:
+        while True:
+            try:
+                async with asyncio.timeout(3 * HEARTBEAT_SECONDS):
+                    message = await self._queue.get()
+            except TimeoutError:
+                message = None
+            if message is None:
+                raise StopAsyncIteration
+            headers = message.headers or {}
+            if api.Header.STATUS in headers and not message.data:
+                await self._controlled(message, headers)
+            elif message.metadata.sequence.consumer != self._expected:
+                raise StopAsyncIteration
+            else:
+                self._expected += 1
+                return message
+
+    async def _controlled(self, message: Msg, headers: dict[str, str]) -> None:
+        """Answer flow control (everything before it has been read: the queue is first in, first out) and check heartbeats."""
+        if headers[api.Header.STATUS] != api.StatusCode.CONTROL_MESSAGE:
+            raise StopAsyncIteration
+        for address in (message.reply, headers.get(api.Header.CONSUMER_STALLED)):
+            if address:
+                await self._link.send(address, b"")
+        if int(headers.get(api.Header.LAST_CONSUMER, self._expected - 1)) != self._expected - 1:
+            raise StopAsyncIteration
+
+
+class Storage:
+    """Everything durable of one namespace, over a link that may break."""
+
+    def __init__(self, link: Link, subjects: Subjects) -> None:
+        self.stream = f"{subjects.namespace}-stored"
+        self.claims = f"{subjects.namespace}-claims"
+        self.blobs = f"{subjects.namespace}-blobs"
+        self.parcels = f"{subjects.namespace}-parcels"
+        self._subjects = subjects.stored
+        self._link = link
+        self._config = link.config
+
+    @property
+    def _js(self) -> JetStreamContext:
+        return self._link.client.jetstream(timeout=self._config.request_seconds)
+
+    async def furnish(self) -> None:
+        """Create what is missing. What exists with other limits is used as it is (limits are the operator's); the stream gets the
+        subjects it lacks, so that older and newer versions can live side by side."""
+        config, js = self._config, self._js
+        limits = {"max_bytes": config.stream_bytes, "max_age": config.stream_seconds, "max_msgs_per_subject": config.stream_messages_per_subject}
+        stored = api.StreamConfig(name=self.stream, subjects=list(self._subjects), storage=api.StorageType.FILE, **limits)  # type: ignore[arg-type]
+        if not await self._made(self.stream, js.add_stream(stored)):
+            await self._extend(js)
+        claims = api.KeyValueConfig(bucket=self.claims, max_bytes=config.claims_bytes, storage=api.StorageType.FILE, direct=False)
+        await self._made(self.claims, js.create_key_value(claims))
+        for name, size, seconds in ((self.blobs, config.blobs_bytes, None), (self.parcels, config.parcels_bytes, config.parcels_seconds)):
+            bucket = api.ObjectStoreConfig(max_bytes=size, ttl=seconds, storage=api.StorageType.FILE)
+            await self._made(name, js.create_object_store(name, bucket))
+
+    async def _made(self, name: str, making: Awaitable[object]) -> bool:
+        """Whether it exists as wanted now; False: it existed otherwise."""
+        try:
+            await making
+        except js_errors.BadRequestError as error:
+            if error.err_code != EXISTS_OTHERWISE:
+                raise
+            logger.info("%s exists with other settings; it is used as it is", name)
+            return False
+        return True
+
+    async def _extend(self, js: JetStreamContext) -> None:
+        present = (await js.stream_info(self.stream)).config
+        known = present.subjects or []
+        lacking = [subject for subject in self._subjects if subject not in known]
+        if lacking:
+            await js.update_stream(present.evolve(subjects=known + lacking))
+
+    async def done(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Link.until_done, for what needs the store: a server that came back without it gets a new one."""
+
+        async def furnished() -> T:
+            try:
+                return await attempt()
+            except GONE:
+                await self.furnish()
+                raise
+
+        return await self._link.until_done(what, self._config.record_seconds, furnished)
+
+    # The log
+
+    async def append(self, subject: str, raw: bytes, identity: str) -> None:
+        """Store bytes in the log. The server forgets repetitions of one identity, so asking again after a lost answer is safe."""
+        await self.done(f"recording on {subject}", lambda: self._js.publish(subject, raw, stream=self.stream, headers={api.Header.MSG_ID: identity}))
+
+    async def last(self) -> int:
+        """Sequence of the newest message of the log; 0 before the first."""
+
+        async def ask() -> int:
+            return int((await self._js.stream_info(self.stream)).state.last_seq)
+
+        return await self.done("reading what is stored", ask)
+
+    async def section(
+        self, stream: str, subject: str, *, latest: bool = False, start: datetime | None = None, after: int = 0, until: int | None = None
+    ) -> AsyncGenerator[Msg, None]:
+        """Stored messages of a subject in order, those behind sequence `after`; with `latest` the last one of each subject.
+
+        until: the last sequence of interest; ends there, or when there are no more. None: never ends (then nothing is raised).
+        Whatever happens to connection and server, it goes on behind the last one given.
+        """
+        cursor = after
+        while not self._link.closing:
+            try:
+                async with self._run(stream, subject, _policy(latest, start, cursor), patient=until is None) as run:
+                    if until is not None and run.pending == 0:
+                        return
+                    async for message in run:
+                        place = message.metadata
+                        if until is not None and place.sequence.stream > until:
+                            return
+                        if place.sequence.stream > cursor:
+                            cursor = place.sequence.stream
+                            if start is None or place.timestamp >= start:
+                                yield message
+                        if until is not None and place.num_pending == 0:
+                            return
+                if until is None and cursor > await self.last():
+                    logger.error("the NATS server lost what was stored in %s; following it from its new beginning", stream)
+                    cursor = 0
+            except BusError as error:
+                if until is not None:
+                    raise
+                if not self._link.closing:
+                    logger.warning("following %s: %s; trying again", subject, error)
+
+    @asynccontextmanager
+    async def _run(self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool) -> AsyncIterator[Run]:
+        """patient: wait for a broken connection without limit."""
+        queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+
+        async def hear(message: Msg) -> None:
+            if queue.qsize() < RUN_QUEUE:  # what is refused here leaves a gap, which ends the run
+                queue.put_nowait(message)
+
+        if patient:
+            await self._link.standing()
+        inbox = self._link.client.new_inbox()
+        config = api.ConsumerConfig(
+            deliver_subject=inbox,
+            filter_subject=subject,
+            ack_policy=api.AckPolicy.NONE,
+            max_deliver=1,
+            flow_control=True,
+            idle_heartbeat=HEARTBEAT_SECONDS,
+            inactive_threshold=5 * HEARTBEAT_SECONDS,  # the server clears up behind us
+            mem_storage=True,
+            num_replicas=1,
+            **policy,
+        )
+        async with AsyncExitStack() as stack:
+            await self._link.listen(stack, inbox, hear)
+            self._link.runs.add(queue)
+            stack.callback(self._link.runs.discard, queue)
+            info = await self.done(f"reading {subject}", lambda: self._js.add_consumer(stream, config))
+            yield Run(queue, self._link, info.num_pending or 0)
+
+    # Claims
+
+    async def _bucket(self, key: str) -> KeyValue:
+        try:
+            check_key(key)
+        except ValueError as error:
+            raise BusError(str(error)) from error
+        return await self.done("opening the claims", lambda: self._js.key_value(self.claims))
+
+    async def read_claim(self, key: str) -> Claim | None:
+        bucket = await self._bucket(key)
+
+        async def read() -> Claim | None:
+            try:
+                entry = await bucket.get(key)
+            except js_errors.KeyNotFoundError:
+                return None
+            return Claim(entry.value or b"", entry.revision or 0)
+
+        return await self.done(f"reading claim {key!r}", read)
+
+    async def claim(self, key: str, value: bytes, revision: int | None) -> int:
+        bucket = await self._bucket(key)
+        if revision is None:
+            return await self._changed(key, None, bucket.create(key, value))
+        return await self._changed(key, revision, bucket.update(key, value, last=_existing(key, revision)))
+
+    async def release(self, key: str, revision: int) -> None:
+        bucket = await self._bucket(key)
+        await self._changed(key, revision, bucket.delete(key, last=_existing(key, revision)))
+
+    async def _changed(self, key: str, revision: int | None, change: Awaitable[T]) -> T:
+        """One attempt only: repeating a compare-and-set whose answer was lost would fight with itself."""
+        try:
+            return await change
+        except js_errors.APIError as error:
+            if isinstance(error, js_errors.KeyWrongLastSequenceError) or error.err_code in WRONG_REVISION:
+                raise _lost(key, revision) from error
+            raise BusError(f"claiming {key!r}: {because(error)}") from error
+        except (TimeoutError, OSError, errors.Error) as error:
+            raise BusError(f"claiming {key!r}: no answer, so it may or may not be ours; read it to find out ({because(error)})") from error
+
+    # Blobs and parcels
+
+    async def keep(self, bucket: str, content: bytes) -> str:
+        """Store content under its sha256 (hex), unless it is there."""
+        digest = hashlib.sha256(content).hexdigest()
+
+        async def keep() -> None:
+            store = await self._js.object_store(bucket)
+            try:
+                await store.get_info(digest)
+            except js_errors.ObjectNotFoundError:
+                await store.put(digest, content)
+
+        await self.done(f"storing {len(content)} bytes in {bucket} (is it full?)", keep)
+        return digest
+
+    async def held(self, bucket: str, digest: str) -> bytes | None:
+        """Content, verified; None when the bucket does not have it. BlobLost when it is damaged."""
+        return await self.done(f"fetching {digest} from {bucket}", lambda: self._read(bucket, digest))
+
+    async def _read(self, bucket: str, digest: str) -> bytes | None:
+        """The chunks of an object are read as any stream is (nats-py's own reading waits for ever when one is missing)."""
+        store: ObjectStore = await self._js.object_store(bucket)
+        try:
+            info = await store.get_info(digest)
+        except js_errors.ObjectNotFoundError:
+            return None
+        chunks = [message.data async for message in self.section(f"OBJ_{bucket}", f"$O.{bucket}.C.{info.nuid}", until=EVERYTHING)]
+        content = b"".join(chunks)
+        if hashlib.sha256(content).hexdigest() != digest:
+            await store.delete(digest)  # so that putting it again stores it anew
+            raise BlobLost(f"blob {digest} is damaged ({len(content)} bytes of {info.size}); put it again")
+        return content
+
+
+def _policy(latest: bool, start: datetime | None, cursor: int) -> dict[str, Any]:
+    """Where a consumer begins. Behind what was given already; "latest" always anew, since its order is that of the stream."""
+    if latest:
+        return {"deliver_policy": api.DeliverPolicy.LAST_PER_SUBJECT}
+    if cursor:
+        return {"deliver_policy": api.DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": cursor + 1}
+    if start is not None:
+        return {"deliver_policy": api.DeliverPolicy.BY_START_TIME, "opt_start_time": start}
+    return {"deliver_policy": api.DeliverPolicy.ALL}
+
+
+def _existing(key: str, revision: int) -> int:
+    """A revision that can have existed (0 would mean "create" to the server)."""
+    if revision < 1:
+        raise _lost(key, revision)
+    return revision
+
+
+def _lost(key: str, revision: int | None) -> ClaimLost:
+    return ClaimLost(f"{key!r} is not {'free' if revision is None else f'at revision {revision}'}; read the claim to see who holds it")
