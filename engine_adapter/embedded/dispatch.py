@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_adapter.embedded.lockstep import RankGroup
+from engine_adapter.embedded.lockstep import RankGroup, bytes_of
 from fleet.placement import EMPTY, Placement
 
 GROUP_ROWS = 4
@@ -259,7 +259,7 @@ class GlooDispatch:
         """Everybody's activations [all tokens, H] and expert ids [all tokens, k], sources in order, in one collective of bytes."""
         width = x.shape[1] * x.element_size()
         mine = torch.zeros((self._step.most, width + 2 * experts.shape[1]), dtype=torch.uint8)
-        mine[: len(x), :width] = x.contiguous().view(torch.uint8)
+        mine[: len(x), :width] = bytes_of(x)
         mine[: len(x), width:] = torch.from_numpy(experts.astype(np.uint16).view(np.uint8))
         everyone = self._group.all_gather(mine).view(-1, mine.shape[1]).index_select(0, self._step.present)
         ids = np.ascontiguousarray(everyone[:, width:].numpy()).view(np.uint16)

@@ -99,7 +99,7 @@ class RankGroup:
 
     def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """rows [sum(send), H], those for rank 0 first: [sum(receive), H], those from rank 0 first."""
-        outgoing = rows.contiguous().view(torch.uint8)
+        outgoing = bytes_of(rows)
         found = torch.empty((sum(receive), outgoing.shape[1]), dtype=torch.uint8)
         self._run(lambda: self._group.alltoall_base(found, outgoing, list(receive), list(send)).wait(), "all_to_all")
         return found.view(rows.dtype)
@@ -110,6 +110,13 @@ class RankGroup:
 
     def _run(self, call: Callable[[], object], what: str) -> None:
         _translated(call, what, self._step_timeout_s)
+
+
+def bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, bytes of a row] of rows [n, H]; the same memory when they are contiguous."""
+    if not rows.numel():
+        return torch.empty((rows.shape[0], rows.shape[1] * rows.element_size()), dtype=torch.uint8)
+    return rows.contiguous().view(torch.uint8)
 
 
 def _meet(run_directory: Path, rank: int, ranks: int, step_timeout_s: float, join_timeout_s: float) -> Any:

@@ -1,0 +1,215 @@
+"""Dispatch and combine: every pair reaches its expert's slot, in order, and comes home weighted, whoever holds the expert."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_adapter.embedded.dispatch import (
+    GROUP_ROWS,
+    CapacityError,
+    DispatchError,
+    ExpertIndexError,
+    GlooDispatch,
+    HandleError,
+    LocalDispatch,
+    group_by_slot,
+    slot_table,
+)
+from engine_adapter.embedded.lockstep import RankGroup
+from fleet.placement import Placement, linear
+
+
+@st.composite
+def placements(draw, ranks, experts, layers=1):
+    """Any legal placement: every expert somewhere, some on several ranks, empty slots in between."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows = []
+    for _ in range(layers):
+        holds = random.random((ranks, experts)) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+        holds[random.integers(ranks, size=experts), np.arange(experts)] = True
+        row = np.full((ranks, experts), -1)
+        for rank in range(ranks):
+            row[rank] = random.permutation(np.where(holds[rank], np.arange(experts), -1))
+        rows.append(row.reshape(-1))
+    return Placement(np.stack(rows), experts=experts, ranks=ranks)
+
+
+@st.composite
+def batches(draw, experts, top_k, hidden=5):
+    """Activations, distinct experts per token, and weights."""
+    tokens = draw(st.integers(0, 40))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = torch.from_numpy(random.standard_normal((tokens, hidden)).astype(np.float32))
+    chosen = np.array([random.permutation(experts)[:top_k] for _ in range(tokens)], np.int64).reshape(tokens, top_k)
+    return x, chosen, torch.from_numpy(random.random((tokens, top_k)).astype(np.float32))
+
+
+def scale_by_expert(dispatched, placement, rank, layer):
+    """The stand-in experts: expert e multiplies by e + 1 and adds e; poison where no row is."""
+    experts = placement.on_rank(rank)[layer]
+    results = torch.full_like(dispatched.rows, torch.nan)
+    begin = 0
+    for slot, end in enumerate(dispatched.ends.tolist()):
+        results[begin:end] = dispatched.rows[begin:end] * float(experts[slot] + 1) + float(experts[slot])
+        begin = end
+    return results
+
+
+def expected(x, chosen, weights):
+    """The same, densely, in float64."""
+    each = x.double()[:, None] * (torch.from_numpy(chosen)[..., None] + 1) + torch.from_numpy(chosen)[..., None]
+    return (each * weights.double()[..., None]).sum(dim=1)
+
+
+@given(st.data())
+def test_local_dispatch_and_combine_equal_a_dense_float64_reference(data):
+    experts, top_k = data.draw(st.sampled_from([(1, 1), (4, 2), (9, 3), (32, 4)]))
+    placement = data.draw(placements(1, experts, layers=2))
+    x, chosen, weights = data.draw(batches(experts, top_k))
+    dispatch = LocalDispatch(placement, max_tokens=64)
+    dispatch.begin_step(len(x), None)
+    for layer in range(2):
+        sent = dispatch.dispatch(layer, x, chosen)
+        found = dispatch.combine(scale_by_expert(sent, placement, 0, layer), weights, sent.handle)
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), expected(x, chosen, weights), rtol=1e-5, atol=1e-5)
+        assert sent.counts.sum() == chosen.size
+
+
+@given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 5))
+def test_groups_are_sorted_stable_padded_and_complete(slots, least_rows):
+    groups = group_by_slot(np.array(slots, np.int64), 8, least_rows)
+    begins = np.concatenate([[0], groups.ends[:-1]])
+    assert groups.counts.tolist() == [slots.count(slot) for slot in range(8)]
+    for slot, (begin, end) in enumerate(zip(begins, groups.ends, strict=True)):
+        pairs = [pair for pair, other in enumerate(slots) if other == slot]
+        assert end - begin == (max(len(pairs), least_rows) if pairs else 0)
+        assert groups.row_of_pair[pairs].tolist() == list(range(begin, begin + len(pairs)))
+        assert groups.pair_of_row[begin : begin + len(pairs)].tolist() == pairs
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 8))
+def test_a_rank_serves_its_own_tokens_and_the_others_share_the_replicas_evenly(data, ranks, experts):
+    placement = data.draw(placements(ranks, experts))
+    tables = np.stack([slot_table(placement, home)[0] for home in range(ranks)])
+    for expert in range(experts):
+        served = tables[:, expert]
+        assert (placement.expert_of_slot[0][served] == expert).all()
+        holders = [rank for rank in range(ranks) if placement.replicas_on_rank[0, rank, expert]]
+        serving = served // placement.slots_per_rank
+        assert all(serving[rank] == rank for rank in holders)
+        strangers = [int(serving[rank]) for rank in range(ranks) if rank not in holders]
+        load = [strangers.count(rank) for rank in holders]
+        assert max(load) - min(load) <= 1
+
+
+def test_an_expert_the_model_does_not_have_is_refused_before_anything_is_computed():
+    dispatch = LocalDispatch(linear(layers=1, experts=4, ranks=1), max_tokens=8)
+    dispatch.begin_step(2, None)
+    for wrong in (4, -1):
+        with pytest.raises(ExpertIndexError, match=f"token 1 names expert {wrong}"):
+            dispatch.dispatch(0, torch.zeros(2, 3), np.array([[0, 1], [wrong, 2]]))
+    assert issubclass(ExpertIndexError, IndexError)
+
+
+def test_more_tokens_than_agreed_are_refused():
+    dispatch = LocalDispatch(linear(layers=1, experts=4, ranks=1), max_tokens=8)
+    with pytest.raises(CapacityError, match="9 tokens of one rank"):
+        dispatch.begin_step(9, None)
+    with pytest.raises(DispatchError, match="brings 3 tokens, but the step headers say"):
+        dispatch.begin_step(3, [4])
+
+
+def test_a_handle_is_good_for_one_combine_of_the_latest_dispatch():
+    dispatch = LocalDispatch(linear(layers=1, experts=4, ranks=1), max_tokens=8)
+    dispatch.begin_step(1, None)
+    x, chosen, weights = torch.ones(1, 3), np.array([[0, 1]]), torch.ones(1, 2)
+    old = dispatch.dispatch(0, x, chosen)
+    new = dispatch.dispatch(0, x, chosen)
+    with pytest.raises(HandleError, match="not the latest"):
+        dispatch.combine(old.rows, weights, old.handle)
+    dispatch.combine(new.rows, weights, new.handle)
+    with pytest.raises(HandleError, match="used up"):
+        dispatch.combine(new.rows, weights, new.handle)
+
+
+def test_local_dispatch_is_for_one_rank():
+    with pytest.raises(ValueError, match="needs 2 ranks"):
+        LocalDispatch(linear(layers=1, experts=4, ranks=2), max_tokens=8)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def groups(request, tmp_path_factory):
+    """The ranks of an engine as threads of this process, with a real process group between them."""
+    directory, ranks = tmp_path_factory.mktemp("ranks"), request.param
+    with ThreadPoolExecutor(ranks) as pool:
+        joined = list(pool.map(lambda rank: RankGroup(directory, rank, ranks, step_timeout_s=5), range(ranks)))
+        yield joined, pool
+        for group in joined:
+            group.close()
+
+
+@pytest.mark.parametrize("small_gather_bytes", [10**6, 0], ids=["activations-to-everybody", "activations-where-needed"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_bytes, data):
+    joined, pool = groups
+    placement = data.draw(placements(len(joined), 8, layers=2))
+    brought = [data.draw(batches(8, 2)) for _ in joined]
+    told = data.draw(st.booleans())
+
+    def run(group):
+        x, chosen, weights = brought[group.rank]
+        dispatch = GlooDispatch(group, placement, 64, small_gather_bytes=small_gather_bytes)
+        dispatch.begin_step(len(x), [len(other) for other, _, _ in brought] if told else None)
+        found = []
+        for layer in range(2):
+            sent = dispatch.dispatch(layer, x, chosen)
+            found.append((sent, dispatch.combine(scale_by_expert(sent, placement, group.rank, layer), weights, sent.handle)))
+        return found
+
+    everyone = list(pool.map(run, joined))
+    for layer in range(2):
+        assert sum(int(found[layer][0].counts.sum()) for found in everyone) == sum(chosen.size for _, chosen, _ in brought)
+        for (x, chosen, weights), found in zip(brought, everyone, strict=True):
+            assert torch.allclose(found[layer][1].double(), expected(x, chosen, weights), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_slot_are_ordered_by_source_rank_then_token(groups):
+    joined, pool = groups
+    ranks = len(joined)
+    placement = linear(layers=1, experts=ranks, ranks=ranks)
+
+    def run(group):
+        x = torch.arange(5.0)[:, None] + 10 * group.rank
+        dispatch = GlooDispatch(group, placement, 64)
+        dispatch.begin_step(5, [5] * ranks)
+        sent = dispatch.dispatch(0, x, np.zeros((5, 1), np.int64))
+        dispatch.combine(sent.rows, torch.ones(5, 1), sent.handle)
+        return sent
+
+    sent = list(pool.map(run, joined))
+    assert sent[0].rows[:, 0].tolist() == [10 * rank + token for rank in range(ranks) for token in range(5)]
+    assert all(not one.rows.numel() for one in sent[1:])
+
+
+def test_a_step_that_only_one_rank_has_work_for_is_a_step_of_all(groups):
+    joined, pool = groups
+    placement = linear(layers=1, experts=8, ranks=len(joined))
+    tokens = [0] * (len(joined) - 1) + [3]
+
+    def run(group):
+        count = tokens[group.rank]
+        chosen = np.tile(np.arange(8), (count, 1))
+        dispatch = GlooDispatch(group, placement, 64)
+        dispatch.begin_step(count, tokens)
+        sent = dispatch.dispatch(0, torch.ones(count, 4, dtype=torch.bfloat16), chosen)
+        assert sent.counts.tolist() == [3] * placement.slots_per_rank
+        assert sent.rows.shape == (placement.slots_per_rank * GROUP_ROWS, 4)
+        return dispatch.combine(sent.rows, torch.ones(count, 8), sent.handle)
+
+    assert [found.sum().item() for found in pool.map(run, joined)] == [0.0] * (len(joined) - 1) + [3 * 4 * 8.0]
