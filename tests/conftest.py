@@ -33,15 +33,16 @@ class NatsServer:
     """A NATS server with JetStream on 127.0.0.1; keeps its port and its store from one start to the next."""
 
     def __init__(self, store: Path, *options: str) -> None:
+        """options: further ones of the program."""
         self.store = store
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
-        self._options = options
+        self._options = options or ("-js",)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns when it accepts connections."""
-        command = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self.store), *self._options]
+        command = [nats_server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-sd", str(self.store), *self._options]
         with (self.store.parent / f"{self.store.name}.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + 20

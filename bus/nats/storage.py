@@ -157,6 +157,14 @@ class Storage:
 
         return await self.done("reading what is stored", ask)
 
+    async def _born(self, stream: str) -> datetime | None:
+        """When the stream was created; another time means another stream of the same name."""
+
+        async def ask() -> datetime | None:
+            return (await self._js.stream_info(stream)).created
+
+        return await self.done(f"looking at {stream}", ask)
+
     async def section(
         self, stream: str, subject: str, *, latest: bool = False, start: datetime | None = None, after: int = 0, until: int | None = None
     ) -> AsyncGenerator[Msg, None]:
@@ -166,8 +174,14 @@ class Storage:
         Whatever happens to connection and server, it goes on behind the last one given.
         """
         cursor = after
+        born: datetime | None = None
         while not self._link.closing:
             try:
+                if until is None:
+                    born, before = await self._born(stream), born
+                    if before not in (None, born):
+                        logger.error("the NATS server lost what was stored in %s; following it from its new beginning", stream)
+                        cursor = 0
                 async with self._run(stream, subject, _policy(latest, start, cursor), patient=until is None) as run:
                     if until is not None and run.pending == 0:
                         return
@@ -181,9 +195,6 @@ class Storage:
                                 yield message
                         if until is not None and place.num_pending == 0:
                             return
-                if until is None and cursor > await self.last():
-                    logger.error("the NATS server lost what was stored in %s; following it from its new beginning", stream)
-                    cursor = 0
             except BusError as error:
                 if until is not None:
                     raise
