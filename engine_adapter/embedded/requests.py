@@ -15,7 +15,8 @@ DEFAULT_MAX_TOKENS = 16
 """`max_tokens` of a request that states none, or states this: it is clipped to the context instead of refused"""
 
 _DECODER = msgspec.json.Decoder(RankRequest)
-_PATH = re.compile(r" - at `\$\.?([^`\[]*)")
+_PLACE = re.compile(r" - at `\$\.?([^`\[]*).*`$")
+"""where msgspec says what is wrong: the field, without positions inside a list"""
 
 
 def parse(body: bytes) -> RankRequest:
@@ -23,8 +24,10 @@ def parse(body: bytes) -> RankRequest:
     try:
         return _DECODER.decode(body)
     except msgspec.ValidationError as error:
-        found = _PATH.search(str(error))
-        raise ApiError(400, _PATH.sub("", str(error)).rstrip("`[.]"), param=found.group(1) or None if found else None) from error
+        place = _PLACE.search(str(error))
+        raise ApiError(400, _PLACE.sub("", str(error)), param=place.group(1) or None if place else None) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from error
 
@@ -72,7 +75,7 @@ def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: i
         max_tokens=wanted,
         sampling=Sampling(
             temperature=request.temperature,
-            top_k=max(0, request.top_k),
+            top_k=min(max(0, request.top_k), vocabulary),
             top_p=request.top_p,
             seed=seed if request.seed is None else request.seed,
             logprobs=request.logprobs,

@@ -79,7 +79,8 @@ def probabilities(logits: NDArray[Any], temperature: NDArray[Any], top_k: NDArra
     """
     scaled = logits.astype(np.float64)
     scaled -= scaled.max(axis=1, keepdims=True)
-    scaled /= temperature[:, None]
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the peak at 0 and sends the rest to -inf, which is right
+        scaled /= temperature[:, None]
     _keep_top_k(scaled, top_k)
     chances = np.exp(scaled)
     chances /= chances.sum(axis=1, keepdims=True)

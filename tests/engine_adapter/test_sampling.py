@@ -85,7 +85,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 def test_a_tiny_temperature_is_greedy_and_overflows_nothing() -> None:
     logits = rows(3, 4, 50)
-    draws = [Draw(Sampling(temperature=1e-6, seed=row), row) for row in range(4)]
+    draws = [Draw(Sampling(temperature=temperature, seed=row), row) for row, temperature in enumerate((1e-6, 1e-300, 5e-324, 1e-12))]
     assert sample(logits, draws).tolist() == logits.argmax(axis=1).tolist()
 
 
