@@ -1,0 +1,114 @@
+"""The router's HTTP face: a FastAPI application whose hot routes are raw ASGI."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from opentelemetry.trace import TracerProvider
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from fleet.completions import ApiError
+from router.config import RouterConfig
+from router.edge import CHAT_PATH, ROUTE_PATH, TEXT_PATH, Edge
+from router.keys import ApiKeys
+from router.reply import Receive, Scope, Send
+from router.service import RouterService
+from router.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+_JSON = "application/json"
+
+
+class _Hot:
+    """A raw ASGI callable in the form that Starlette routes to without wrapping it."""
+
+    def __init__(self, serve: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(scope, receive, send)
+
+
+def create_app(service: RouterService, config: RouterConfig, *, tracer_provider: TracerProvider | None = None) -> FastAPI:
+    """The application over a service that somebody else runs. Without a tracer provider the process's own is asked for, now.
+
+    OSError or ValueError when the file of API keys cannot be used.
+    """
+    keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
+    edge = Edge(service, keys, Tracing.create(tracer_provider))
+    app = FastAPI(title="Roost router", openapi_url="/openapi.json")
+    for path, serve in ((CHAT_PATH, edge.chat), (TEXT_PATH, edge.text), (ROUTE_PATH, edge.route)):
+        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))
+    _add_reading_routes(app, service, keys)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _add_reading_routes(app: FastAPI, service: RouterService, keys: ApiKeys | None) -> None:
+    def admit(request: Request) -> None:
+        if keys is not None and not keys.admit(request.headers.get("authorization")):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """The models that a live engine serves, in OpenAI's form."""
+        admit(request)
+        return _json({"object": "list", "data": [_model(service, name) for name in service.view.models(live=True)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        """One model; 404 names those there are."""
+        admit(request)
+        service.picker.roster(name)
+        return _json(_model(service, name))
+
+    @app.get("/v1/decisions/{decision_id}")
+    async def decision(request: Request, decision_id: str) -> Response:
+        """One of the last decisions, with every candidate and every term."""
+        admit(request)
+        kept = service.picker.kept(decision_id)
+        if kept is None:
+            said = f"no decision {decision_id!r} among the last {service.config.kept_decisions}; its id is in the answer's header x-roost-decision-id"
+            raise ApiError(404, said, code="decision_not_found")
+        return Response(msgspec.json.encode(kept.record()), media_type=_JSON)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The process is alive."""
+        return _json({"status": "alive"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 once at least one engine lives and can be used, 503 before."""
+        return _json({"ready": service.ready, "models": service.view.models(live=True)}, 200 if service.ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(service.metrics.exposition(), media_type=service.metrics.content_type)
+
+
+def _model(service: RouterService, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.started_at, "owned_by": "roost", "max_model_len": service.view.roster(name).largest_context}
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type=_JSON)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {} if error.retry_after is None else {"retry-after": str(max(1, round(error.retry_after)))}
+    return Response(error.body(), error.status, headers, media_type=_JSON)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the same form as every other error."""
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {error.detail}"
+    return Response(ApiError(error.status_code, said).body(), error.status_code, error.headers, media_type=_JSON)

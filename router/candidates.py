@@ -1,0 +1,58 @@
+"""Which ranks may take a request: a filter that gives a reason for each it leaves out. Pure."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.timing import queue_seconds
+from router.reservations import PREFILL, SEQUENCES, Amounts
+from router.roster import Excluded, RankKey, Roster
+
+
+class Limits(NamedTuple):
+    """What makes a rank saturated."""
+
+    requests: int
+    queue_seconds: float
+
+
+class Candidates(NamedTuple):
+    """`at`: int [candidates], indices into the roster. `busy`: some ranks were left out for saturation alone.
+    `wait_seconds`: the shortest queue among those, 0.0 without any."""
+
+    at: NDArray[np.intp]
+    excluded: tuple[Excluded, ...]
+    busy: bool
+    wait_seconds: float
+
+
+def candidates(roster: Roster, load: Amounts, needed_context: int, limits: Limits, avoid: frozenset[RankKey] = frozenset()) -> Candidates:
+    """Leave out ranks whose context is too small (tokens), saturated ones, and those to avoid because this request failed there.
+
+    load: int64 [AMOUNTS, targets].
+    """
+    queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
+    small = roster.max_context < needed_context
+    busy = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds)
+    failed = np.array([target.key in avoid for target in roster.targets], np.bool_) if avoid else np.zeros(len(roster.targets), np.bool_)
+    out = small | busy | failed
+    only_busy = busy & ~small & ~failed
+    excluded = roster.excluded
+    if out.any():
+        excluded += tuple(
+            Excluded(roster.targets[at].engine.engine, roster.targets[at].rank, _reason(roster, load, needed_context, limits, int(at), failed[at], small[at]))
+            for at in np.flatnonzero(out)
+        )
+    wait = float(queue[only_busy].min()) if only_busy.any() else 0.0
+    return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
+
+
+def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int, failed: np.bool_, small: np.bool_) -> str:
+    if failed:
+        return "this request failed there before"
+    if small:
+        return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
+    if load[SEQUENCES, at] >= limits.requests:
+        return f"saturated: {load[SEQUENCES, at]} requests of at most {limits.requests}"
+    return f"saturated: {load[PREFILL, at]} prompt tokens wait, more than {limits.queue_seconds:g} s of work"

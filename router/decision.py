@@ -1,0 +1,226 @@
+"""One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from router.candidates import Candidates
+from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
+from router.roster import Excluded, Roster, Target
+from router.scoring import Scores, Weights, score, uncached_tokens
+
+_EQUAL_MS = 1e-9
+"""Scores closer than this are a tie."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """The request as far as its price goes. `output_tokens` is what is expected, not the limit."""
+
+    decision_id: str
+    seed: int
+    """breaks ties"""
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    attempt: int = 1
+    replaces: str | None = None
+    """id of the decision that failed before"""
+    cause: str | None = None
+    """how it failed"""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Columns have one entry per candidate, in the roster's order. `record()` is the form for readers."""
+
+    ask: Ask
+    roster: Roster
+    at: NDArray[np.intp]
+    overlap_blocks: NDArray[np.int64]
+    uncached: NDArray[np.int64]
+    load: Amounts
+    """int64 [AMOUNTS, candidates]"""
+    scores: Scores
+    chosen: int
+    """index into the columns, as are the next two"""
+    runner_up: int | None
+    tied: int
+    """candidates that shared the lowest score"""
+    excluded: tuple[Excluded, ...]
+    weights: Weights
+    view_version: int
+
+    @property
+    def id(self) -> str:
+        return self.ask.decision_id
+
+    @property
+    def target(self) -> Target:
+        return self.roster.targets[int(self.at[self.chosen])]
+
+    @property
+    def row(self) -> int:
+        """The chosen rank's column in the load tables."""
+        return int(self.roster.rows[self.at[self.chosen]])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens the chosen rank is believed to hold already."""
+        return self.ask.prompt_tokens - int(self.uncached[self.chosen])
+
+    @property
+    def margin_ms(self) -> float | None:
+        if self.runner_up is None:
+            return None
+        return float(self.scores.total[self.runner_up] - self.scores.total[self.chosen])
+
+    def record(self) -> "DecisionRecord":
+        """The decision for readers, candidates with the lowest score first (the chosen one before its equals)."""
+        order = sorted(range(len(self.at)), key=lambda at: (self.scores.total[at], at != self.chosen, at))
+        return DecisionRecord(
+            id=self.id,
+            request_id=self.ask.request_id,
+            model=self.ask.model,
+            prompt_tokens=self.ask.prompt_tokens,
+            expected_output_tokens=self.ask.output_tokens,
+            chosen=self.target.name,
+            runner_up=None if self.runner_up is None else self.roster.targets[int(self.at[self.runner_up])].name,
+            margin_ms=self.margin_ms,
+            tied=self.tied,
+            seed=str(self.ask.seed),
+            candidates=[self._candidate(at) for at in order],
+            excluded=list(self.excluded),
+            weights=self.weights._asdict(),
+            epochs=Epochs(
+                placement={target.engine.engine: target.epoch for target in self.roster.targets},
+                profile=self.roster.profile_version,
+                view=self.view_version,
+            ),
+            attempt=self.ask.attempt,
+            replaces=self.ask.replaces,
+            cause=self.ask.cause,
+        )
+
+    def _candidate(self, at: int) -> "Candidate":
+        target = self.roster.targets[int(self.at[at])]
+        prefill, queue, decode, experts = (float(term) for term in self.scores.terms[:, at])
+        return Candidate(
+            engine=target.engine.engine,
+            rank=target.rank,
+            worker_id=str(target.key[0]),
+            score_ms=float(self.scores.total[at]),
+            terms_ms=Terms(prefill=prefill, queue=queue, decode=decode, experts=experts),
+            overlap_blocks=int(self.overlap_blocks[at]),
+            overlap_approximate=bool(self.roster.approximate[self.at[at]]),
+            uncached_tokens=int(self.uncached[at]),
+            load=Load(
+                prefill_tokens=int(self.load[PREFILL, at]), requests=int(self.load[SEQUENCES, at]), blocks=int(self.load[BLOCKS, at])
+            ),
+            experts_note=target.note,
+        )
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds, weighted; their sum in this order is the score exactly."""
+
+    prefill: float
+    queue: float
+    decode: float
+    experts: float
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rank was already promised."""
+
+    prefill_tokens: int
+    requests: int
+    blocks: int
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as it was priced. `worker_id` is a u64 and therefore text."""
+
+    engine: str
+    rank: int
+    worker_id: str
+    score_ms: float
+    terms_ms: Terms
+    overlap_blocks: int
+    overlap_approximate: bool
+    uncached_tokens: int
+    load: Load
+    experts_note: str | None
+
+
+class Epochs(msgspec.Struct, frozen=True, kw_only=True):
+    """The versions of everything the decision was made with."""
+
+    placement: dict[str, int | None]
+    """by engine"""
+    profile: int | None
+    view: int
+
+
+class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision as JSON: what `GET /v1/decisions/{id}` and `POST /v1/route` answer."""
+
+    id: str
+    request_id: str
+    model: str
+    prompt_tokens: int
+    expected_output_tokens: int
+    chosen: str
+    """engine/rank"""
+    runner_up: str | None
+    margin_ms: float | None
+    tied: int
+    seed: str
+    candidates: list[Candidate]
+    excluded: list[Excluded]
+    weights: dict[str, float]
+    epochs: Epochs
+    attempt: int
+    replaces: str | None
+    cause: str | None
+
+
+def decide(
+    ask: Ask, roster: Roster, found: Candidates, overlap_blocks: NDArray[np.int64], load: Amounts, weights: Weights, view_version: int
+) -> Decision:
+    """Pick the candidate that costs least; equals are told apart by `ask.seed`.
+
+    overlap_blocks: int64 [targets]; load: int64 [AMOUNTS, targets]. ValueError without any candidate.
+    """
+    if not len(found.at):
+        raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of model {ask.model!r}")
+    overlap = overlap_blocks[found.at]
+    uncached = uncached_tokens(ask.prompt_tokens, overlap, roster.block_size[found.at])
+    scores = score(roster, found.at, load, uncached, ask.output_tokens, weights)
+    ties = np.flatnonzero(scores.total <= scores.total.min() + _EQUAL_MS)
+    chosen = int(ties[ask.seed % len(ties)])
+    return Decision(
+        ask=ask,
+        roster=roster,
+        at=found.at,
+        overlap_blocks=overlap,
+        uncached=uncached,
+        load=load[:, found.at],
+        scores=scores,
+        chosen=chosen,
+        runner_up=_best_other(scores.total, chosen),
+        tied=len(ties),
+        excluded=found.excluded,
+        weights=weights,
+        view_version=view_version,
+    )
+
+
+def _best_other(total: NDArray[np.float64], chosen: int) -> int | None:
+    if len(total) < 2:
+        return None
+    others = total.copy()
+    others[chosen] = np.inf
+    return int(others.argmin())

@@ -1,0 +1,326 @@
+"""The hot routes as raw ASGI: read the body once, check what is read, decide, answer. Every request ends in exactly one log line."""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from fleet.completions import ApiError
+from router.answers import Head, answer_for
+from router.course import Course
+from router.exchange import Exchange, Outcome
+from router.generation import Generation
+from router.keys import ApiKeys
+from router.openai import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    Request,
+    RequestDecoder,
+    Sampling,
+    prompt_bytes,
+    prompts,
+    sampling,
+    text_messages,
+)
+from router.picker import Need
+from router.prompt import TextPrompt, TokenPrompt
+from router.relay import Relay
+from router.reply import Headers, Receive, Reply, Scope, Send
+from router.roster import Roster
+from router.service import RouterService
+from router.tokenizer import ModelTokenizer
+from router.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
+ROUTE_PATH = "/v1/route"
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"}
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was whole."""
+
+
+class Edge:
+    """What the hot routes share. `tracing` None: no spans are made."""
+
+    def __init__(self, service: RouterService, keys: ApiKeys | None, tracing: Tracing | None) -> None:
+        self.service = service
+        self.keys = keys
+        self._tracing = tracing
+        self._decoder = RequestDecoder()
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/chat/completions`"""
+        await self._serve(scope, receive, send, CHAT_PATH, self._answer_chat)
+
+    async def text(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/completions`"""
+        await self._serve(scope, receive, send, TEXT_PATH, self._answer_text)
+
+    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/route`: a chat or completions body; decides and explains, runs and books nothing."""
+        await self._serve(scope, receive, send, ROUTE_PATH, self._explain)
+
+    # One request, from its first byte to its log line
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, path: str, answer: "Callable[[Exchange, Reply, Headers, bytes], Awaitable[None]]"
+    ) -> None:
+        service = self.service
+        headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := _READ.get(raw)) is not None}
+        exchange = self._begin(path, headers)
+        fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
+        watch = _Watch(receive)
+        reply = Reply(send, watch.stop)
+        outcome = Outcome.FAILED
+        service.metrics.in_flight.inc()
+        try:
+            if self.keys is not None and not self.keys.admit(headers.get("authorization")):
+                raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")  # noqa: TRY301
+            body = await _read_body(scope, receive, service.config.max_body_bytes)
+            watch.start(exchange.request_id)
+            await answer(exchange, reply, fixed, body)
+            outcome = Outcome.ANSWERED
+        except ApiError as error:
+            outcome = await _refuse(exchange, reply, fixed, error)
+        except ClientGone:
+            outcome = Outcome.CLIENT_GONE
+        except asyncio.CancelledError:
+            if not watch.client_left():
+                outcome = Outcome.CANCELLED
+                raise
+            outcome = Outcome.CLIENT_GONE
+        except Exception:
+            log.exception("request %s: a fault of the router", exchange.request_id)
+            if await _refuse(exchange, reply, fixed, ApiError(500, "the router failed; its log says why", code="internal_error")):
+                outcome = Outcome.FAILED
+        finally:
+            watch.stop()
+            service.metrics.in_flight.dec()
+            exchange.status = reply.status
+            exchange.finish(outcome, service.clock(), service.metrics)
+
+    def _begin(self, path: str, headers: dict[str, str]) -> Exchange:
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
+        if self._tracing is not None:
+            operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
+            exchange.trace = self._tracing.request(operation, path, headers, time.time_ns())
+        else:
+            exchange.pass_on = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        return exchange
+
+    # The routes
+
+    async def _answer_chat(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        await self._answer(exchange, reply, headers, body, self._decoder.chat(body))
+
+    async def _answer_text(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        await self._answer(exchange, reply, headers, body, self._decoder.text(body))
+
+    async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, request: Request) -> None:
+        self._note(exchange, request)
+        roster = self.service.picker.roster(request.model)
+        if roster.dialect == "text":
+            prompt = TextPrompt(prompt_bytes(request))
+            await Relay(self.service, exchange, reply, headers, body, prompt, self._expected(request)).run()
+            return
+        settings = sampling(request, self.service.config.max_choices)
+        tokenizer = self._tokenizer(roster)
+        prompt_ids = await self._tokenise(request, tokenizer, len(body))
+        courses = self._courses(request, settings, roster, prompt_ids)
+        exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
+        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+        head = Head(id=f"{kind}-{exchange.decision_id}", model=request.model, created=int(time.time()))
+        answer = answer_for(request, head, len(courses))
+        await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, tokenizer).run()
+
+    async def _explain(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        request = self._decoder.either(body)
+        self._note(exchange, request)
+        need = await self._need(exchange, request, len(body))
+        decision = self.service.decide(need, exchange.decision_id)
+        exchange.decision = decision
+        answer = msgspec.json.encode(decision.record())
+        fixed = [(b"content-type", b"application/json"), (b"x-roost-decision-id", decision.id.encode())]
+        await reply.whole(200, [*headers, *fixed], answer)
+
+    async def _need(self, exchange: Exchange, request: Request, size: int) -> Need:
+        """What serving the request's first prompt once would be decided on."""
+        roster = self.service.picker.roster(request.model)
+        if roster.dialect == "text":
+            return Need(request.model, TextPrompt(prompt_bytes(request)), 0, self._expected(request), exchange.request_id)
+        settings = sampling(request, self.service.config.max_choices)
+        prompt_ids = await self._tokenise(request, self._tokenizer(roster), size)
+        course = self._courses(request, settings, roster, prompt_ids)[0]
+        expected = min(course.max_tokens, self.service.config.expected_output_tokens)
+        exchange.prompt_tokens = len(course.prompt)
+        return Need(request.model, TokenPrompt(course.prompt), len(course.prompt) + course.max_tokens, expected, exchange.request_id)
+
+    def _note(self, exchange: Exchange, request: Request) -> None:
+        exchange.model = request.model
+        exchange.stream = bool(request.stream)
+        if exchange.trace is not None:
+            exchange.trace.asked(
+                request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}
+            )
+
+    def _expected(self, request: Request) -> int:
+        asked = request.max_tokens
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            asked = request.max_completion_tokens
+        most = self.service.config.expected_output_tokens
+        return most if asked is None else max(1, min(asked, most))
+
+    # Prompts as ids
+
+    def _tokenizer(self, roster: Roster) -> ModelTokenizer:
+        tokenizer = self.service.tokenizer(roster.tokenizer)
+        if tokenizer is None:
+            raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
+        return tokenizer
+
+    async def _tokenise(self, request: Request, tokenizer: ModelTokenizer, size: int) -> list[list[int]]:
+        """The ids of each prompt; long ones are made off the event loop. size: bytes of the body."""
+        started = time.perf_counter()
+        if size > self.service.config.long_prompt_characters:
+            found = await asyncio.get_running_loop().run_in_executor(self.service.threads, _ids_of, request, tokenizer)
+        else:
+            found = _ids_of(request, tokenizer)
+        self.service.metrics.tokenise.observe(time.perf_counter() - started)
+        return found
+
+    def _courses(self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]]) -> list[Course]:
+        """One course per choice of each prompt; choice i samples with seed + i."""
+        most = self.service.config.max_choices
+        if len(prompt_ids) * settings.n > most:
+            raise ApiError(400, f"{len(prompt_ids)} prompts with n = {settings.n} are more than {most} choices", param="prompt", code="invalid_value")
+        seed = self.service.draw_seed() if settings.seed is None else settings.seed
+        limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
+        return [
+            Course(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model)
+            for at, (ids, limit) in enumerate(zip(prompt_ids, limits, strict=True))
+            for choice in range(settings.n)
+        ]
+
+
+class _Watch:
+    """Notices that the client hung up, and then cancels the task that answers it, once and never after `stop`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._task: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
+        self._left = False
+
+    def start(self, request_id: str) -> None:
+        self._answering = asyncio.current_task()
+        self._task = asyncio.create_task(self._until_gone(), name=f"watches the client of request {request_id}")
+        self._task.add_done_callback(self._gone)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.remove_done_callback(self._gone)
+            self._task.cancel()
+            self._task = None
+
+    def client_left(self) -> bool:
+        """Whether the present cancellation is ours alone; if so it is taken back."""
+        return self._left and self._answering is not None and self._answering.uncancel() == 0
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def _gone(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and self._answering is not None:
+            self._left = True
+            self._answering.cancel()
+
+
+async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes:
+    """The whole body. ApiError 413 as soon as it is known to be too long; ClientGone when the client leaves."""
+    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if announced.isdigit() and int(announced) > most:
+        raise _too_large(most)
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body", False):
+        body: bytes = message.get("body", b"")
+        if len(body) > most:
+            raise _too_large(most)
+        return body
+    parts, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise _too_large(most)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+        message = await receive()
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
+
+
+async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: ApiError) -> Outcome:
+    """Tell the client, in the form that is still possible."""
+    exchange.detail = error.message
+    if reply.ended:
+        return Outcome.BROKEN
+    if reply.status:
+        await reply.end(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
+        return Outcome.BROKEN
+    if exchange.decision is not None:
+        headers = [*headers, (b"x-roost-decision-id", exchange.decision.id.encode())]
+    await reply.error(error, headers)
+    if error.status == 429:
+        return Outcome.SATURATED
+    return Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE
+
+
+def _ids_of(request: Request, tokenizer: ModelTokenizer) -> list[list[int]]:
+    """Pure but for the tokenizer; may run in a thread."""
+    if isinstance(request, ChatRequest):
+        return [tokenizer.encode_rendered(tokenizer.render(text_messages(request), request.chat_template_kwargs))]
+    found = [tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts(request)]
+    for ids in found:
+        if not ids:
+            raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+        if max(ids) >= tokenizer.vocabulary:
+            raise ApiError(400, f"prompt: token id {max(ids)} is outside the vocabulary of {tokenizer.vocabulary}", param="prompt", code="invalid_value")
+    return found
+
+
+def _max_tokens(request: Request, settings: Sampling, prompt_tokens: int, context: int) -> int:
+    """What may be emitted. ApiError 400 context_length_exceeded when it does not fit."""
+    room = context - prompt_tokens
+    if room < 1:
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        said = f"the prompt has {prompt_tokens} tokens; this model's context is {context} tokens, prompt and answer together"
+        raise ApiError(400, said, param=param, code="context_length_exceeded")
+    if settings.max_tokens is None:
+        return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+    if settings.max_tokens > room:
+        param = "max_completion_tokens" if isinstance(request, ChatRequest) and request.max_completion_tokens is not None else "max_tokens"
+        said = f"{param} {settings.max_tokens} and a prompt of {prompt_tokens} tokens exceed this model's context of {context} tokens; at most {room} fit"
+        raise ApiError(400, said, param=param, code="context_length_exceeded")
+    return settings.max_tokens
+
+
+def _wrapped(seed: int) -> int:
+    """Into 64 signed bits."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,116 @@
+"""One request and what becomes of it: the record behind its log line, its metrics and the end of its trace."""
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from router.course import Failure
+from router.decision import Decision
+from router.metrics import RouterMetrics
+from router.tracing import RequestTrace
+
+access = logging.getLogger("roost.access")
+
+
+class Outcome(StrEnum):
+    """How a request ended, for logs and metrics."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    """the client's fault: 4xx"""
+    SATURATED = "saturated"
+    UNAVAILABLE = "unavailable"
+    """no rank could answer, and nothing had been sent yet"""
+    BROKEN = "broken"
+    """the answer had begun and could not be finished"""
+    CLIENT_GONE = "client_gone"
+    CANCELLED = "cancelled"
+    """the router is stopping"""
+    FAILED = "failed"
+    """a fault of the router itself"""
+
+
+class Exchange:
+    """Mutable while the request is answered. Times are seconds on the router's clock."""
+
+    def __init__(self, request_id: str, decision_id: str, path: str, started: float) -> None:
+        self.request_id = request_id
+        self.decision_id = decision_id
+        """of the first decision; later ones add a suffix"""
+        self.path = path
+        self.started = started
+        self.model = ""
+        self.stream = False
+        self.first_token_at: float | None = None
+        self.decision: Decision | None = None
+        """the last one made for the first choice"""
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        self.failures: list[Failure] = []
+        self.finish_reasons: list[str] = []
+        self.status = 0
+        self.detail: str | None = None
+        """an error's text"""
+        self.trace: RequestTrace | None = None
+        self.pass_on: dict[str, str] = {}
+        """headers that go upstream as they came: the client's trace context, while this router does not trace"""
+
+    def first_token(self, now: float) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = now
+
+    def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
+        """Write the log line, count, and end the trace. Called once."""
+        ttft = None if self.first_token_at is None else self.first_token_at - self.started
+        metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started)
+        if access.isEnabledFor(logging.INFO):
+            access.info("%s", msgspec.json.encode(self._line(outcome, now, ttft)).decode())
+        if self.trace is not None:
+            self.trace.end(
+                self.status,
+                outcome.value,
+                {
+                    "roost.request.id": self.request_id,
+                    "roost.decision.id": None if self.decision is None else self.decision.id,
+                    "roost.retries": len(self.failures),
+                    "roost.cached_tokens": self.cached_tokens,
+                    "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
+                    "gen_ai.response.model": self.model or None,
+                    "gen_ai.response.id": self.request_id,
+                    "gen_ai.response.finish_reasons": self.finish_reasons or None,
+                    "gen_ai.usage.input_tokens": self.prompt_tokens or None,
+                    "gen_ai.usage.output_tokens": self.output_tokens or None,
+                },
+            )
+
+    def _line(self, outcome: Outcome, now: float, ttft: float | None) -> dict[str, Any]:
+        target = None if self.decision is None else self.decision.target
+        return {
+            "request_id": self.request_id,
+            "decision_id": None if self.decision is None else self.decision.id,
+            "path": self.path,
+            "model": self.model,
+            "worker": None if target is None else target.engine.engine,
+            "rank": None if target is None else target.rank,
+            "status": self.status,
+            "outcome": outcome.value,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "ttft_ms": _ms(ttft),
+            "total_ms": _ms(now - self.started),
+            "retries": len(self.failures),
+            "failures": [failure.value for failure in self.failures],
+            "error": self.detail,
+        }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000.0 * seconds, 3)
+
+
+Clock = Callable[[], float]

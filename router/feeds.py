@@ -1,0 +1,211 @@
+"""Keeps the view fresh over the bus: who is there, how loaded, what is placed where, what is popular, what is cached."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+
+from bus import Bus, BusError, Message, Subscription
+from bus.subjects import Subjects
+from fleet.events import (
+    DescribeEngine,
+    DescribeProfile,
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    KvMetrics,
+    PlacementCommitted,
+    ProfilePublished,
+)
+from fleet.placement import Placement
+from router.chores import Chores
+from router.kv_feeds import KvFeeds
+from router.lexicon import Lexicon
+from router.locality import as_profile, locality
+from router.metrics import RouterMetrics
+from router.picker import Picker
+from router.view import Profile, Standing
+
+log = logging.getLogger(__name__)
+
+_DESCRIBE_PAUSE_SECONDS = 1.0
+_FOLLOW_PAUSE_SECONDS = 1.0
+_PROFILE_SECONDS = 2.0
+
+
+class Feeds:
+    """All listening to one bus. `run` listens until it is cancelled; the handlers are synchronous and change the picker's state."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        picker: Picker,
+        lexicon: Lexicon,
+        metrics: RouterMetrics,
+        threads: ThreadPoolExecutor,
+        clock: Callable[[], float],
+        forget: Callable[[int], None],
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._picker = picker
+        self._view = picker.view
+        self._lexicon = lexicon
+        self._metrics = metrics
+        self._threads = threads
+        self._clock = clock
+        self._forget = forget
+        self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
+        self._strangers: Chores[int] = Chores(256)
+        self._unpriced: Chores[int] = Chores(65_536)
+        self._unprofiled: Chores[str] = Chores(256)
+
+    async def run(self) -> None:
+        subjects = self._subjects
+        async with AsyncExitStack() as stack:
+            kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
+            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics, subjects.profiles))
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
+            tasks.create_task(self._follow(subjects.placements()), name="follows placements")
+            tasks.create_task(self._listen(said), name="listens to heartbeats, loads and profiles")
+            tasks.create_task(self._listen_kv(kv), name="listens to KV events")
+            tasks.create_task(self._watch_drops(kv, said), name="counts what was dropped")
+            tasks.create_task(self._meet(), name="asks strangers who they are")
+            tasks.create_task(self._price(), name="prices placements")
+            tasks.create_task(self._ask_profiles(), name="asks for profiles")
+            tasks.create_task(self._lexicon.run(self._bus), name="fetches tokenizers")
+            tasks.create_task(self.kv.run(), name="repairs KV feeds")
+
+    async def _follow(self, subject: str) -> None:
+        """What is stored is told again after an interruption; hearing it twice changes nothing."""
+        while True:
+            try:
+                async for received in self._bus.replay(subject, latest=True):
+                    self._heard(received.message)
+            except BusError as error:
+                log.warning("%s cannot be followed at present: %s", subject, error)
+            await asyncio.sleep(_FOLLOW_PAUSE_SECONDS)
+
+    async def _listen(self, said: Subscription) -> None:
+        async for received in said:
+            self._heard(received.message)
+
+    async def _listen_kv(self, kv: Subscription) -> None:
+        async for received in kv:
+            self.kv.hear(received)
+
+    async def _watch_drops(self, *subscriptions: Subscription) -> None:
+        while True:
+            self._metrics.bus_dropped.set(sum(subscription.dropped for subscription in subscriptions))
+            await asyncio.sleep(1.0)
+
+    def _heard(self, message: Message) -> None:
+        """One fact. What contradicts itself is refused and counted; it must not stop the listening."""
+        try:
+            match message:
+                case EngineJoined():
+                    self.joined(message)
+                case EngineLeft():
+                    self._view.leave(message.worker_id)
+                case EngineHeartbeat():
+                    self._beat(message)
+                case KvMetrics():
+                    self._load(message)
+                case ProfilePublished():
+                    self._profile(message)
+                case PlacementCommitted():
+                    self._placed(message)
+                case _:
+                    self._metrics.bus_refused.inc()
+        except ValueError as error:
+            log.warning("a %s cannot be used: %s", type(message).__name__, error)
+            self._metrics.bus_refused.inc()
+
+    def joined(self, joined: EngineJoined) -> None:
+        """An engine introduced itself. ValueError when what it says contradicts itself."""
+        known = self._view.engine(joined.worker_id)
+        if known is not None and known.joined == joined and known.standing is not Standing.LEFT:
+            return
+        for superseded in self._view.join(joined, self._clock()):
+            log.info("engine %s came back as worker %d; worker %d is forgotten", joined.engine, joined.worker_id, superseded)
+            self._forget(superseded)
+        if joined.tokenizer is not None:
+            self._view.block(joined.worker_id, self._lexicon.want(joined.tokenizer))
+        if joined.capabilities.kv_events:
+            for rank in range(len(joined.urls)):
+                self.kv.add((joined.worker_id, rank))
+        self._unpriced.ask(joined.worker_id)
+        if joined.shape is not None and self._view.profile(joined.model) is None:
+            self._unprofiled.ask(joined.model)
+
+    def _beat(self, beat: EngineHeartbeat) -> None:
+        known = self._view.engine(beat.worker_id)
+        behind = known is not None and known.placement is not None and known.placement.epoch != beat.epoch
+        if not self._view.heard(beat.worker_id, self._clock()) or behind:
+            self._strangers.ask(beat.worker_id)
+
+    def _load(self, load: KvMetrics) -> None:
+        amounts = (load.active_prefill_tokens or 0, (load.running or 0) + (load.waiting or 0), load.active_decode_blocks or 0)
+        if max(amounts) >= 2**62:
+            raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports an absurd load {amounts}")
+        self._picker.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())
+
+    def _profile(self, published: ProfilePublished) -> None:
+        if self._view.learn(published.model, Profile(published.version, as_profile(published.profile.array()))):
+            for state in self._view.engines():
+                if state.joined.model == published.model:
+                    self._unpriced.ask(state.joined.worker_id)
+
+    def _placed(self, committed: PlacementCommitted) -> None:
+        if self._view.place(committed.worker_id, Placement.from_record(committed.placement), committed.layout):
+            self._unpriced.ask(committed.worker_id)
+
+    async def _meet(self) -> None:
+        """Heartbeats of somebody whose join was missed, or whose placement moved on without us."""
+        while True:
+            worker_id = await self._strangers.next()
+            try:
+                answer = await self._bus.request(self._subjects.describe_engine(worker_id), DescribeEngine(worker_id=worker_id))
+            except BusError as error:
+                log.debug("worker %d could not be asked who it is: %s", worker_id, error)
+                await asyncio.sleep(_DESCRIBE_PAUSE_SECONDS)
+                continue
+            if isinstance(answer, EngineJoined) and answer.worker_id == worker_id:
+                self._introduced(answer)
+
+    def _introduced(self, joined: EngineJoined) -> None:
+        for state in self._view.engines():
+            if state.joined.engine == joined.engine and state.joined.worker_id != joined.worker_id and state.standing is Standing.LIVE:
+                log.warning("worker %d says it is engine %s, which lives as worker %d; it is not used", joined.worker_id, joined.engine, state.joined.worker_id)
+                return
+        self._heard(joined)
+        self._view.heard(joined.worker_id, self._clock())
+
+    async def _price(self) -> None:
+        """Off the event loop: large placements take some hundred milliseconds."""
+        while True:
+            worker_id = await self._unpriced.next()
+            state = self._view.engine(worker_id)
+            if state is None:
+                continue
+            placement, profile = state.placement, self._view.profile(state.joined.model)
+            table = None if profile is None else profile.table
+            ranks = len(state.joined.urls)
+            work = (ranks, state.joined.shape, state.layout, placement, table)
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
+            self._view.price(worker_id, None if placement is None else placement.epoch, found)
+
+    async def _ask_profiles(self) -> None:
+        """Once per model; later ones are published anyway, and without a tracker there is none."""
+        while True:
+            model = await self._unprofiled.next()
+            try:
+                answer = await self._bus.request(self._subjects.describe_profile, DescribeProfile(model=model), _PROFILE_SECONDS)
+            except BusError as error:
+                log.info("no profile of model %s yet: %s", model, error)
+                continue
+            if isinstance(answer, ProfilePublished):
+                self._heard(answer)

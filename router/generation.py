@@ -1,0 +1,206 @@
+"""Answers a request with ranks that speak token ids: each choice is decided, streamed, and continued elsewhere when its rank dies.
+
+The pure part (what to ask next, whom to avoid, what to send) is in `course`, `picker` and `answers`; here it is awaited.
+"""
+
+import asyncio
+
+import msgspec
+
+from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage
+from router.answers import Answer
+from router.course import Course, Failure
+from router.decision import Decision
+from router.exchange import Exchange
+from router.picker import Need, Try
+from router.prompt import TokenPrompt
+from router.proxy import Call, EventSplitter, UpstreamFailed, api_error
+from router.reply import Headers, Reply
+from router.reservations import Booking
+from router.service import RouterService
+from router.tokenizer import ModelTokenizer
+from router.tracing import AttemptTrace
+
+_DONE = b"[DONE]"
+_CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
+_ENCODER = msgspec.json.Encoder()
+
+
+class Generation:
+    """All choices of one request. `run` returns when the client has its whole answer."""
+
+    def __init__(
+        self,
+        service: RouterService,
+        exchange: Exchange,
+        reply: Reply,
+        headers: Headers,
+        answer: Answer,
+        courses: list[Course],
+        choices: int,
+        tokenizer: ModelTokenizer,
+    ) -> None:
+        """courses: `choices` of the first prompt, then of the next."""
+        self._service = service
+        self._exchange = exchange
+        self._reply = reply
+        self._headers = headers
+        self._answer = answer
+        self._courses = courses
+        self._tokenizer = tokenizer
+        self._open = len(courses)
+        self._per_prompt = choices
+
+    async def run(self) -> None:
+        """ApiError when a choice cannot be finished, whether or not the answer has begun (`Reply.status` tells)."""
+        if len(self._courses) == 1:
+            await self._follow(self._courses[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as choices:
+                for course in self._courses:
+                    choices.create_task(self._follow(course), name=f"answers choice {course.index} of request {self._exchange.request_id}")
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def _follow(self, course: Course) -> None:
+        """One choice, from rank to rank until it is whole."""
+        attempt, replaces = 1, None
+        while True:
+            decision, failed = await self._try(course, attempt, replaces)
+            if failed is None:
+                return
+            if attempt >= self._service.config.max_attempts:
+                said = f"{attempt} ranks failed this request, the last with {failed.how.value}"
+                raise ApiError(503, said, code="upstream_failed", retry_after=2.0) from failed
+            if course.exhausted:
+                await self._emit(course, [course.finish_with(self._tokenizer.decode(course.emitted))])
+                await self._finished(course)
+                return
+            attempt, replaces = attempt + 1, decision.id
+
+    async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
+        """One attempt at one rank; its booking and its span end here, whatever happens."""
+        decision, booking = self._decide(course, attempt, replaces)
+        span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
+        ended: str | None = "abandoned"
+        try:
+            await self._attempt(course, decision, booking, span)
+        except UpstreamFailed as failed:
+            ended = failed.how.value
+            self._service.attempt_failed(self._exchange, decision, failed.how, str(failed))
+            course.failures.append((decision.target.key, failed.how))
+            return decision, failed
+        else:
+            ended = None
+            return decision, None
+        finally:
+            self._service.release(booking)
+            if span is not None:
+                span.end(ended)
+
+    def _decide(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
+        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt)
+        left = course.max_tokens - len(course.emitted)
+        need = Need(
+            model=self._exchange.model,
+            prompt=prompt,
+            context=prompt.tokens + left,
+            output=min(left, self._service.config.expected_output_tokens),
+            request_id=self._exchange.request_id,
+        )
+        suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
+        decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, tuple(course.failures)))
+        if course.index == 0 or self._exchange.decision is None:
+            self._exchange.decision = decision
+        return decision, booking
+
+    async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
+        headers = self._exchange.pass_on if span is None else span.headers
+        headers = {**headers, "x-request-id": self._exchange.request_id}
+        body = _ENCODER.encode(course.request())
+        async with self._service.upstream.call(f"{decision.target.url}/v1/completions", body, headers) as call:
+            await self._stream(course, booking, call, span)
+
+    async def _stream(self, course: Course, booking: Booking, call: Call, span: AttemptTrace | None) -> None:
+        """Pass on what a rank says until it has said everything. What is missing after the finish reason (usage) is not worth a retry."""
+        splitter = EventSplitter(self._service.config.max_event_bytes)
+        waiting = True
+        over = False
+        while not over:
+            choices, over, failure = await _taken(course, splitter, call)
+            if waiting and choices:
+                waiting = False
+                self._exchange.first_token(self._service.clock())
+                self._service.first_token(booking)
+                if span is not None:
+                    span.first_token()
+            await self._emit(course, choices)  # also before a failure: these tokens count as emitted
+            if failure is not None and course.finish_reason is None:
+                raise failure
+        if course.finish_reason is None:
+            raise UpstreamFailed(Failure.BROKEN, "the stream ended without a finish reason")
+        call.whole()
+        await self._finished(course)
+
+    async def _emit(self, course: Course, choices: list[Choice]) -> None:
+        data = b""
+        for choice in choices:
+            self._exchange.output_tokens += len(choice.token_ids or ())
+            data += self._answer.add(course.index, choice)
+        if data:
+            if not self._reply.status:
+                await self._start()
+            await self._reply.write(data)
+
+    async def _finished(self, course: Course) -> None:
+        """After the last choice, the end of the answer; upstream's own end of stream is awaited only after that."""
+        self._exchange.finish_reasons.append(course.finish_reason or "")
+        self._open -= 1
+        if self._open:
+            return
+        last = self._answer.end(self._usage())
+        if not self._reply.status:
+            await self._start(len(last))
+        await self._reply.end(last)
+
+    async def _start(self, length: int | None = None) -> None:
+        decided = self._exchange.decision
+        headers = [*self._headers, (b"content-type", self._answer.content_type)]
+        if decided is not None:
+            headers.append((b"x-roost-decision-id", decided.id.encode()))
+        headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode()))
+        await self._reply.start(200, headers)
+
+    def _usage(self) -> Usage:
+        """Of the client's own prompts, each counted once however many choices it has."""
+        completion = sum(len(course.emitted) for course in self._courses)
+        prompt = self._exchange.prompt_tokens
+        cached = self._exchange.cached_tokens = sum(course.cached_tokens for course in self._courses[:: self._per_prompt])
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        )
+
+
+async def _taken(course: Course, splitter: EventSplitter, call: Call) -> tuple[list[Choice], bool, UpstreamFailed | None]:
+    """Read once: what that adds to a course, whether the stream is over, and the failure that ended it after that."""
+    choices: list[Choice] = []
+    event = b""
+    try:
+        data = await call.read()
+        for event in splitter.feed(data):
+            if event == _DONE:
+                return choices, True, None
+            choice = course.take(_CHUNK.decode(event))
+            if choice is not None:
+                choices.append(choice)
+    except UpstreamFailed as failure:
+        return choices, True, failure
+    except msgspec.ValidationError:
+        return choices, True, UpstreamFailed(Failure.BROKEN, f"the rank said {api_error(500, event).message!r}")
+    except (ValueError, msgspec.DecodeError) as error:
+        return choices, True, UpstreamFailed(Failure.BROKEN, str(error))
+    return choices, not data, None

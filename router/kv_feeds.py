@@ -1,0 +1,171 @@
+"""Keeps the KV index true to what ranks say: applies their events in order, notices gaps, and repairs them by a snapshot.
+
+A rank's events are numbered by its publisher. A jump in the numbers, an unknown publisher that did not begin at 0, and a
+block behind an unknown parent all mean that something was missed. Then the rank is asked for a snapshot; events that
+arrive meanwhile wait, and those the snapshot does not contain are applied after it.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+from bus import Bus, BusError, Received
+from bus.subjects import Subjects
+from fleet.events import KvSnapshot, KvSnapshotRequested, RoutedKvEvent
+from router.chores import Chores
+from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
+from router.metrics import RouterMetrics
+from router.roster import RankKey
+
+log = logging.getLogger(__name__)
+
+_SLICE = 256
+"""Snapshot events applied before the event loop turns."""
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0
+_SNAPSHOT_SECONDS = 5.0
+_LATE_MESSAGES = 4096
+"""Messages that wait for one rank's snapshot; with more, another snapshot is cheaper."""
+_ASKING = 4
+"""Snapshots asked for at once."""
+
+Batch = tuple[RoutedKvEvent, ...]
+
+
+@dataclass(slots=True)
+class _Feed:
+    """One rank's feed. `late`: messages that wait for a snapshot; None: the feed is in step.
+
+    KV events depend on one another, so only the message with exactly the `next` number will do (`bus.sequence` is laxer).
+    """
+
+    publisher_id: int | None = None
+    next: int = 0
+    late: deque[tuple[int, int, Batch]] | None = field(default_factory=deque)
+    pause: float = _FIRST_PAUSE_SECONDS
+
+
+class KvFeeds:
+    """One feed per rank that reports KV events."""
+
+    def __init__(self, index: KvIndex, bus: Bus, subjects: Subjects, metrics: RouterMetrics) -> None:
+        self._index = index
+        self._bus = bus
+        self._subjects = subjects
+        self._metrics = metrics
+        self._feeds: dict[RankKey, _Feed] = {}
+        self._due: Chores[RankKey] = Chores(65_536)
+
+    def add(self, rank: RankKey) -> None:
+        """A rank joined: what it holds already is asked for."""
+        if rank not in self._feeds:
+            self._feeds[rank] = _Feed()
+            self._ask(rank, "joined")
+
+    def forget_worker(self, worker_id: int) -> None:
+        for rank in [rank for rank in self._feeds if rank[0] == worker_id]:
+            del self._feeds[rank]
+
+    def in_step(self, rank: RankKey) -> bool:
+        """Whether the index knows all that the rank has said so far."""
+        feed = self._feeds.get(rank)
+        return feed is not None and feed.late is None
+
+    def hear(self, received: Received) -> None:
+        """One message of the kv-events subject. Ranks that have not joined are not listened to: their join asks for a snapshot."""
+        batch = received.message
+        if not isinstance(batch, tuple) or not batch:
+            return
+        rank = (batch[0].worker_id, batch[0].event.dp_rank)
+        if any((one.worker_id, one.event.dp_rank) != rank for one in batch):
+            log.warning("kv-events message %d of publisher %d mixes ranks; it is not used", received.sequence, received.publisher_id)
+            self._metrics.bus_refused.inc()
+            return
+        feed = self._feeds.get(rank)
+        if feed is not None:
+            self._take(rank, feed, received.publisher_id, received.sequence, batch)
+
+    async def run(self) -> None:
+        """Repair feeds until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for turn in range(_ASKING):
+                tasks.create_task(self._repair(), name=f"repairs KV feeds by snapshots ({turn + 1} of {_ASKING})")
+
+    def _take(self, rank: RankKey, feed: _Feed, publisher_id: int, sequence: int, batch: Batch) -> None:
+        if feed.late is not None:
+            self._wait(feed, publisher_id, sequence, batch)
+            return
+        if publisher_id != feed.publisher_id:
+            self._lost(rank, feed, "new_publisher", publisher_id, sequence, batch)
+        elif sequence > feed.next:
+            self._lost(rank, feed, "gap", publisher_id, sequence, batch)
+        elif sequence == feed.next:
+            feed.next += 1
+            self._apply(rank, feed, batch)
+
+    def _wait(self, feed: _Feed, publisher_id: int, sequence: int, batch: Batch) -> None:
+        assert feed.late is not None
+        if len(feed.late) >= _LATE_MESSAGES:
+            feed.late.clear()  # the numbers will show it, once the snapshot is there
+        feed.late.append((publisher_id, sequence, batch))
+
+    def _apply(self, rank: RankKey, feed: _Feed, batch: Batch) -> None:
+        try:
+            self._index.apply(batch)
+        except OrphanBlock as error:
+            log.info("%s; asking for a snapshot", error)
+            feed.late = deque()
+            self._ask(rank, "orphan")
+        except BadKvEvent as error:
+            log.warning("a KV event cannot be used: %s", error)
+            self._metrics.bus_refused.inc()
+        else:
+            self._metrics.kv_events.inc(len(batch))
+
+    def _lost(self, rank: RankKey, feed: _Feed, reason: str, publisher_id: int, sequence: int, batch: Batch) -> None:
+        log.info("KV events of worker %d rank %d: %s at message %d, expected %d; asking for a snapshot", *rank, reason, sequence, feed.next)
+        feed.late = deque([(publisher_id, sequence, batch)])
+        self._ask(rank, reason)
+
+    def _ask(self, rank: RankKey, reason: str) -> None:
+        self._metrics.kv_snapshots.labels(reason).inc()
+        self._due.ask(rank)
+
+    async def _repair(self) -> None:
+        while True:
+            rank = await self._due.next()
+            feed = self._feeds.get(rank)
+            if feed is None or feed.late is None:
+                continue
+            try:
+                await self._snapshot(rank, feed)
+            except (BusError, OrphanBlock, BadKvEvent) as error:
+                log.info("no snapshot of worker %d rank %d yet: %s", *rank, error)
+                asyncio.get_running_loop().call_later(feed.pause, self._due.ask, rank)
+                feed.pause = min(2 * feed.pause, _LONGEST_PAUSE_SECONDS)
+
+    async def _snapshot(self, rank: RankKey, feed: _Feed) -> None:
+        """BusError when it cannot be had; OrphanBlock or BadKvEvent when it is inconsistent."""
+        request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1])
+        answer = await self._bus.request(self._subjects.kv_snapshot(*rank), request, _SNAPSHOT_SECONDS)
+        if not isinstance(answer, KvSnapshot) or (answer.worker_id, answer.rank) != rank:
+            raise BusError(f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of something else")
+        if self._feeds.get(rank) is not feed:
+            return  # forgotten while we asked
+        self._index.replace(rank, answer.events[:_SLICE])
+        for at in range(_SLICE, len(answer.events), _SLICE):
+            await asyncio.sleep(0)
+            if self._feeds.get(rank) is not feed:
+                return
+            self._index.apply(RoutedKvEvent(worker_id=rank[0], event=event) for event in answer.events[at : at + _SLICE])
+        self._resume(rank, feed, answer)
+
+    def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
+        """In step again as of the snapshot; what waited is heard now, as if it arrived now."""
+        late = feed.late or deque()
+        feed.publisher_id, feed.next = answer.publisher_id, answer.sequence + 1
+        feed.late, feed.pause = None, _FIRST_PAUSE_SECONDS
+        for publisher_id, sequence, batch in late:
+            if publisher_id == answer.publisher_id:
+                self._take(rank, feed, publisher_id, sequence, batch)

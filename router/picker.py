@@ -1,0 +1,136 @@
+"""Decides where a request goes and books its load there: synchronous, out of what is known now. Nothing is awaited to decide.
+
+State: the view, the reservations, the two indices, and the last decisions.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.completions import ApiError
+from router.candidates import Candidates, Limits, candidates
+from router.config import RouterConfig
+from router.course import Failure, to_avoid
+from router.decision import Ask, Decision, decide
+from router.kv_index import KvIndex
+from router.prefixes import Prefixes
+from router.prompt import Prompt
+from router.reservations import Booking, Reservations
+from router.roster import RankKey, Roster
+from router.scoring import Weights
+from router.view import View
+
+
+class Need(NamedTuple):
+    """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected."""
+
+    model: str
+    prompt: Prompt
+    context: int
+    output: int
+    request_id: str = ""
+
+
+class Try(NamedTuple):
+    """Which attempt of a request this is, and what became of the ones before."""
+
+    number: int = 1
+    replaces: str | None = None
+    failures: tuple[tuple[RankKey, Failure], ...] = ()
+
+
+FIRST_TRY = Try()
+
+
+class Picker:
+    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others."""
+
+    def __init__(self, view: View, reservations: Reservations, kv: KvIndex, prefixes: Prefixes, config: RouterConfig) -> None:
+        self.view = view
+        self.reservations = reservations
+        self.kv = kv
+        self.prefixes = prefixes
+        self._config = config
+        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds)
+        self._weights = Weights(config.prefill_weight, config.queue_weight, config.decode_weight, config.experts_weight)
+        self._kept: OrderedDict[str, Decision] = OrderedDict()
+
+    def roster(self, model: str) -> Roster:
+        """The ranks that may serve a model. ApiError 404 for an unknown model, 503 when none of its ranks lives."""
+        roster = self.view.roster(model)
+        if not roster.targets:
+            known = self.view.models(live=False)
+            if model not in known:
+                names = ", ".join(known) or "none yet"
+                raise ApiError(404, f"the model {model!r} does not exist; models served here: {names}", code="model_not_found", param="model")
+            reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
+            raise ApiError(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
+        return roster
+
+    def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY) -> Decision:
+        """ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated), the last two with Retry-After."""
+        roster = self.roster(need.model)
+        load = self.reservations.load(roster.rows, now)
+        found = self._candidates(roster, load, need, attempt)
+        ask = Ask(
+            decision_id=decision_id,
+            seed=seed,
+            model=need.model,
+            prompt_tokens=need.prompt.tokens,
+            output_tokens=need.output,
+            attempt=attempt.number,
+            replaces=attempt.replaces,
+            cause=attempt.failures[-1][1].value if attempt.failures else None,
+            request_id=need.request_id,
+        )
+        return decide(ask, roster, found, self._overlap(roster, need.prompt), load, self._weights, self.view.version)
+
+    def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
+        """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
+        target = decision.target
+        size = target.engine.block_size
+        blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
+        if not target.engine.capabilities.kv_events:
+            self.prefixes.routed(target.key, prompt.hashes(size), target.engine.kv_blocks or None)
+        self._kept[decision.id] = decision
+        if len(self._kept) > self._config.kept_decisions:
+            self._kept.popitem(last=False)
+        return self.reservations.book(decision.row, (int(decision.uncached[decision.chosen]), 1, blocks), now)
+
+    def kept(self, decision_id: str) -> Decision | None:
+        """A decision that was booked, if it is among the last ones."""
+        return self._kept.get(decision_id)
+
+    def forget_worker(self, worker_id: int) -> None:
+        """An incarnation is gone for good."""
+        self.kv.remove_worker(worker_id)
+        self.prefixes.forget_worker(worker_id)
+
+    def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try) -> Candidates:
+        busy: Candidates | None = None
+        for avoid in to_avoid(attempt.failures, roster):
+            found = candidates(roster, load, need.context, self._limits, avoid)
+            if len(found.at):
+                return found
+            busy = found if found.busy else busy
+        if busy is not None:
+            wait = max(1.0, busy.wait_seconds)
+            raise ApiError(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+        raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
+
+    def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:
+        """int64 [targets]: leading blocks that each rank holds or, without KV events, probably holds."""
+        overlap = np.zeros(len(roster.targets), np.int64)
+        guessed = [target.key for target, guess in zip(roster.targets, roster.approximate, strict=True) if guess]
+        for size in roster.block_sizes:
+            hashes = prompt.hashes(size)
+            found = {} if len(guessed) == len(roster.targets) else self.kv.overlap(hashes)
+            if guessed:
+                found = {**found, **self.prefixes.overlap(guessed, hashes)}
+            for key, blocks in found.items():
+                at = roster.index.get(key)
+                if at is not None and roster.block_size[at] == size:
+                    overlap[at] = blocks
+        return overlap

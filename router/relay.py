@@ -1,0 +1,142 @@
+"""Answers a request with servers that speak text only: the body goes there as it came, and the answer comes back as it is.
+
+Such an answer cannot be continued by another server. So: another server before the first byte, an error event afterwards.
+"""
+
+import msgspec
+
+from fleet.completions import ApiError, Usage
+from router.course import Failure
+from router.decision import Decision
+from router.exchange import Exchange
+from router.picker import Need, Try
+from router.prompt import TextPrompt
+from router.proxy import Call, UpstreamFailed
+from router.reply import Headers, Reply
+from router.reservations import Booking
+from router.roster import RankKey
+from router.service import RouterService
+from router.tracing import AttemptTrace
+
+WHOLE_EVENTS = 16
+"""A whole answer may be as long as so many of the longest events."""
+_TAIL_BYTES = 4096
+"""Kept of a stream, to read its usage from."""
+
+
+class _Counted(msgspec.Struct):
+    usage: Usage | None = None
+
+
+class Relay:
+    """One request, from server to server until one answers."""
+
+    def __init__(self, service: RouterService, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, prompt: TextPrompt, output: int) -> None:
+        self._service = service
+        self._exchange = exchange
+        self._reply = reply
+        self._headers = headers
+        self._body = body
+        self._prompt = prompt
+        self._output = output
+        self._failures: tuple[tuple[RankKey, Failure], ...] = ()
+
+    async def run(self) -> None:
+        """ApiError when nobody answers, or when the answer breaks off after it has begun (`Reply.status` tells)."""
+        attempt, replaces = 1, None
+        while True:
+            decision, failed = await self._try(attempt, replaces)
+            if failed is None:
+                return
+            if self._reply.status:
+                raise ApiError(502, f"the server broke off its answer ({failed.how.value}); ask again", code="upstream_failed") from failed
+            if attempt >= self._service.config.max_attempts:
+                raise _nobody(failed, attempt) from failed
+            attempt, replaces = attempt + 1, decision.id
+
+    async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
+        """One attempt at one server; its booking and its span end here, whatever happens."""
+        need = Need(self._exchange.model, self._prompt, 0, self._output, self._exchange.request_id)
+        suffix = f"-a{attempt}" if attempt > 1 else ""
+        decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, self._failures))
+        self._exchange.decision = decision
+        span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
+        ended: str | None = "abandoned"
+        try:
+            await self._attempt(decision, booking, span)
+        except UpstreamFailed as failed:
+            ended = failed.how.value
+            self._service.attempt_failed(self._exchange, decision, failed.how, str(failed))
+            self._failures += ((decision.target.key, failed.how),)
+            return decision, failed
+        else:
+            ended = None
+            return decision, None
+        finally:
+            self._service.release(booking)
+            if span is not None:
+                span.end(ended)
+
+    async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
+        headers = {**(self._exchange.pass_on if span is None else span.headers), "x-request-id": self._exchange.request_id}
+        if self._service.backend_key is not None:
+            headers["authorization"] = f"Bearer {self._service.backend_key}"
+        async with self._service.upstream.call(decision.target.url + self._exchange.path, self._body, headers) as call:
+            passing = self._stream if call.content_type.startswith("text/event-stream") else self._whole
+            await passing(decision, booking, call)
+
+    async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
+        tail = b""
+        while data := await call.read():
+            if not self._reply.status:
+                self._first(booking)
+                await self._start(decision, call, [(b"cache-control", b"no-cache")])
+            await self._reply.write(data)
+            tail = (tail + data)[-_TAIL_BYTES:]
+        if not self._reply.status:
+            raise UpstreamFailed(Failure.BROKEN, "the stream ended before it began")
+        call.whole()
+        self._count(tail.split(b"\n\n"))
+        await self._reply.end()
+
+    async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
+        parts: list[bytes] = []
+        size = 0
+        while data := await call.read():
+            size += len(data)
+            if size > WHOLE_EVENTS * self._service.config.max_event_bytes:
+                raise UpstreamFailed(Failure.BROKEN, f"the answer exceeds {WHOLE_EVENTS * self._service.config.max_event_bytes} bytes")
+            parts.append(data)
+        call.whole()
+        body = b"".join(parts)
+        self._first(booking)
+        self._count([b"data: " + body])
+        await self._start(decision, call, [(b"content-length", str(len(body)).encode())])
+        await self._reply.end(body)
+
+    def _first(self, booking: Booking) -> None:
+        self._exchange.first_token(self._service.clock())
+        self._service.first_token(booking)
+
+    async def _start(self, decision: Decision, call: Call, more: Headers) -> None:
+        kind = (b"content-type", call.content_type.encode("latin-1", "replace"))
+        await self._reply.start(call.status, [*self._headers, kind, (b"x-roost-decision-id", decision.id.encode()), *more])
+
+    def _count(self, events: list[bytes]) -> None:
+        """Token counts for log and metrics, where the server gives any."""
+        for event in reversed(events):
+            try:
+                usage = msgspec.json.decode(event.strip().removeprefix(b"data:"), type=_Counted).usage
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            if usage is not None:
+                self._exchange.prompt_tokens = usage.prompt_tokens
+                self._exchange.output_tokens = usage.completion_tokens
+                self._exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+                return
+
+
+def _nobody(failed: UpstreamFailed, attempts: int) -> ApiError:
+    if failed.how is Failure.BUSY:
+        return ApiError(429, f"{attempts} servers are saturated; try again later", code="saturated", retry_after=2.0)
+    return ApiError(503, f"{attempts} servers failed this request, the last with {failed.how.value}", code="upstream_failed", retry_after=2.0)

@@ -1,0 +1,74 @@
+"""The ranks that may serve one model, as columns: an immutable snapshot, rebuilt when membership, placement or profile change. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import EngineJoined
+from fleet.experts import RankId
+
+Dialect = Literal["ids", "text"]
+"""How a model's ranks are spoken to: with token ids (a broken stream can be continued), or with the client's own text."""
+
+RankKey = tuple[int, int]
+"""(worker_id, rank): the identity of a target; a worker_id is one incarnation of an engine."""
+
+
+class Excluded(msgspec.Struct, frozen=True):
+    """A rank that was not considered, and why."""
+
+    engine: str
+    rank: int
+    reason: str
+
+
+class Target(NamedTuple):
+    """One place a request can be sent to: a rank, or a whole engine that is one target (rank 0)."""
+
+    engine: EngineJoined
+    rank: int
+    url: str
+    key: RankKey
+    name: str
+    epoch: int | None
+    """placement epoch behind the expert term; None: no placement is known"""
+    note: str | None
+    """why the expert term is what it is"""
+
+    @property
+    def rank_id(self) -> RankId:
+        return RankId(self.engine.engine, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Columns have one entry per target. `excluded`: ranks that can serve no request at present, with reasons."""
+
+    model: str
+    dialect: Dialect
+    tokenizer: str | None
+    """sha256 of the tokenizer's archive (dialect "ids")"""
+    targets: tuple[Target, ...]
+    excluded: tuple[Excluded, ...]
+    index: dict[RankKey, int]
+    rows: NDArray[np.intp]
+    """columns of the load tables"""
+    block_size: NDArray[np.int64]
+    max_context: NDArray[np.int64]
+    prefill_token_s: NDArray[np.float64]
+    decode_sequence_s: NDArray[np.float64]
+    decode_block_s: NDArray[np.float64]
+    dispatch_s: NDArray[np.float64]
+    remote_ranks: NDArray[np.float64]
+    approximate: NDArray[np.bool_]
+    """the rank reports no KV events: its overlap is guessed from what was routed there"""
+    block_sizes: tuple[int, ...]
+    """distinct block sizes"""
+    profile_version: int | None
+
+    @property
+    def largest_context(self) -> int:
+        return int(self.max_context.max()) if len(self.targets) else 0

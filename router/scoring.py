@@ -1,0 +1,51 @@
+"""What a request would cost on each candidate, in milliseconds, term by term. Pure numpy."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.timing import decode_seconds, dispatch_seconds, prefill_seconds, queue_seconds
+from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
+from router.roster import Roster
+
+TERMS = ("prefill", "queue", "decode", "experts")
+
+
+class Weights(NamedTuple):
+    """One factor per term, from the configuration; 1: the time model's own word."""
+
+    prefill: float = 1.0
+    queue: float = 1.0
+    decode: float = 1.0
+    experts: float = 1.0
+
+
+class Scores(NamedTuple):
+    """terms: float64 [TERMS, candidates] in ms, weighted; total: float64 [candidates], exactly their sum in the order of TERMS."""
+
+    terms: NDArray[np.float64]
+    total: NDArray[np.float64]
+
+
+def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block_size: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [candidates]: prompt tokens a rank must compute. Never below 1: the last token's logits are always computed."""
+    return np.asarray(np.maximum(prompt_tokens - overlap_blocks * block_size, 1), np.int64)
+
+
+def score(roster: Roster, at: NDArray[np.intp], load: Amounts, uncached: NDArray[np.int64], output_tokens: int, weights: Weights) -> Scores:
+    """Price the candidates `at` (indices into the roster). load: int64 [AMOUNTS, targets]; uncached: int64 [candidates].
+
+    prefill: computing the uncached prompt. queue: prefill promised before it. decode: what the running sequences add to
+    `output_tokens` steps. experts: sending each token, computed or emitted, to the expected number of distinct remote ranks.
+    """
+    token_s = roster.prefill_token_s[at]
+    seconds = (
+        prefill_seconds(token_s, uncached),
+        queue_seconds(token_s, load[PREFILL, at]),
+        decode_seconds(roster.decode_sequence_s[at], roster.decode_block_s[at], load[SEQUENCES, at], load[BLOCKS, at], output_tokens),
+        dispatch_seconds(roster.dispatch_s[at], uncached + output_tokens, roster.remote_ranks[at]),
+    )
+    terms = np.stack([1000.0 * weight * part for weight, part in zip(weights, seconds, strict=True)])
+    total = terms[0] + terms[1] + terms[2] + terms[3]
+    return Scores(terms, total)

@@ -1,0 +1,142 @@
+"""Prompts as token ids: a model's tokenizer and chat template, unpacked from the archive its engine names by digest."""
+
+import datetime
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from fleet.completions import ApiError
+
+LARGEST_FILE = 64 * 1024 * 1024
+"""Bytes of one unpacked file; a larger one is refused before it is unpacked."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class BadTokenizer(Exception):
+    """An archive that holds no usable tokenizer; the text says what is wrong."""
+
+
+class _RenderedByAssistant(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words in some templates; its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 jinja2's own form
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse_rendering(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """As transformers does it: models are trained on exactly these spaces."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _today(form: str) -> str:
+    return datetime.datetime.now(tz=datetime.UTC).strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment chat templates are written for: whitespace as transformers sets it, no access to anything of Python."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_RenderedByAssistant, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse_rendering
+    environment.globals["strftime_now"] = _today
+    return environment
+
+
+class ModelTokenizer:
+    """One model's tokenizer. Reading an archive takes up to a second for large vocabularies: do it off the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any], template: str | None) -> None:
+        """BadTokenizer when the chat template cannot be compiled."""
+        self._tokenizer = tokenizer
+        self._special = {name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None}
+        self._vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._adds_special = settings.get("add_bos_token") is not False
+        self._bos = self._tokenizer.token_to_id(self._special["bos_token"]) if settings.get("add_bos_token") and "bos_token" in self._special else None
+        try:
+            self._template = None if template is None else _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise BadTokenizer(f"the chat template cannot be compiled: {error}") from error
+
+    @classmethod
+    def from_archive(cls, archive: bytes) -> "ModelTokenizer":
+        """From a zip of tokenizer.json, tokenizer_config.json and, if the template lies apart, chat_template.jinja. BadTokenizer otherwise."""
+        try:
+            with zipfile.ZipFile(io.BytesIO(archive)) as files:
+                found = {name: _unpacked(files, name) for name in _FILES if name in files.namelist()}
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+            raise BadTokenizer(f"not a readable zip archive: {error}") from error
+        if "tokenizer.json" not in found:
+            raise BadTokenizer("the archive has no tokenizer.json at its top")
+        try:
+            settings = msgspec.json.decode(found.get("tokenizer_config.json", b"{}"), type=dict[str, Any])
+            tokenizer = Tokenizer.from_buffer(found["tokenizer.json"])
+        except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+            raise BadTokenizer(f"tokenizer.json or tokenizer_config.json cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        apart = found.get("chat_template.jinja")
+        return cls(tokenizer, settings, _template_text(settings.get("chat_template")) if apart is None else apart.decode())
+
+    def render(self, messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
+        """The prompt of a conversation, ready for the assistant's answer. ApiError 400 when the template refuses it or there is none."""
+        if self._template is None:
+            raise ApiError(400, "this model has no chat template; send a prompt to /v1/completions", param="messages", code="no_chat_template")
+        try:
+            values = {**self._special, "tools": None, "documents": None, **(extra or {}), "messages": messages, "add_generation_prompt": True}
+            return self._template.render(values)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise ApiError(400, f"messages do not fit the model's chat template: {error}", param="messages", code="template_error") from error
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered conversation: the template wrote its special tokens itself, so none is added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a bare prompt, with the beginning-of-text token where the model wants one."""
+        ids = list(self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids)
+        if self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        return ids
+
+    @property
+    def vocabulary(self) -> int:
+        """ids run from 0 to one less"""
+        return self._vocabulary
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _unpacked(files: zipfile.ZipFile, name: str) -> bytes:
+    size = files.getinfo(name).file_size
+    if size > LARGEST_FILE:
+        raise BadTokenizer(f"{name} has {size} bytes; at most {LARGEST_FILE} are unpacked")
+    return files.read(name)
+
+
+def _token_text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _template_text(template: Any) -> str | None:
+    """The template itself, or the one named "default" (else the first) of a list of named ones."""
+    if isinstance(template, list):
+        named = {one["name"]: one["template"] for one in template if isinstance(one, dict) and "template" in one and "name" in one}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) else None

@@ -1,0 +1,163 @@
+"""One trace per request: server span, decision span, one client span per attempt. GenAI conventions; off without a provider.
+
+Numbers of 64 unsigned bits are text: OpenTelemetry's integers are signed.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from router.decision import Decision, DecisionRecord
+
+Value = str | bool | int | float | Sequence[str] | Sequence[float]
+
+MOST_CANDIDATES = 32
+"""Candidates written into a span, cheapest first; all are in the decision's record."""
+
+
+class Tracing:
+    """The tracer of a real provider. `create` returns None where spans would go nowhere, so that off costs nothing."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("roost.router")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @classmethod
+    def create(cls, provider: TracerProvider | None = None) -> "Tracing | None":
+        """With the given provider, or the process's own. None when that is a no-op."""
+        provider = trace.get_tracer_provider() if provider is None else provider
+        return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
+
+    def request(self, operation: str, path: str, headers: Mapping[str, str], start_ns: int) -> "RequestTrace":
+        """Begin a trace, or go on with the one that the client's `traceparent` names."""
+        parent = self._propagator.extract(headers, context=Context())
+        attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "roost", "http.request.method": "POST", "url.path": path}
+        span = self._tracer.start_span(operation, parent, SpanKind.SERVER, attributes, start_time=start_ns)
+        return RequestTrace(self, span, operation)
+
+    def child(self, name: str, within: Context, kind: SpanKind, start_ns: int | None = None) -> Span:
+        return self._tracer.start_span(name, within, kind, start_time=start_ns)
+
+    def headers(self, span: Span) -> dict[str, str]:
+        """`traceparent` and `tracestate` that make a span the parent of what comes after."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, trace.set_span_in_context(span, otel_context.Context()))
+        return carrier
+
+
+class RequestTrace:
+    """The spans of one request."""
+
+    def __init__(self, tracing: Tracing, span: Span, operation: str) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._operation = operation
+        self._within = trace.set_span_in_context(span, Context())
+
+    def asked(self, model: str, settings: Mapping[str, Value | None]) -> None:
+        """What was asked for, once it is known; settings are names behind `gen_ai.request.`."""
+        self._span.update_name(f"{self._operation} {model}")
+        self._span.set_attribute("gen_ai.request.model", model)
+        for name, value in settings.items():
+            if value is not None:
+                self._span.set_attribute(f"gen_ai.request.{name}", value)
+
+    def decided(self, decision: Decision, start_ns: int, end_ns: int) -> None:
+        """The decision as a span of its own: every candidate with its terms in milliseconds, cheapest first, one event each."""
+        span = self._tracing.child("roost.decide", self._within, SpanKind.INTERNAL, start_ns)
+        if span.is_recording():
+            record = decision.record()
+            span.set_attributes(_decision_attributes(record))
+            for candidate in record.candidates[:MOST_CANDIDATES]:
+                terms = candidate.terms_ms
+                span.add_event(
+                    "roost.candidate",
+                    {
+                        "roost.candidate": f"{candidate.engine}/{candidate.rank}",
+                        "roost.worker_id": candidate.worker_id,
+                        "roost.score_ms": candidate.score_ms,
+                        "roost.term.prefill_ms": terms.prefill,
+                        "roost.term.queue_ms": terms.queue,
+                        "roost.term.decode_ms": terms.decode,
+                        "roost.term.experts_ms": terms.experts,
+                        "roost.overlap_blocks": candidate.overlap_blocks,
+                        "roost.uncached_tokens": candidate.uncached_tokens,
+                    },
+                    timestamp=end_ns,
+                )
+        span.end(end_ns)
+
+    def attempt(self, decision: Decision) -> "AttemptTrace":
+        """The request goes to the chosen rank."""
+        span = self._tracing.child("roost.forward", self._within, SpanKind.CLIENT)
+        worker_id, rank = decision.target.key
+        span.set_attributes(
+            {
+                "roost.decision.id": decision.id,
+                "roost.attempt": decision.ask.attempt,
+                "roost.chosen": decision.target.name,
+                "roost.worker_id": str(worker_id),
+                "roost.dp_rank": rank,
+                "url.full": decision.target.url,
+            }
+        )
+        return AttemptTrace(span, self._tracing.headers(span))
+
+    def end(self, status: int, outcome: str, attributes: Mapping[str, Value | None]) -> None:
+        """The request is over; attributes that are None are left out."""
+        self._span.set_attribute("http.response.status_code", status)
+        self._span.set_attribute("roost.outcome", outcome)
+        for name, value in attributes.items():
+            if value is not None:
+                self._span.set_attribute(name, value)
+        if status >= 500 or outcome not in ("answered", "refused"):
+            self._span.set_attribute("error.type", outcome if status < 500 else str(status))
+            self._span.set_status(Status(StatusCode.ERROR, outcome))
+        self._span.end()
+
+
+class AttemptTrace:
+    """One forward span. `headers` carry it upstream."""
+
+    def __init__(self, span: Span, headers: dict[str, str]) -> None:
+        self._span = span
+        self.headers = headers
+
+    def first_token(self) -> None:
+        self._span.add_event("roost.first_token")
+
+    def end(self, failure: str | None) -> None:
+        if failure is not None:
+            self._span.set_attribute("error.type", failure)
+            self._span.set_status(Status(StatusCode.ERROR, failure))
+        self._span.end()
+
+
+def _decision_attributes(record: DecisionRecord) -> dict[str, Value]:
+    found: dict[str, Value] = {
+        "roost.decision.id": record.id,
+        "roost.chosen": record.chosen,
+        "roost.score_ms": record.candidates[0].score_ms,
+        "roost.tied": record.tied,
+        "roost.candidates": len(record.candidates),
+        "roost.prompt_tokens": record.prompt_tokens,
+        "roost.expected_output_tokens": record.expected_output_tokens,
+        "roost.attempt": record.attempt,
+        "roost.epoch.view": record.epochs.view,
+        "roost.epoch.placement": [f"{engine}:{epoch}" for engine, epoch in record.epochs.placement.items() if epoch is not None],
+        "roost.excluded": [f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MOST_CANDIDATES]],
+    }
+    notes = sorted({candidate.experts_note for candidate in record.candidates if candidate.experts_note})
+    optional = {
+        "roost.runner_up": record.runner_up,
+        "roost.margin_ms": record.margin_ms,
+        "roost.epoch.profile": record.epochs.profile,
+        "roost.replaces": record.replaces,
+        "roost.cause": record.cause,
+        "roost.experts_note": notes or None,
+    }
+    return found | {name: value for name, value in optional.items() if value is not None}

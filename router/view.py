@@ -1,0 +1,276 @@
+"""What is known of engines, placements and profiles: the one mutable state behind rosters. Pure: time comes in as an argument.
+
+State: engines by worker_id, profiles by model, and the rosters made of them, dropped whenever something they were made of
+changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import EngineJoined
+from fleet.layout import Layout
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
+from router.locality import Locality
+from router.reservations import Reservations
+from router.roster import Dialect, Excluded, RankKey, Roster, Target
+
+_DEFAULT_SPEED = EngineSpeed()
+
+
+class Standing(StrEnum):
+    """Where an engine stands; only a live one is routed to. The value is the reason given for leaving it out."""
+
+    UNHEARD = "no heartbeat heard yet"
+    LIVE = "live"
+    DEAD = "dead: its heartbeats stopped"
+    LEFT = "left: it stopped serving on purpose"
+    UNREACHABLE = "unreachable: a connection to it failed and no heartbeat has been heard since"
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One incarnation of an engine. `heard_at`: seconds on the router's clock."""
+
+    joined: EngineJoined
+    heard_at: float
+    placement: Placement | None
+    layout: Layout | None
+    standing: Standing = Standing.UNHEARD
+    locality: Locality | None = None
+    """None: not priced yet"""
+    blocked: str | None = None
+    """why a live engine cannot be used (its tokenizer is missing)"""
+    rows: list[int] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        """Targets of this engine: its ranks, or 1 when the engine is one target."""
+        one_target = self.layout is not None and not self.layout.targets_are_ranks
+        return 1 if one_target or len(set(self.joined.urls)) == 1 else len(self.joined.urls)
+
+    @property
+    def dialect(self) -> Dialect:
+        return "ids" if self.joined.capabilities.token_ids and self.joined.tokenizer is not None else "text"
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no request can be sent here now."""
+        return self.blocked if self.standing is Standing.LIVE else self.standing.value
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The tracker's global profile of a model: float64 [layers, experts], rows sum to 1."""
+
+    version: int
+    table: NDArray[np.float64]
+
+
+class View:
+    """See the module's first lines for what it holds. Methods tell what changed, so that the caller can do the I/O that follows."""
+
+    def __init__(self, reservations: Reservations) -> None:
+        self._reservations = reservations
+        self._engines: dict[int, EngineState] = {}
+        self._profiles: dict[str, Profile] = {}
+        self._rosters: dict[str, Roster] = {}
+        self.version = 0
+        """counts changes; part of every decision"""
+
+    def join(self, joined: EngineJoined, now: float) -> list[int]:
+        """An engine serves. Returns the worker_ids it supersedes (earlier incarnations of its name), which are forgotten.
+
+        ValueError when its placement breaks an invariant or its urls are missing.
+        """
+        if not joined.urls:
+            raise ValueError(f"engine {joined.engine!r} joined without any url")
+        placement = None if joined.placement is None else Placement.from_record(joined.placement)
+        old = self._engines.get(joined.worker_id)
+        state = EngineState(joined, now, placement, joined.layout)
+        if old is not None:
+            state.heard_at, state.blocked = old.heard_at, old.blocked
+            state.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
+            if old.placement is not None and (placement is None or old.placement.epoch > placement.epoch):
+                state.placement, state.layout = old.placement, old.layout
+        superseded = [worker for worker, other in self._engines.items() if other.joined.engine == joined.engine and worker != joined.worker_id]
+        for worker in superseded:
+            self.forget(worker)
+        self._engines[joined.worker_id] = state
+        state.rows = [self._reservations.add_rank((joined.worker_id, rank)) for rank in range(len(joined.urls))]
+        self._changed()
+        return superseded
+
+    def leave(self, worker_id: int) -> bool:
+        """An engine stopped on purpose; streams that still run there are not touched. False when it is unknown."""
+        return self._stand(worker_id, Standing.LEFT)
+
+    def heard(self, worker_id: int, now: float) -> bool:
+        """A sign of life. False when nobody of that id is known."""
+        state = self._engines.get(worker_id)
+        if state is None:
+            return False
+        state.heard_at = now
+        if state.standing is not Standing.LEFT:
+            self._stand(worker_id, Standing.LIVE)
+        return True
+
+    def unreachable(self, worker_id: int) -> None:
+        """A connection failed: not used again before the next sign of life."""
+        state = self._engines.get(worker_id)
+        if state is not None and state.standing is Standing.LIVE:
+            self._stand(worker_id, Standing.UNREACHABLE)
+
+    def sweep(self, now: float, dead_after: float, forget_after: float) -> list[int]:
+        """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten."""
+        for worker, state in self._engines.items():
+            if now - state.heard_at > dead_after and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
+                self._stand(worker, Standing.DEAD)
+        old = [worker for worker, state in self._engines.items() if now - state.heard_at > forget_after]
+        for worker in old:
+            self.forget(worker)
+        return old
+
+    def forget(self, worker_id: int) -> None:
+        state = self._engines.pop(worker_id, None)
+        if state is not None:
+            for rank in range(len(state.joined.urls)):
+                self._reservations.remove_rank((worker_id, rank))
+            self._changed()
+
+    def block(self, worker_id: int, reason: str | None) -> None:
+        """Say why a live engine cannot be used, or (None) that it can."""
+        state = self._engines.get(worker_id)
+        if state is not None and state.blocked != reason:
+            state.blocked = reason
+            self._changed()
+
+    def place(self, worker_id: int, placement: Placement, layout: Layout) -> bool:
+        """An engine serves another placement. False when it is unknown or the epoch is not newer."""
+        state = self._engines.get(worker_id)
+        if state is None or (state.placement is not None and placement.epoch <= state.placement.epoch):
+            return False
+        state.placement, state.layout, state.locality = placement, layout, None
+        self._changed()
+        return True
+
+    def learn(self, model: str, profile: Profile) -> bool:
+        """A model's global profile. False when it is the one already known."""
+        known = self._profiles.get(model)
+        if known is not None and known.version == profile.version:
+            return False
+        self._profiles[model] = profile
+        return True
+
+    def price(self, worker_id: int, epoch: int | None, found: Locality) -> None:
+        """Note what a placement epoch costs under the present profile; ignored when the epoch has passed meanwhile."""
+        state = self._engines.get(worker_id)
+        if state is not None and epoch == (None if state.placement is None else state.placement.epoch):
+            state.locality = found
+            self._changed()
+
+    def engines(self) -> Iterator[EngineState]:
+        return iter(list(self._engines.values()))
+
+    def engine(self, worker_id: int) -> EngineState | None:
+        return self._engines.get(worker_id)
+
+    def profile(self, model: str) -> Profile | None:
+        return self._profiles.get(model)
+
+    def models(self, *, live: bool) -> list[str]:
+        """Names of models, sorted: those of live engines, or of all engines not yet forgotten."""
+        return sorted({state.joined.model for state in self._engines.values() if not live or state.obstacle is None})
+
+    def roster(self, model: str) -> Roster:
+        """The ranks that may serve a model now; empty when there is none."""
+        if model not in self._rosters:
+            if model not in self.models(live=False):
+                return _build(model, list(self._engines.values()), None)  # not kept: clients choose these names
+            self._rosters[model] = _build(model, list(self._engines.values()), self._profiles.get(model))
+        return self._rosters[model]
+
+    def _stand(self, worker_id: int, standing: Standing) -> bool:
+        state = self._engines.get(worker_id)
+        if state is None:
+            return False
+        if state.standing is not standing:
+            state.standing = standing
+            self._changed()
+        return True
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._rosters.clear()
+
+
+def _build(model: str, engines: list[EngineState], profile: Profile | None) -> Roster:
+    """Keep the engines that can serve the model in one dialect and one tokenizer; ids win over text, the first joined over later ones."""
+    serving = [state for state in engines if state.joined.model == model and state.obstacle is None]
+    dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
+    tokenizer = next((state.joined.tokenizer for state in serving if state.dialect == "ids"), None)
+    kept: list[EngineState] = []
+    excluded: list[Excluded] = []
+    for state in engines:
+        reason = _unfit(state, model, dialect, tokenizer)
+        if reason is None:
+            kept.append(state)
+        else:
+            excluded += [Excluded(state.joined.engine, rank, reason) for rank in range(state.ranks)]
+    return _columns(model, dialect, tokenizer, kept, tuple(excluded), profile)
+
+
+def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | None) -> str | None:
+    if state.joined.model != model:
+        return f"serves another model: {state.joined.model}"
+    if state.obstacle is not None:
+        return state.obstacle
+    if state.dialect != dialect:
+        return "takes no token ids, and other engines of this model do"
+    if dialect == "ids" and state.joined.tokenizer != tokenizer:
+        return "its tokenizer differs from that of the engine that joined first"
+    return None
+
+
+def _columns(
+    model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...], profile: Profile | None
+) -> Roster:
+    ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
+    speeds = [state.joined.speed or _DEFAULT_SPEED for state, _ in ranks]
+    targets = tuple(_target(state, rank) for state, rank in ranks)
+    sizes = [state.joined.block_size for state, _ in ranks]
+    return Roster(
+        model=model,
+        dialect=dialect,
+        tokenizer=tokenizer,
+        targets=targets,
+        excluded=excluded,
+        index={target.key: at for at, target in enumerate(targets)},
+        rows=np.array([state.rows[rank] for state, rank in ranks], np.intp),
+        block_size=np.array(sizes, np.int64),
+        max_context=np.array([state.joined.max_context for state, _ in ranks], np.int64),
+        prefill_token_s=np.array([speed.prefill_token for speed in speeds], np.float64),
+        decode_sequence_s=np.array([speed.decode_sequence for speed in speeds], np.float64),
+        decode_block_s=np.array([speed.decode_block for speed in speeds], np.float64),
+        dispatch_s=np.array([speed.dispatch for speed in speeds], np.float64),
+        remote_ranks=np.array([_remote(state, rank) for state, rank in ranks], np.float64),
+        approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
+        block_sizes=tuple(sorted(set(sizes))),
+        profile_version=None if profile is None else profile.version,
+    )
+
+
+def _target(state: EngineState, rank: int) -> Target:
+    key: RankKey = (state.joined.worker_id, rank)
+    note = "not priced yet" if state.locality is None else state.locality.note
+    epoch = None if state.placement is None else state.placement.epoch
+    url = state.joined.urls[rank].rstrip("/").removesuffix("/v1")
+    return Target(state.joined, rank, url, key, f"{state.joined.engine}/{rank}", epoch, note)
+
+
+def _remote(state: EngineState, rank: int) -> float:
+    return 0.0 if state.locality is None or rank >= len(state.locality.remote_ranks) else float(state.locality.remote_ranks[rank])
