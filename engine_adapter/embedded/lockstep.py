@@ -155,7 +155,8 @@ class Lockstep:
         self._group = group
         ranks = 1 if group is None else group.ranks
         self._peers = [_socket_path(run_directory, other) for other in range(ranks) if other != rank]
-        self._control = _bind(_socket_path(run_directory, rank))
+        self._path = Path(_socket_path(run_directory, rank))
+        self._control = _bind(str(self._path))
         self._nudged, self._nudge = socket.socketpair()
         self._nudged.setblocking(False)
         self._nudge.setblocking(False)
@@ -198,10 +199,9 @@ class Lockstep:
 
     def close(self) -> None:
         """Give the sockets up. Not while `sleep` is running: nudge it first."""
-        path = self._control.getsockname()
         for one in (self._control, self._nudged, self._nudge):
             one.close()
-        Path(path).unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
     def _woken_for(self, step: int) -> bool:
         """Read one wake; whether it is for this sleep and not left over from an earlier one."""

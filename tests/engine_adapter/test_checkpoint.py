@@ -159,7 +159,7 @@ def test_a_folder_without_a_config_is_no_checkpoint(tmp_path):
 
 def test_a_config_that_is_not_json_is_named(folder):
     (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="config.json: not JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
         Checkpoint(folder)
 
 
@@ -184,7 +184,7 @@ def test_a_tensor_of_a_dtype_that_is_not_supported_is_named(folder):
 
 def test_a_tensor_nobody_would_read_is_refused(folder):
     change_tensors(folder, lambda tensors: tensors.update({QUERY.replace("weight", "bias"): torch.zeros(64)}))
-    with pytest.raises(CheckpointError, match="unexpected tensor model.layers.1.self_attn.q_proj.bias"):
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.1\.self_attn\.q_proj\.bias"):
         Checkpoint(folder)
 
 

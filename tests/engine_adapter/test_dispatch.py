@@ -65,6 +65,7 @@ def expected(x, chosen, weights):
     return (each * weights.double()[..., None]).sum(dim=1)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_local_dispatch_and_combine_equal_a_dense_float64_reference(data):
     experts, top_k = data.draw(st.sampled_from([(1, 1), (4, 2), (9, 3), (32, 4)]))
@@ -80,6 +81,7 @@ def test_local_dispatch_and_combine_equal_a_dense_float64_reference(data):
         assert sent.counts.sum() == chosen.size
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 5))
 def test_groups_are_sorted_stable_padded_and_complete(slots, least_rows):
     groups = group_by_slot(np.array(slots, np.int64), 8, least_rows)
@@ -92,6 +94,7 @@ def test_groups_are_sorted_stable_padded_and_complete(slots, least_rows):
         assert groups.pair_of_row[begin : begin + len(pairs)].tolist() == pairs
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 8))
 def test_a_rank_serves_its_own_tokens_and_the_others_share_the_replicas_evenly(data, ranks, experts):
     placement = data.draw(placements(ranks, experts))
