@@ -6,7 +6,6 @@ restores it exactly, whatever was held back when it broke.
 
 import codecs
 import io
-import json
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ class CheckpointTokenizer:
 
     def __init__(self, folder: Path) -> None:
         definition = _read_json(folder / "tokenizer.json")
-        self._tokenizer: Tokenizer = Tokenizer.from_str(json.dumps(definition))
+        self._tokenizer = _tokenizer(folder / "tokenizer.json")
         config = _read_json(folder / "config.json")
         self.vocabulary: int = config.get("vocab_size") or self._tokenizer.get_vocab_size(with_added_tokens=True)
         """ids run from 0 to this, exclusive: the model's rows, which may exceed the tokenizer's entries"""
@@ -218,6 +217,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except ValueError as error:
         raise ValueError(f"{path}: not a JSON object ({error}); fetch the checkpoint again") from error
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(path.read_bytes())
+    except Exception as error:  # the library raises nothing more precise
+        raise ValueError(f"{path}: not a tokenizer ({error}); fetch the checkpoint again") from error
 
 
 def _eos(folder: Path, config: dict[str, Any]) -> frozenset[int]:

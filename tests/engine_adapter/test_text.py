@@ -161,3 +161,6 @@ def test_a_broken_tokenizer_file_is_named(byte_folder: Path, tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a JSON object"):
         CheckpointTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
+        CheckpointTokenizer(tmp_path)
