@@ -131,7 +131,8 @@ class DescribeEngine(Event, frozen=True, kw_only=True):
 
 
 class DescribeProfile(Event, frozen=True, kw_only=True):
-    """Request to the tracker: answer with the `ProfilePublished` of a model (of all demand if it has no profile: an empty one)."""
+    """Request to the tracker: answer with the `ProfilePublished` of a model; uniform, with 0 tokens, before anything was reported.
+    `RequestRefused` for a model that no engine has named."""
 
     model: str
 

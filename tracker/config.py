@@ -1,0 +1,40 @@
+"""Settings of the tracker; read once at the composition root."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerConfig:
+    """Time constants, publishing, and the limits of what is kept. ValueError names the field that is out of range."""
+
+    demand_seconds: float = 60.0
+    """time constant of the demand of a rank: what was asked this long ago counts 1/e"""
+    profile_seconds: float = 600.0
+    """time constant of a model's profile"""
+    publish_seconds: float = 2.0
+    """what changed is published so often"""
+    prior_pairs: float = 64.0
+    """(token, k) pairs per layer that speak for the uniform profile before anything was observed"""
+    change: float = 0.1
+    """a silent rank's demand is published again when it has fallen by this share"""
+    least_tokens_per_second: float = 0.01
+    """a rank that asks for less counts as asking for nothing"""
+    shortest_interval_seconds: float = 1e-3
+    longest_interval_seconds: float = 3600.0
+    """a report over a shorter or longer interval is refused"""
+    forget_seconds: float = 30.0
+    """a worker that neither reports nor beats for so long is forgotten"""
+    most_ranks: int = 1024
+    most_models: int = 64
+    most_cells: int = 65536
+    """layers x experts of one table"""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"tracker.{field.name} must be finite and above 0, not {value}")
+        if self.shortest_interval_seconds > self.longest_interval_seconds:
+            raise ValueError(f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest {self.longest_interval_seconds}")
+        if self.change >= 1:
+            raise ValueError(f"tracker.change is a share and must be below 1, not {self.change}")
