@@ -40,7 +40,8 @@ def create_app(service: RouterService, config: RouterConfig, *, tracer_provider:
     """
     keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
     edge = Edge(service, keys, Tracing.create(tracer_provider))
-    app = FastAPI(title="Roost router", openapi_url="/openapi.json")
+    # Spans are `router.tracing`'s; FastAPI's own would be a second trace of every request.
+    app = FastAPI(title="Roost router", openapi_url="/openapi.json", telemetry={"tracing": False, "metrics": False, "logs": False})
     for path, serve in ((CHAT_PATH, edge.chat), (TEXT_PATH, edge.text), (ROUTE_PATH, edge.route)):
         app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))
     _add_reading_routes(app, service, keys)
