@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """What exists once a rank is loaded."""
+class _Loaded:
+    """What the step thread makes of a configuration."""
 
     machine: Machine
     tokenizer: CheckpointTokenizer
@@ -47,7 +47,17 @@ class _Served:
     steps: StepLoop
 
 
-def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[Report], None]) -> _Served:
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A loaded rank and its step thread."""
+
+    loaded: _Loaded
+    thread: threading.Thread
+    ended: "asyncio.Future[None]"
+    """done when the thread is, with what ended it"""
+
+
+def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[Report], None]) -> _Loaded:
     tokenizer = CheckpointTokenizer(config.folder)
     machine = build(config, rank, run_directory)
     facts = FactLog(machine.shape.layers, machine.shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks)
@@ -66,7 +76,7 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         speed=machine.speed,
         tokenizer=tokenizer.archive,
     )
-    return _Served(machine, tokenizer, description, facts, StepLoop(machine, config, tokenizer.eos, facts, report))
+    return _Loaded(machine, tokenizer, description, facts, StepLoop(machine, config, tokenizer.eos, facts, report))
 
 
 class EmbeddedEngine:
@@ -84,7 +94,7 @@ class EmbeddedEngine:
         self._rank = rank
         self._run_directory = run_directory
         self._build = build
-        self._served: _Served | None = None
+        self._running: _Running | None = None
         self._failure: EngineFailed | None = None
         self._open: dict[Answer, Seat] = {}
         """requests that the step thread has not finished; the event loop's"""
@@ -117,14 +127,17 @@ class EmbeddedEngine:
 
     async def start(self) -> None:
         """Load, meet the other ranks, measure speeds, and begin to step. EngineFailed says why when that is impossible."""
-        loaded: concurrent.futures.Future[_Served] = concurrent.futures.Future()
+        loaded: concurrent.futures.Future[_Loaded] = concurrent.futures.Future()
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._ended = asyncio.wrap_future(ended)
-        self._ended.add_done_callback(self._on_end)
         name = f"steps of rank {self._rank}"
-        self._stepper = threading.Thread(target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True)
-        self._stepper.start()
-        self._served = await asyncio.wrap_future(loaded)
+        thread = threading.Thread(target=self._thread, args=(asyncio.get_running_loop(), loaded, ended), name=name, daemon=True)
+        thread.start()
+        try:
+            self._running = _Running(await asyncio.wrap_future(loaded), thread, asyncio.wrap_future(ended))
+        except EngineFailed as failure:
+            self._failure = failure
+            raise
+        self._running.ended.add_done_callback(self._on_end)
 
     async def submit(self, request: GenerationRequest) -> Answer:
         """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
@@ -156,38 +169,43 @@ class EmbeddedEngine:
 
     async def run(self) -> None:
         """Supervise until cancelled, then leave at the next step, or until EngineFailed. Either way no request stays open."""
+        running = self._started
         try:
-            await self._watch()
+            await self._watch(running)
         except asyncio.CancelledError:
-            await self._stop()
+            await self._stop(running)
             raise
         finally:
-            self._alive.steps.leave()
+            running.loaded.steps.leave()
 
-    async def _watch(self) -> None:
+    async def _watch(self, running: _Running) -> None:
         limit = self.config.step_timeout_seconds + _WATCH_SECONDS
         while self._failure is None:
-            await asyncio.wait({self._ended}, timeout=_WATCH_SECONDS)
-            since = self._alive.steps.stepping_since
-            if self._failure is None and since is not None and time.monotonic() - since > limit:
+            await asyncio.wait({running.ended}, timeout=_WATCH_SECONDS)
+            since = running.loaded.steps.stepping_since
+            if since is not None and time.monotonic() - since > limit:
                 self._fail(EngineFailed(f"rank {self._rank}: a step takes longer than {self.config.step_timeout_seconds:g} s (step_timeout_seconds)"))
         self._refuse_if_failed()
 
-    async def _stop(self) -> None:
+    async def _stop(self, running: _Running) -> None:
         """Leave at the next step. Bounded: a step thread that does not come back is left behind; it dies with the process."""
         self._fail(EngineFailed(f"rank {self._rank} is stopping"))
-        self._alive.steps.leave()
-        done, _ = await asyncio.wait({self._ended}, timeout=self.config.stop_timeout_seconds)
+        running.loaded.steps.leave()
+        done, _ = await asyncio.wait({running.ended}, timeout=self.config.stop_timeout_seconds)
         if done:
-            self._stepper.join()  # it has said its last word already
+            running.thread.join()  # it has said its last word already
         else:
             log.warning("rank %d: the step in progress did not end within %g s (stop_timeout_seconds)", self._rank, self.config.stop_timeout_seconds)
 
     @property
-    def _alive(self) -> "_Served":
-        if self._served is None:
+    def _started(self) -> _Running:
+        if self._running is None:
             raise RuntimeError("embedded engine: not started; await start() first")
-        return self._served
+        return self._running
+
+    @property
+    def _alive(self) -> _Loaded:
+        return self._started.loaded
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
@@ -246,7 +264,7 @@ class EmbeddedEngine:
             answer.fail(EngineFailed(str(failure)))
         self._open.clear()
 
-    def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Served]", ended: "concurrent.futures.Future[None]") -> None:
+    def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Loaded]", ended: "concurrent.futures.Future[None]") -> None:
         """The step thread, from loading to its end."""
         try:
             served = _load(self.config, self._rank, self._run_directory, self._build, lambda report: _tell(loop, self._deliver, report))
@@ -255,7 +273,6 @@ class EmbeddedEngine:
             failure = EngineFailed(f"rank {self._rank} cannot start: {error}")
             failure.__cause__ = error
             _settle(loaded, failure)
-            _settle(ended, failure)
             return
         try:
             if _settle(loaded, served):
