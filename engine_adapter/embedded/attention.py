@@ -87,26 +87,26 @@ class Rotary:
 
 def plan_attention(spans: Sequence[Span], rows: int, kv_heads: int, page_tokens: int, rotary: Rotary) -> AttentionPlan:
     """Prepare a step whose tokens are those of `spans`, in order, padded to `rows` rows."""
-    lengths = np.array([span.tokens for span in spans], np.int64)
-    begins = np.cumsum(lengths) - lengths
-    starts = np.array([span.start for span in spans], np.int64)
     positions = np.zeros(rows, np.int64)
-    tokens = int(lengths.sum())
-    positions[:tokens] = np.arange(tokens) + np.repeat(starts - begins, lengths)
-    cells = np.concatenate([_cells(span, page_tokens) for span in spans]) if spans else np.empty(0, np.int64)
-    dtype = rotary.cos.dtype
-    chunks = tuple(_chunk(span, int(begin), page_tokens, dtype) for span, begin in zip(spans, begins, strict=True) if span.tokens > 1)
-    single = [at for at, span in enumerate(spans) if span.tokens == 1]
-    decodes = tuple(_decodes([spans[at] for at in single], begins[single], kv_heads, page_tokens, dtype)) if single else ()
-    return AttentionPlan(*rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, chunks)
-
-
-def _cells(span: Span, page_tokens: int) -> NDArray[np.int64]:
-    if span.tokens == 1:
-        page, offset = divmod(span.start, page_tokens)
-        return np.array([span.pages[page] * page_tokens + offset], np.int64)
-    positions = np.arange(span.start, span.start + span.tokens)
-    return np.asarray(span.pages, np.int64)[positions // page_tokens] * page_tokens + positions % page_tokens
+    cells = np.empty(sum(span.tokens for span in spans), np.int64)
+    chunks: list[Chunk] = []
+    single: list[Span] = []
+    single_rows: list[int] = []
+    begin = 0
+    for span in spans:
+        if span.tokens == 1:
+            positions[begin] = span.start
+            cells[begin] = span.pages[span.start // page_tokens] * page_tokens + span.start % page_tokens
+            single.append(span)
+            single_rows.append(begin)
+        else:
+            here = np.arange(span.start, span.start + span.tokens)
+            positions[begin : begin + span.tokens] = here
+            cells[begin : begin + span.tokens] = np.asarray(span.pages, np.int64)[here // page_tokens] * page_tokens + here % page_tokens
+            chunks.append(_chunk(span, begin, page_tokens, rotary.cos.dtype))
+        begin += span.tokens
+    decodes = tuple(_decodes(single, np.array(single_rows), kv_heads, page_tokens, rotary.cos.dtype)) if single else ()
+    return AttentionPlan(*rotary.at(torch.from_numpy(positions)), torch.from_numpy(cells), decodes, tuple(chunks))
 
 
 def _page_count(span: Span, page_tokens: int) -> int:
