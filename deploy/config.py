@@ -61,9 +61,9 @@ class Configuration:
             places = ", ".join(f"{key} from {setting.source}" for key, setting in chosen.items() if setting.source != "default")
             raise ConfigError(f"[{name}] {error}" + (f" ({places})" if places else "")) from error
 
-    def check(self) -> None:
-        """Build every part once, so that a bad value is refused before anything starts."""
-        for kind in self._sections.values():
+    def check(self, *kinds: type) -> None:
+        """Build these parts once (all without a choice), so that a bad value is refused before anything starts."""
+        for kind in kinds or self._sections.values():
             self.part(kind)
 
     def items(self) -> Iterator[tuple[Key, Setting]]:
@@ -91,12 +91,16 @@ class Configuration:
         return msgspec.json.encode(nested, enc_hook=str).decode()
 
 
-def load(sections: Mapping[str, type], *, file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
+def load(
+    sections: Mapping[str, type], *, file: Path | None, environment: Mapping[str, str], directory: Path, defaults: Mapping[Key, Any] | None = None
+) -> Configuration:
     """Read defaults, file and environment. `file`: as given by --config; None: the variable, or roost.toml in `directory`.
 
-    ConfigError for a file that cannot be read or parsed, and for every key and variable that is unknown or of a wrong type.
+    defaults: beat those of the dataclasses. ConfigError for a file that cannot be read or parsed, and for every key and
+    variable that is unknown or of a wrong type.
     """
     settings = dict(_defaults(sections))
+    settings.update({key: Setting(value, "default") for key, value in (defaults or {}).items()})
     path = _chosen_file(file, environment, directory)
     if path is not None:
         settings.update(_from_file(sections, path))

@@ -91,6 +91,16 @@ async def answers(port: int) -> None:
             await asyncio.sleep(LOOK_SECONDS)
 
 
+async def greet(host: str, port: int) -> None:
+    """Connect and read a NATS server's greeting. OSError when nobody is there, or it is no NATS server."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        if not (await reader.readline()).startswith(b"INFO "):
+            raise ConnectionError(f"{host}:{port} is no NATS server")
+    finally:
+        writer.close()
+
+
 async def ping(host: str, port: int) -> None:
     """One PING with NATS's own protocol. OSError when nobody is there, or it is no NATS server."""
     reader, writer = await asyncio.open_connection(host, port)

@@ -39,7 +39,6 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._elsewhere: list[Path] = []
 
     def log(self, name: str) -> Path:
         """The log file of a child; '/' in its name becomes '-'."""
@@ -49,13 +48,23 @@ class RunDirectory:
         return sorted(self.path.glob("*.log"))
 
     def folder(self, name: str) -> Path:
-        """A new private folder with a path short enough for unix sockets."""
+        """A private folder."""
         path = self.path / name
-        if len(os.fsencode(path)) > LONGEST_SOCKET_FOLDER:
-            path = Path(tempfile.mkdtemp(prefix="roost-"))
-            self._elsewhere.append(path)
         path.mkdir(mode=0o700, exist_ok=True)
         return path
+
+    def meeting_folder(self, name: str) -> Path:
+        """A new private folder with a path short enough for unix sockets; where ours is too long, somewhere else, with a link to it here."""
+        path = self.path / name
+        if len(os.fsencode(path)) <= LONGEST_SOCKET_FOLDER:
+            return self.folder(name)
+        elsewhere = Path(tempfile.mkdtemp(prefix="roost-"))
+        path.symlink_to(elsewhere)
+        return elsewhere
+
+    def drop(self, name: str) -> None:
+        """Remove a folder."""
+        _remove(self.path / name)
 
     def tell(self, running: Running) -> None:
         """Write down what runs, whole or not at all."""
@@ -72,8 +81,6 @@ class RunDirectory:
 
     def clear(self, *, keep_logs: bool) -> None:
         """Remove everything, or everything but the logs."""
-        for path in self._elsewhere:
-            shutil.rmtree(path, ignore_errors=True)
         _clear(self.path, keep_logs=keep_logs)
 
 
@@ -100,8 +107,11 @@ def run_directory(base: Path) -> Iterator[RunDirectory]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield run
-    except BaseException:
+    except Exception:
         run.clear(keep_logs=True)
+        raise
+    except BaseException:  # told to stop
+        run.clear(keep_logs=False)
         raise
     else:
         run.clear(keep_logs=False)
@@ -144,11 +154,16 @@ def _locked(path: Path) -> int | None:
 
 
 def _clear(path: Path, *, keep_logs: bool) -> None:
+    for entry in path.iterdir():
+        if not keep_logs or not entry.name.endswith((".log", ".log.old", "lock")):
+            _remove(entry)
     if not keep_logs:
         shutil.rmtree(path, ignore_errors=True)
-        return
-    for entry in path.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        elif not entry.name.endswith((".log", ".log.old", "lock")):
-            entry.unlink(missing_ok=True)
+
+
+def _remove(entry: Path) -> None:
+    """A file, a folder, or a link and the folder behind it."""
+    if entry.is_dir():
+        shutil.rmtree(entry.resolve(), ignore_errors=True)
+    if entry.is_symlink() or entry.is_file():
+        entry.unlink()

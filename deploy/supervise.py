@@ -12,7 +12,6 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from deploy.lifeline import wrapped
 
@@ -156,14 +155,27 @@ class Unit:
         self._ever_ready = False
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "Unit":
+    def start(self) -> None:
+        """Begin to keep the unit up."""
         self._task = asyncio.create_task(self._keep_up(), name=f"keep {self.name} up")
-        return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def stop(self) -> None:
+        """End its processes, for good; bounded by the grace period."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aenter__(self) -> "Unit":
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the present life serves."""
+        return self._ready.is_set()
 
     async def failed(self) -> None:
         """Return never; raise UnitFailed when the unit is given up."""

@@ -74,7 +74,10 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from deploy.supervise import Child, Command
 async def main():
-    children = [await Child.start(Command(str(n), [sys.executable, "-S", "-c", {FOREVER!r}], Path({str(tmp_path)!r}) / "log")) for n in range(2)]
+    log = Path({str(tmp_path)!r}) / "log"
+    children = [await Child.start(Command(str(n), [sys.executable, "-S", "-u", "-c", {FOREVER!r}], log)) for n in range(2)]
+    while log.read_text().count("up") < 2:
+        await asyncio.sleep(0.01)
     if {state!r} == "stopped":
         children[0].signal(signal.SIGSTOP)
     print(*(child.pid for child in children), flush=True)

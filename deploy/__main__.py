@@ -1,0 +1,51 @@
+"""`python -m deploy ORDER`: a child process of a supervisor, without the weight of the command line. People use `roost`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from migration.config import MigrationConfig
+from tracker.config import TrackerConfig
+
+from bus.config import BusConfig
+from deploy.config import ConfigError, Configuration
+from deploy.doors import CannotListen, adopt
+from deploy.orders import Order
+from deploy.parts import run_part
+from deploy.process import FINAL, print_error
+from deploy.settings import WorkerConfig, named_engine, read_settings
+from engine_adapter.config import AgentConfig
+from router.config import RouterConfig
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the supervisor ordered; the exit status."""
+    try:
+        order = msgspec.json.decode(arguments[0], type=Order)
+        settings = read_settings(Path(order.config), {}, Path.cwd())
+        return run_part(order.part, settings, os.environ, *_arguments(order, settings))
+    except (IndexError, msgspec.DecodeError):
+        print_error("this is for supervisors; the command for people is `roost`")
+    except (ConfigError, CannotListen) as error:
+        print_error(str(error))
+    return FINAL
+
+
+def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
+    """What the part's `serve` takes."""
+    bus, ready = settings.part(BusConfig), Path(order.ready)
+    if order.part == "tracker":
+        return bus, settings.part(TrackerConfig), ready
+    if order.part == "planner":
+        return bus, settings.part(MigrationConfig), ready
+    if order.descriptor is None:
+        raise CannotListen(f"the order of a {order.part} names no listening socket")
+    if order.part == "router":
+        return adopt(order.descriptor), bus, settings.part(RouterConfig), ready
+    return adopt(order.descriptor), order.rank, bus, named_engine(settings), settings.part(AgentConfig), settings.part(WorkerConfig), ready
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""What the commands share: options, settings, output, and errors that people can use."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from deploy.config import ConfigError, Configuration, Key
+from deploy.process import FAILURE, print_error
+from deploy.rundir import Running, home, live_runs
+from deploy.settings import read_settings
+
+USAGE = 2
+"""Exit status of a command that was called, or configured, in a way that cannot work."""
+
+LARGEST_EXACT = 2**53
+"""Up to here every integer is a double."""
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Read settings from this file instead of ./roost.toml.")]
+CONFIG: Path | None = None
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+JSON = False
+NatsOption = Annotated[
+    str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222; default: that of the running `roost up`.")
+]
+NATS: str | None = None
+Flags = Mapping[Key, tuple[str, Any]]
+
+
+def show(text: str) -> None:
+    """Print plain text to standard output, at once: the reader may be a pipe that waits for each line."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A remark that is no part of the output."""
+    sys.stderr.write(f"roost: {text}\n")
+
+
+def in_json(value: Any) -> str:
+    """JSON for programs; integers that a double cannot hold (ids of 64 bits) are text."""
+    return msgspec.json.encode(_safe(msgspec.to_builtins(value))).decode()
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _safe(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_safe(inner) for inner in value]
+    return str(value) if isinstance(value, int) and abs(value) > LARGEST_EXACT else value
+
+
+def console() -> Console:
+    """For words with colour on standard output, where that is a terminal. Lines are never cut."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print aligned columns; nothing is folded or cut, whatever the width of the terminal."""
+    lines = [[escape(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *lines, strict=True)]
+    out = console()
+    for row in (head, *lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        out.print(f"[bold]{text}[/bold]" if row is head else text)
+
+
+def fail(text: str, status: int = FAILURE) -> NoReturn:
+    """End the command with an error that people can use."""
+    print_error(text)
+    raise typer.Exit(status)
+
+
+def settings_from(file: Path | None, flags: Flags, *parts: type) -> Configuration:
+    """The effective configuration; ends the command when it cannot be used by these parts."""
+    try:
+        settings = read_settings(file, os.environ, Path.cwd()).with_flags(flags)
+        settings.check(*parts)
+    except ConfigError as error:
+        fail(str(error), USAGE)
+    return settings
+
+
+def running() -> Running | None:
+    """The one `roost up` of this user that runs now; ends the command when there are several."""
+    found = [run for run in live_runs(home(os.environ)) if run.nats]
+    if len(found) > 1:
+        fail(f"several fleets are running; name one with --nats: {', '.join(str(run.nats) for run in found)}", USAGE)
+    return found[0] if found else None
+
+
+def with_bus(settings: Configuration) -> Configuration:
+    """The same, with the address of the running fleet's NATS where none was named."""
+    if dict(settings.items())["bus", "url"].source != "default":
+        return settings
+    run = running()
+    return (
+        settings
+        if run is None
+        else settings.with_flags({("bus", "url"): ("the running fleet", run.nats), ("bus", "namespace"): ("the running fleet", run.namespace)})
+    )

@@ -1,0 +1,155 @@
+"""`roost router`, `tracker`, `planner`, `worker`: each part alone, for real deployments."""
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from migration.config import MigrationConfig
+from tracker.config import TrackerConfig
+
+from bus.config import BusConfig
+from deploy.commandline import CONFIG, NATS, USAGE, ConfigOption, console, fail, settings_from
+from deploy.config import Configuration
+from deploy.doors import CannotListen, listen
+from deploy.local import Fleet
+from deploy.natsd import NoNats
+from deploy.parts import run_part
+from deploy.process import run as run_process
+from deploy.process import set_up_logging
+from deploy.rundir import home, run_directory
+from deploy.settings import UpConfig, WorkerConfig
+from deploy.supervise import UnitFailed
+from engine_adapter.config import AgentConfig, EmbeddedConfig
+from router.config import RouterConfig
+
+ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key that the plain servers want.")]
+
+
+class EngineKind(StrEnum):
+    """Engines a worker can stand for."""
+
+    embedded = "embedded"
+    openai = "openai"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command("router")(router)
+    app.command("tracker")(tracker)
+    app.command("planner")(planner)
+    app.command("worker")(worker)
+
+
+def router(
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", metavar="URL", help="A plain OpenAI-compatible server; repeat for more. No NATS is needed.")
+    ] = None,
+    api_key_file: ApiKeyOption = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8000]", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
+    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,
+    spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Run the router, before engines on a bus, before plain servers (--backend), or both."""
+    settings = settings_from(
+        config,
+        {
+            ("router", "backends"): ("--backend", backend or None),
+            ("router", "backend_key_file"): ("--api-key-file", api_key_file),
+            ("router", "port"): ("--port", port),
+            ("router", "host"): ("--host", host),
+            ("bus", "url"): ("--nats", nats),
+            ("tracing", "spans"): ("--spans", spans and spans.absolute()),
+        },
+        RouterConfig,
+        BusConfig,
+        UpConfig,
+    )
+    part = settings.part(RouterConfig)
+    bus = None if part.backends and dict(settings.items())["bus", "url"].source == "default" else settings.part(BusConfig)
+    try:
+        door = listen(part.host, part.port)
+    except CannotListen as error:
+        fail(str(error))
+    _end_with("router", settings, door, bus, part, None)
+
+
+def tracker(nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS, config: ConfigOption = CONFIG) -> None:
+    """Run the tracker: what was activated, and how popular it is."""
+    settings = settings_from(config, {("bus", "url"): ("--nats", nats)}, TrackerConfig, BusConfig, UpConfig)
+    _end_with("tracker", settings, settings.part(BusConfig), settings.part(TrackerConfig), None)
+
+
+def planner(nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS, config: ConfigOption = CONFIG) -> None:
+    """Run the planner: which expert belongs where."""
+    settings = settings_from(config, {("bus", "url"): ("--nats", nats)}, MigrationConfig, BusConfig, UpConfig)
+    _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None)
+
+
+def worker(
+    engine: Annotated[
+        EngineKind, typer.Option("--engine", help="embedded: our own engine; openai: any OpenAI-compatible server, by --url.")
+    ] = EngineKind.embedded,
+    url: Annotated[str | None, typer.Option("--url", help="The server behind --engine openai.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The engine's name, unique in the fleet.  [default: engine]", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks of an embedded engine.  [default: 2]", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option("--model", help="embedded: checkpoint folder; openai: which of the served models.")] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address the ranks listen on, as routers reach them.  [default: 127.0.0.1]", show_default=False)
+    ] = None,
+    api_key_file: ApiKeyOption = None,
+    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
+    spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Run one engine that joins the fleet on NATS."""
+    checkpoint = Path(model).absolute() if model is not None and engine is EngineKind.embedded else None
+    settings = settings_from(
+        config,
+        {
+            ("worker", "name"): ("--name", name),
+            ("worker", "host"): ("--host", host),
+            ("engine", "ranks"): ("--ranks", ranks),
+            ("engine", "checkpoint"): ("--model", checkpoint),
+            ("bus", "url"): ("--nats", nats),
+            ("tracing", "spans"): ("--spans", spans and spans.absolute()),
+        },
+        *(WorkerConfig, BusConfig, AgentConfig, UpConfig),
+        *((EmbeddedConfig,) if engine is EngineKind.embedded else ()),
+    )
+    if engine is EngineKind.openai:
+        _plain_worker(settings, url, model, api_key_file)
+    if url is not None:
+        fail("--url belongs to --engine openai", USAGE)
+    set_up_logging(settings.part(UpConfig).log_level)
+    raise typer.Exit(run_process(_embedded_worker(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
+
+
+def _plain_worker(settings: Configuration, url: str | None, model: str | None, api_key_file: Path | None) -> None:
+    from engine_adapter.openai import PlainConfig  # with its HTTP client, which no other command needs
+
+    if url is None:
+        fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)
+    try:
+        key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        plain = PlainConfig(url=url, model=model, api_key=key)
+    except (OSError, ValueError) as error:
+        fail(str(error), USAGE)
+    _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))
+
+
+async def _embedded_worker(settings: Configuration) -> None:
+    out = console()
+    with run_directory(home(os.environ)) as run:
+        out.print(f"[dim]starting; logs are in {run.path}[/dim]")
+        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
+            await fleet.start_engine()
+            await fleet.serve()
+
+
+def _end_with(part: str, settings: Configuration, *arguments: Any) -> NoReturn:
+    """Run a part as this process, and end the command with its status."""
+    raise typer.Exit(run_part(part, settings, os.environ, *arguments))

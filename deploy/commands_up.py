@@ -1,0 +1,98 @@
+"""`roost up`: a whole fleet on this machine."""
+
+import json
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.commandline import CONFIG, NATS, USAGE, ConfigOption, console, fail, settings_from
+from deploy.config import Configuration
+from deploy.doors import CannotListen, listen
+from deploy.local import Fleet
+from deploy.natsd import NoNats
+from deploy.process import run as run_process
+from deploy.rundir import RunDirectory, home, run_directory
+from deploy.settings import SECTIONS, UpConfig, named_engine
+from deploy.spans import TracingError, exporters
+from deploy.supervise import UnitFailed
+from engine_adapter.config import EmbeddedConfig
+from router.config import RouterConfig
+
+
+class EngineKind(StrEnum):
+    """Engines that `roost up` can start itself."""
+
+    embedded = "embedded"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("up")(up)
+
+
+def up(
+    engines: Annotated[int | None, typer.Option("--engines", min=0, help="How many engines.  [default: 1]", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks of each engine.  [default: 2]", show_default=False)] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  [default: the demo model]")
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free one.  [default: 8000]", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
+    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
+    engine: Annotated[EngineKind, typer.Option("--engine", help="Kind of engine.")] = EngineKind.embedded,
+    spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Run NATS, engines, tracker, planner and the router here; Ctrl-C stops everything and leaves nothing behind."""
+    settings = settings_from(
+        config,
+        {
+            ("up", "engines"): ("--engines", engines),
+            ("up", "nats"): ("--nats", nats),
+            ("engine", "ranks"): ("--ranks", ranks),
+            ("engine", "checkpoint"): ("--model", model and model.absolute()),
+            ("router", "port"): ("--port", port),
+            ("router", "host"): ("--host", host),
+            ("tracing", "spans"): ("--spans", spans and spans.absolute()),
+        },
+        *SECTIONS.values(),
+    )
+    try:
+        exporters(os.environ)
+    except TracingError as error:
+        fail(str(error), USAGE)
+    status = run_process(_up(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False)
+    if status == 0:
+        console().print("stopped; nothing is left behind")
+    raise typer.Exit(status)
+
+
+async def _up(settings: Configuration) -> None:
+    out = console()
+    router = settings.part(RouterConfig)
+    with listen(router.host, router.port) as door, run_directory(home(os.environ)) as run:
+        out.print(f"[dim]starting; logs are in {run.path}[/dim]")
+        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
+            await fleet.start_up(door)
+            _tell(settings, fleet, run)
+            try:
+                await fleet.serve()
+            finally:
+                out.print("stopping")
+
+
+def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
+    """What runs, and the first thing to try."""
+    out, model = console(), named_engine(settings).served_model
+    body = json.dumps({"model": model, "stream": True, "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me about Debian."}]})
+    ranks, engines = settings.part(EmbeddedConfig).ranks, settings.part(UpConfig).engines
+    out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
+    for name, place in (("router", fleet.router_url), ("NATS", fleet.nats_url), ("logs", run.path)):
+        out.print(f"  {name:7} {place}")
+    for launcher in fleet.engines:
+        out.print(f"  {launcher.name:7} {' '.join(launcher.urls)}")
+    out.print(f"\nTry:\n  curl -N {fleet.router_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False)
+    out.print("\nCtrl-C stops everything.")

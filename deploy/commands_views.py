@@ -1,0 +1,137 @@
+"""`roost status`, `placement`, `explain`, `events`: what is there, where, why, and what is said.
+
+What does the work is imported when its command runs: the NATS client and the router's values are not for every command.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bus.config import BusConfig
+from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, fail, note, running, settings_from, show, with_bus
+from deploy.config import Configuration
+from fleet.events import STORED, AnyEvent, KvMetrics
+from router.config import RouterConfig
+
+KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
+_STORED = sorted(kind.__name__ for kind in STORED)
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    for command in (status, placement, explain, events):
+        app.command(command.__name__)(command)
+
+
+def status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
+    """Show engines, ranks, their load and epochs, as heard on the bus."""
+    from deploy.view_fleet import show_status
+
+    show_status(_bus_from(config, nats), as_json=as_json)
+
+
+def placement(
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this MoE layer.")] = None,
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Show which expert is where: per engine its epoch, its slots, and the experts of each rank (* where there are replicas)."""
+    from deploy.view_fleet import show_placement
+
+    show_placement(_bus_from(config, nats), layer, as_json=as_json)
+
+
+def explain(
+    prompt: Annotated[str | None, typer.Argument(help="A user message to decide on, without running it.")] = None,
+    decision: Annotated[str | None, typer.Option("--id", metavar="ID", help="Read a served decision back (header x-roost-decision-id).")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Which model.  [default: the first one served]", show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="As in a request.")] = None,
+    router: Annotated[str | None, typer.Option("--router", metavar="URL", help="The router; default: that of the running `roost up`.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")] = None,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Explain a routing decision: every candidate with its terms, the one chosen, the runner-up and the margin."""
+    from deploy.view_decision import RouterDoor, show_decision
+
+    if (prompt is None) == (decision is None):
+        fail('give a prompt, or a decision to read back: roost explain "prompt", or roost explain --id ID', USAGE)
+    door = RouterDoor(router or _router_from(settings_from(config, {}, RouterConfig)), _key(api_key_file))
+    if decision is not None:
+        answer = door.get(f"/v1/decisions/{decision}")
+    else:
+        body: dict[str, Any] = {"model": model or door.first_model(), "messages": [{"role": "user", "content": prompt}]}
+        answer = door.post("/v1/route", body if max_tokens is None else {**body, "max_tokens": max_tokens})
+    if as_json:
+        show(answer.decode())
+    else:
+        show_decision(answer)
+
+
+def events(
+    kind: Annotated[list[str] | None, typer.Option("--kind", metavar="KIND", help=f"Only this kind; repeat for more. Kinds: {', '.join(KINDS)}.")] = None,
+    since: Annotated[str | None, typer.Option("--since", metavar="TIME", help="Replay what is stored first, e.g. 90s, 15m, 1h, 2d.")] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on with what comes; --no-follow needs --since.")] = True,
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Print what is said on the bus, one line per message, until Ctrl-C."""
+    from deploy.view_events import show_events
+
+    wanted, seconds = _kinds(kind or []), None if since is None else _seconds(since)
+    if seconds is not None:
+        wanted = _stored_only(wanted)
+    elif not follow:
+        fail("--no-follow only makes sense with --since: telemetry is not stored", USAGE)
+    show_events(_bus_from(config, nats), wanted, seconds, follow=follow, as_json=as_json)
+
+
+def _bus_from(config: Path | None, nats: str | None) -> BusConfig:
+    """Where the bus is: --nats, the configuration, or the running fleet."""
+    return with_bus(settings_from(config, {("bus", "url"): ("--nats", nats)}, BusConfig)).part(BusConfig)
+
+
+def _router_from(settings: Configuration) -> str:
+    """The router that was configured, or the running fleet's."""
+    chosen = settings.part(RouterConfig)
+    if all(setting.source == "default" for (section, key), setting in settings.items() if section == "router" and key in ("host", "port")):
+        run = running()
+        if run is not None and run.router is not None:
+            return run.router
+    return f"http://{chosen.host}:{chosen.port}"
+
+
+def _key(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text(encoding="utf-8").split("\n")[0].strip()
+    except OSError as error:
+        fail(str(error), USAGE)
+
+
+def _kinds(names: list[str]) -> set[str]:
+    known = {name.lower(): name for name in KINDS}
+    for name in names:
+        if name.lower() not in known:
+            fail(f"no kind {name!r}; kinds: {', '.join(KINDS)}", USAGE)
+    return {known[name.lower()] for name in names}
+
+
+def _stored_only(wanted: set[str]) -> set[str]:
+    for name in sorted(wanted.difference(_STORED)):
+        reason = f"{name} is telemetry and is not stored (readers repair what they miss by snapshots), so it cannot be replayed"
+        fail(f"{reason}; stored kinds: {', '.join(_STORED)}. Without --since it can be followed", USAGE)
+    if not wanted:
+        note(f"replaying the stored kinds ({', '.join(_STORED)}); telemetry is not stored and can only be followed, without --since")
+    return wanted or set(_STORED)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        fail(f"--since {text!r}: use a number and s, m, h or d, e.g. 15m", USAGE)
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,73 @@
+"""Sockets and probes of HTTP on this machine: listening ones, made before anything is served on them, and small questions."""
+
+import asyncio
+import socket
+import urllib.parse
+
+BACKLOG = 2048
+
+
+class CannotListen(Exception):
+    """An address cannot be bound; the text says which, why, and what to do."""
+
+
+class HttpError(Exception):
+    """An HTTP answer other than 200."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}: {body[:300].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket (port 0: any free one) whose connections send without delay. CannotListen says why not."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host!r}: {error.strerror}; give an address of this machine with --host") from error
+    door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by every connection
+        door.bind(address)
+        door.listen(BACKLOG)
+    except OSError as error:
+        door.close()
+        raise CannotListen(
+            f"cannot listen on {host}:{port}: {error.strerror}; is another server there? Choose another with --port (0: any free one)"
+        ) from error
+    return door
+
+
+def adopt(descriptor: int) -> socket.socket:
+    """The listening socket a parent bound for us. CannotListen when the descriptor is none."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise CannotListen(f"file descriptor {descriptor} is no socket: {error.strerror}") from error
+
+
+def url_of(door: socket.socket) -> str:
+    """The base URL under which a listening socket can be reached from this machine."""
+    host, port = door.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def get(url: str, *, seconds: float = 5.0) -> bytes:
+    """The body of a small local page, for probes. HttpError for a status other than 200; OSError, TimeoutError when nobody answers."""
+    parts = urllib.parse.urlsplit(url)
+    async with asyncio.timeout(seconds):
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+        try:
+            writer.write(f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+    words = head.split(None, 2)
+    if len(words) < 2 or not words[1].isdigit():
+        raise ConnectionError(f"{url} does not speak HTTP")
+    if int(words[1]) != 200:
+        raise HttpError(int(words[1]), body)
+    return body

@@ -1,0 +1,262 @@
+"""A whole fleet on this machine: NATS, router, tracker, planner and engines as child processes, started together, stopped in order.
+
+Engines are units of P rank processes: any rank lost, and the others are ended and the engine starts again as a new incarnation
+(new worker_id, new sockets, new meeting place). Everything is ready by being asked: a NATS ping, /health, the ranks' own word
+that the join is recorded, and at last the router's /ready, which it gives once it has heard of an engine.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from bus.config import BusConfig
+from deploy.config import Configuration, without_settings
+from deploy.doors import HttpError, get, listen, url_of
+from deploy.natsd import NatsServer, greet
+from deploy.orders import Order, PartName, RankOrder
+from deploy.rundir import RunDirectory, Running
+from deploy.settings import UpConfig, WorkerConfig
+from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
+from engine_adapter.config import EmbeddedConfig
+
+LOOK_SECONDS = 0.02
+LOG_CARE_SECONDS = 30.0
+NATS_SECONDS = 5.0
+"""for a server somewhere else to greet us"""
+NATS_START_SECONDS = 30.0
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """For children: settings come by file, our packages are found first, and one thread computes (the engine's rule)."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    path = ":".join(part for part in (ours, environment.get("PYTHONPATH", "")) if part)
+    return {**without_settings(environment), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What every child stands on."""
+
+    run: RunDirectory
+    config_file: Path
+    environment: Mapping[str, str]
+
+    def command(self, part: PartName, ready: Path, *, door: socket.socket | None = None, rank: RankOrder | None = None) -> Command:
+        """A Roost process of this very installation; the working directory cannot get into its imports (-P)."""
+        descriptor = None if door is None else door.fileno()
+        order = Order(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, rank=rank)
+        name = part if rank is None else f"{rank.engine}/{rank.rank}"
+        arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
+        keep = () if descriptor is None else (descriptor,)
+        return Command(name=name, arguments=arguments, log=self.run.log(name), environment=self.environment, keep=keep)
+
+
+class EngineLauncher:
+    """The lives of one embedded engine."""
+
+    def __init__(self, name: str, ranks: int, host: str, ground: Ground) -> None:
+        self.name = name
+        self.worker_id: int | None = None
+        """of the present life"""
+        self.urls: tuple[str, ...] = ()
+        self._ranks = ranks
+        self._host = host
+        self._ground = ground
+
+    async def launch(self) -> Incarnation:
+        """A new incarnation: identity, sockets and meeting place of its own."""
+        before, self.worker_id = self.worker_id, secrets.randbits(64)
+        if before is not None:
+            self._ground.run.drop(f"{before:016x}")
+        meet = self._ground.run.meeting_folder(f"{self.worker_id:016x}")
+        doors = [listen(self._host, 0) for _ in range(self._ranks)]
+        self.urls = tuple(url_of(door) for door in doors)
+        orders = [
+            RankOrder(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
+        ]
+        joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
+        commands = [self._ground.command("rank", file, door=door, rank=order) for file, door, order in zip(joined, doors, orders, strict=True)]
+        return Incarnation(commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(doors))
+
+    async def _healthy(self) -> None:
+        for url in self.urls:
+            await _answering(f"{url}/health")
+
+
+def _close(doors: Sequence[socket.socket]) -> None:
+    """Ours only: the ranks have theirs. Kept open, a dead rank's port would still take connections."""
+    for door in doors:
+        door.close()
+
+
+async def _existing(*files: Path) -> None:
+    """Wait until other processes have made these files; a look costs microseconds."""
+    while not all(file.exists() for file in files):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _answering(url: str) -> None:
+    """OSError or TimeoutError unless somebody answers, whatever it is."""
+    with contextlib.suppress(HttpError):
+        await get(url)
+
+
+async def _good(url: str) -> None:
+    """Return once a page answers 200; wait for it without end."""
+    while True:
+        try:
+            await get(url, seconds=2.0)
+        except (HttpError, OSError, TimeoutError):
+            await asyncio.sleep(LOOK_SECONDS)
+        else:
+            return
+
+
+async def _reach_nats(urls: str) -> None:
+    """Whether any of the servers (comma-separated URLs) is there. UnitFailed says what was tried."""
+    troubles = []
+    for url in urls.split(","):
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else f"nats://{url}")
+            async with asyncio.timeout(NATS_SECONDS):
+                return await greet(parts.hostname or "127.0.0.1", parts.port or 4222)
+        except (OSError, ValueError, TimeoutError) as error:
+            troubles.append(f"{url}: {error or 'timed out'}")
+    raise UnitFailed(f"no NATS server at {'; '.join(troubles)}; start one with: nats-server -js")
+
+
+class Fleet:
+    """What one `roost up` or `roost worker` runs, while its context lasts; says what happens through `say`."""
+
+    def __init__(self, settings: Configuration, run: RunDirectory, environment: Mapping[str, str], say: Say) -> None:
+        self.nats_url = ""
+        self.router_url = ""
+        self.engines: list[EngineLauncher] = []
+        self._settings = settings
+        self._worker = settings.part(WorkerConfig)
+        self._policy = Policy(ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds)
+        self._run = run
+        self._environment = environment
+        self._say = say
+        self._phases: list[list[Unit]] = []
+        """units in the order of starting; stopped in the reverse order, those of one phase together"""
+        self._began = time.monotonic()
+
+    async def start_up(self, door: socket.socket) -> None:
+        """Start everything, with the router on a socket that listens, and return when the router is ready.
+
+        UnitFailed, CannotListen, NoNats and OSError say what could not be.
+        """
+        up = self._settings.part(UpConfig)
+        self.router_url = url_of(door)
+        self.nats_url = up.nats or await self._start_nats()
+        await _reach_nats(self.nats_url)
+        ground = self._ground()
+        parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
+        await self._add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
+        await self._add(self._single(ground, "router", door))
+        await self._all_ready()
+        if up.engines:
+            await self._watched(_good(f"{self.router_url}/ready"))
+        self._tell_where()
+
+    async def start_engine(self) -> None:
+        """Start one engine that joins a fleet on a NATS server somewhere, and return when it has joined. UnitFailed says why not."""
+        self.nats_url = self._settings.part(BusConfig).url
+        await _reach_nats(self.nats_url)
+        await self._add(self._engine(self._worker.name, self._ground()))
+        await self._all_ready()
+        self._tell_where()
+
+    async def serve(self) -> None:
+        """Keep everything up until cancelled. UnitFailed when a part is given up."""
+        await self._watched(self._care_for_logs())
+
+    async def __aenter__(self) -> "Fleet":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for phase in reversed(self._phases):
+            await asyncio.gather(*(unit.stop() for unit in phase))
+
+    async def _start_nats(self) -> str:
+        server = NatsServer(self._run.folder("nats"), self._run.log("nats"))
+        await self._add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
+        await self._all_ready()
+        return server.url
+
+    def _ground(self) -> Ground:
+        told = self._settings.with_flags({("bus", "url"): ("the supervisor", self.nats_url)})
+        file = self._run.path / "roost.toml"
+        file.write_text(told.as_toml(), encoding="utf-8")
+        return Ground(self._run, file, child_environment(self._environment))
+
+    def _single(self, ground: Ground, part: PartName, door: socket.socket | None = None) -> Unit:
+        """A part of one process, started in the same way in every life."""
+        ready = self._run.path / f"{part}.ready"
+
+        async def healthy() -> None:
+            await _answering(f"{self.router_url}/health")
+
+        async def launch() -> Incarnation:
+            ready.unlink(missing_ok=True)
+            return Incarnation([ground.command(part, ready, door=door)], ready=lambda: _existing(ready), healthy=healthy if door is not None else None)
+
+        return Unit(part, launch, self._policy, self._say)
+
+    def _engine(self, name: str, ground: Ground) -> Unit:
+        launcher = EngineLauncher(name, self._settings.part(EmbeddedConfig).ranks, self._worker.host, ground)
+        self.engines.append(launcher)
+        return Unit(name, launcher.launch, self._policy, self._say)
+
+    async def _add(self, *units: Unit) -> None:
+        """Start a phase."""
+        self._phases.append([])
+        for unit in units:
+            unit.start()
+            self._phases[-1].append(unit)
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for phase in self._phases for unit in phase]
+
+    async def _all_ready(self) -> None:
+        waiting = [unit for unit in self._units if not unit.is_ready]
+        await self._watched(asyncio.gather(*(self._tell_ready(unit) for unit in waiting)))
+
+    async def _tell_ready(self, unit: Unit) -> None:
+        await unit.ready()
+        self._say(f"{unit.name} is ready ({time.monotonic() - self._began:.1f} s)")
+
+    def _tell_where(self) -> None:
+        namespace = self._settings.part(BusConfig).namespace
+        engines = tuple(launcher.name for launcher in self.engines)
+        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=self.nats_url, router=self.router_url or None, engines=engines))
+
+    async def _watched(self, work: Awaitable[object]) -> None:
+        """Do something while every unit is kept up; UnitFailed when one is given up meanwhile."""
+        task = asyncio.ensure_future(work)
+        failures = [asyncio.create_task(unit.failed(), name=f"watch {unit.name}") for unit in self._units]
+        try:
+            done, _ = await asyncio.wait([task, *failures], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            for ending in (task, *failures):
+                ending.cancel()
+            await asyncio.gather(task, *failures, return_exceptions=True)
+
+    async def _care_for_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CARE_SECONDS)
+            await asyncio.to_thread(self._run.shorten_logs)

@@ -1,0 +1,40 @@
+"""What a supervisor tells a child process, and how the child answers: by making a file once it is ready."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+PartName = Literal["router", "tracker", "planner", "rank"]
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rank of which incarnation of an engine a process is."""
+
+    engine: str
+    rank: int
+    worker_id: int
+    urls: tuple[str, ...]
+    meet: str
+    """folder of this incarnation, where the ranks meet"""
+    replaces: int | None = None
+    """worker_id of the incarnation before, which is dead"""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m deploy` gets as its one argument, as JSON."""
+
+    part: PartName
+    config: str
+    """roost.toml with everything that is set"""
+    ready: str
+    """file to make once the part serves; of rank 0: once the engine's join is recorded"""
+    descriptor: int | None = None
+    """listening socket of a part with an HTTP face"""
+    rank: RankOrder | None = None
+
+
+def tell(ready: Path | None) -> None:
+    """Make the file a supervisor waits for, if there is one."""
+    if ready is not None:
+        ready.touch()

@@ -1,0 +1,29 @@
+"""The planner as a process."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from migration.config import MigrationConfig
+from migration.service import MigrationService
+
+from bus import BusError
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.orders import tell
+from deploy.process import alongside, first_failure, until_ready
+
+EXPECTED = (BusError,)
+
+
+async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | None) -> None:
+    """Serve until cancelled; make the file `ready` once it does. BusError when NATS cannot be reached at start."""
+    subjects = Subjects(bus_config.namespace)
+    async with AsyncExitStack() as stack:
+        bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name="planner")
+        stack.push_async_callback(bus.close)
+        service = MigrationService(bus, subjects, config)
+        running = await stack.enter_async_context(alongside(service.run(), "planner"))
+        await until_ready(service.ready, running)
+        tell(ready)
+        await first_failure([running])

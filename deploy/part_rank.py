@@ -1,0 +1,58 @@
+"""One rank process of the embedded engine: engine, HTTP face and agent, stopped in the order that breaks no stream."""
+
+import logging
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from bus import BusError
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.orders import RankOrder, tell
+from deploy.process import alongside, first_failure, until_ready
+from deploy.serving import HttpFace
+from deploy.settings import WorkerConfig
+from engine_adapter.agent import Agent, Identity
+from engine_adapter.claims import NameTaken
+from engine_adapter.config import AgentConfig, EmbeddedConfig
+from engine_adapter.embedded.engine import EmbeddedEngine
+from engine_adapter.embedded.server import RankApp
+from engine_adapter.engine import EngineFailed
+from engine_adapter.tracing import EngineTracing
+
+EXPECTED = (BusError, EngineFailed)
+FINAL = (NameTaken,)
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    door: socket.socket, order: RankOrder, bus_config: BusConfig, config: EmbeddedConfig, agent_config: AgentConfig, worker: WorkerConfig, ready: Path
+) -> None:
+    """Serve until cancelled. EngineFailed, BusError, NameTaken (perhaps in a group) when that is impossible."""
+    name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
+    who = Identity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(door)
+        bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=name)
+        stack.push_async_callback(bus.close)
+        engine = EmbeddedEngine(config, order.rank, Path(order.meet))
+        await engine.start()
+        agent = Agent(bus, subjects, engine, who, agent_config)
+        stepping = await stack.enter_async_context(alongside(_run(engine, agent), f"steps of {name}"))
+        app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model))
+        face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds))
+        serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP face of {name}"))
+        speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
+        await until_ready(agent.joined, stepping, serving, speaking)
+        log.info("%s serves on %s", name, order.urls[order.rank])
+        tell(ready)
+        await first_failure([stepping, serving, speaking])
+
+
+async def _run(engine: EmbeddedEngine, agent: Agent) -> None:
+    try:
+        await engine.run()
+    except EngineFailed as error:
+        agent.leaving(str(error))
+        raise

@@ -1,0 +1,22 @@
+"""Runs one part as this process. Parts are imported when they are run: a tracker must not load what an engine needs."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.config import Configuration
+from deploy.process import FINAL, print_error, run, set_up_logging
+from deploy.settings import UpConfig
+from deploy.spans import TracingConfig, TracingError, tracing
+
+
+def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
+    """`serve` of the module `deploy.part_<name>`, until it ends or is told to; the process's exit status."""
+    part = importlib.import_module(f"deploy.part_{name}")
+    set_up_logging(settings.part(UpConfig).log_level)
+    try:
+        with tracing(f"roost-{name}", settings.part(TracingConfig), environment):
+            return run(part.serve(*arguments), expected=part.EXPECTED, final=getattr(part, "FINAL", ()))
+    except TracingError as error:
+        print_error(str(error))
+        return FINAL

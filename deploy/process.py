@@ -1,0 +1,123 @@
+"""One process of Roost: its logging, its signals, its loop, its exit status.
+
+SIGTERM, SIGINT and SIGHUP cancel the part once, and it stops cleanly within its own bounds; a second signal ends the process
+at once. Expected errors are one line on standard error and status 1 (2 when trying again would fail in the same way);
+anything else is a bug, and shows its traceback.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvloop
+
+FAILURE = 1
+FINAL = 2
+"""Status of a process that its supervisor need not start again."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+Errors = tuple[type[BaseException], ...]
+
+
+ACCESS = "roost.access"
+"""Logger of the router's request lines, which are JSON already."""
+
+
+def set_up_logging(level: str) -> None:
+    """Log lines to standard error; the router's request lines, bare, to standard output."""
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    lines = logging.StreamHandler(sys.stdout)
+    lines.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger(ACCESS)
+    access.addHandler(lines)
+    access.propagate = False
+
+
+def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = (), fast_loop: bool = True, hint: str = "") -> int:
+    """Run a part until it ends or is told to; its exit status.
+
+    `expected` errors are told in words, followed by `hint`; `final` ones too, and end in status 2.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if fast_loop else None) as runner:
+        try:
+            return runner.run(_until_told(part))
+        except BaseException as error:
+            told = first_of(error, (*expected, *final))
+            if told is None:
+                raise
+            print_error(f"{told}; {hint}" if hint else str(told))
+            return FINAL if isinstance(told, final) else FAILURE
+
+
+def print_error(text: str) -> None:
+    """One expected error, for people and for the end of a log."""
+    sys.stderr.write(f"roost: {text}\n")
+    sys.stderr.flush()
+
+
+def first_of(error: BaseException, kinds: Errors) -> BaseException | None:
+    """The first error of these kinds in an error or in a group of them, however deep."""
+    if isinstance(error, kinds):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            if found := first_of(inner, kinds):
+                return found
+    return None
+
+
+async def _until_told(part: Coroutine[Any, Any, None]) -> int:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(part)
+    told = False
+
+    def stop() -> None:
+        nonlocal told
+        told = True
+        task.cancel()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not told:
+            raise
+    return 0
+
+
+@asynccontextmanager
+async def alongside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[asyncio.Task[None]]:
+    """Run work as a task while the context lasts; then cancel it and wait for its end. Its failure is the reader's to notice."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until_ready(ready: asyncio.Event, *tasks: asyncio.Future[None]) -> None:
+    """Return when an event is set; raise what ended one of these tasks before."""
+    async with alongside(_wait_for(ready), "wait until it is ready") as waiting:
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            await first_failure(tasks)
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def first_failure(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Wait until one of several tasks that should run for ever ends; raise what ended it."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    raise RuntimeError(f"{', '.join(getattr(task, 'get_name', lambda: 'a task')() for task in done)} ended by itself")

@@ -1,0 +1,88 @@
+"""The sections of roost.toml, and Roost's defaults where a part leaves a choice to the composition root."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from migration.config import MigrationConfig
+from tracker.config import TrackerConfig
+
+from bus.config import BusConfig
+from bus.subjects import check_token
+from deploy.config import Configuration, Key, load
+from deploy.spans import TracingConfig
+from engine_adapter.config import AgentConfig, EmbeddedConfig
+from router.config import RouterConfig
+
+DEMO_CHECKPOINT = Path(__file__).parent / "demo_model" / "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One engine as `roost worker` or `roost up` runs it. ValueError names the setting that is out of range."""
+
+    name: str = "engine"
+    """the engine's name; `roost up` appends a number"""
+    host: str = "127.0.0.1"
+    """address that the ranks' HTTP faces listen on, and that routers are told"""
+    drain_seconds: float = 3.0
+    """how long open requests may go on when a rank is asked to stop"""
+    ready_seconds: float = 120.0
+    """from the start of the processes to the engine's join"""
+    grace_seconds: float = 6.0
+    """between asking a process to end and ending it"""
+
+    def __post_init__(self) -> None:
+        check_token("engine name", self.name)
+        _check_above_zero(self, "drain_seconds", "ready_seconds", "grace_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What `roost up` starts. ValueError names the setting that is out of range."""
+
+    engines: int = 1
+    nats: str | None = None
+    """URL of a running NATS server; unset: a private one is started"""
+    log_level: str = "info"
+    """of every part; debug, info, warning or error"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.engines <= 64:
+            raise ValueError(f"engines must be 0..64, not {self.engines}")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ValueError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
+
+
+DEMO_MODEL = "roost-demo"
+SECTIONS: Mapping[str, type] = {
+    "bus": BusConfig,
+    "router": RouterConfig,
+    "tracker": TrackerConfig,
+    "planner": MigrationConfig,
+    "engine": EmbeddedConfig,
+    "agent": AgentConfig,
+    "worker": WorkerConfig,
+    "up": UpConfig,
+    "tracing": TracingConfig,
+}
+DEFAULTS: Mapping[Key, Any] = {("engine", "checkpoint"): DEMO_CHECKPOINT, ("engine", "ranks"): 2}
+
+
+def read_settings(file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
+    """The effective configuration before the command's own flags. ConfigError as `deploy.config.load`."""
+    return load(SECTIONS, defaults=DEFAULTS, file=file, environment=environment, directory=directory)
+
+
+def named_engine(settings: Configuration) -> EmbeddedConfig:
+    """The engine's settings with the model's name: as set, or the demo model's, or (None) the checkpoint folder's."""
+    config = settings.part(EmbeddedConfig)
+    is_demo = config.model is None and config.folder.resolve() == DEMO_CHECKPOINT.resolve()
+    return replace(config, model=DEMO_MODEL) if is_demo else config
+
+
+def _check_above_zero(config: Any, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(config, name) < float("inf"):
+            raise ValueError(f"{name} must be above 0, not {getattr(config, name)}")

@@ -1,0 +1,85 @@
+"""A routing decision in words: asked of a router, before a request is run or after it was served."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+
+from deploy.commandline import console, fail, table
+from router.decision import Candidate, DecisionRecord
+
+ASK_SECONDS = 30.0
+TERMS = ("prefill", "queue", "decode", "experts")
+HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "promised")
+
+
+class RouterDoor:
+    """Asks a router; ends the command with the router's own words when it refuses."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def first_model(self) -> str:
+        """The first model that the router lists."""
+        models = json.loads(self.get("/v1/models"))["data"]
+        if not models:
+            fail(f"the router at {self._url} serves no model yet; `roost status` shows the engines")
+        return str(models[0]["id"])
+
+    def get(self, path: str) -> bytes:
+        """The body of a page."""
+        return self._ask(urllib.request.Request(self._url + path, headers=self._headers))
+
+    def post(self, path: str, body: dict[str, Any]) -> bytes:
+        """The answer to a JSON body."""
+        return self._ask(urllib.request.Request(self._url + path, json.dumps(body).encode(), self._headers))
+
+    def _ask(self, request: urllib.request.Request) -> bytes:
+        try:
+            with self._opener.open(request, timeout=ASK_SECONDS) as answer:
+                content: bytes = answer.read()
+                return content
+        except urllib.error.HTTPError as error:
+            fail(f"the router at {self._url} answers {error.code}: {_reason(error.read())}")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            fail(f"no router at {self._url}: {getattr(reason, 'strerror', None) or reason}; name it with --router URL")
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:300].decode(errors="replace")
+
+
+def show_decision(answer: bytes) -> None:
+    out, record = console(), msgspec.json.decode(answer, type=DecisionRecord)
+    out.print(
+        f"decision {record.id}: [bold]{record.chosen}[/bold] for {record.model}, {record.prompt_tokens} prompt tokens, {record.expected_output_tokens} expected"
+    )
+    table(HEAD, (_row(record, candidate) for candidate in record.candidates))
+    if record.margin_ms is not None:
+        tie = f" ({record.tied} ranks tied; drawn by seed {record.seed})" if record.tied > 1 else ""
+        out.print(f"margin over {record.runner_up}: {record.margin_ms:.3f} ms{tie}")
+    for excluded in record.excluded:
+        out.print(f"excluded: {excluded}")
+    for note in dict.fromkeys(candidate.experts_note for candidate in record.candidates if candidate.experts_note):
+        out.print(f"experts: {note}")
+    placements = ", ".join(f"{engine} {epoch if epoch is not None else '-'}" for engine, epoch in record.epochs.placement.items())
+    out.print(f"epochs: placement {placements}; profile {record.epochs.profile if record.epochs.profile is not None else '-'}; view {record.epochs.view}")
+    if record.replaces is not None:
+        out.print(f"attempt {record.attempt}, in the place of decision {record.replaces}, which failed: {record.cause}")
+
+
+def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:
+    name = f"{candidate.engine}/{candidate.rank}"
+    mark = "chosen" if name == record.chosen else "runner-up" if name == record.runner_up else ""
+    terms = (f"{getattr(candidate.terms_ms, term):.3f}" for term in TERMS)
+    blocks = f"{'~' * candidate.overlap_approximate}{candidate.overlap_blocks}"
+    promised = f"{candidate.load.requests} requests, {candidate.load.prefill_tokens} tokens"
+    return (mark, name, *terms, f"{candidate.score_ms:.3f}", blocks, str(candidate.uncached_tokens), promised)

@@ -1,0 +1,130 @@
+"""The command line: help, exit codes, and errors without tracebacks."""
+
+import json
+import socket
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from deploy.cli import app
+
+COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "explain", "events", "config")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No roost.toml, no running fleet, no settings in the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def roost(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result
+
+
+def refused(status: int, *arguments: str) -> str:
+    """What a command that cannot work says on standard error."""
+    result = roost(*arguments)
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+@pytest.fixture
+def unused_port() -> Iterator[int]:
+    """A port that nobody listens on, held so that nobody gets it."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = roost(command, "--help")
+    assert result.exit_code == 0
+    assert f"roost {command}" in result.output.replace("root ", "roost ")
+    assert command in roost("--help").output
+
+
+def test_the_version_is_printed() -> None:
+    assert roost("--version").exit_code == 0
+
+
+def test_the_effective_configuration_is_printed_with_sources_and_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "roost.toml").write_text("[router]\nport = 8123\n")
+    monkeypatch.setenv("ROOST_UP_ENGINES", "3")
+    printed = roost("config").output
+    assert f"port = 8123  # {tmp_path / 'roost.toml'}:2" in printed
+    assert "engines = 3  # ROOST_UP_ENGINES" in printed
+    assert tomllib.loads(printed)["engine"]["ranks"] == 2
+    assert json.loads(roost("config", "--json").output)["router"]["port"] == {"value": 8123, "source": f"{tmp_path / 'roost.toml'}:2"}
+
+
+@pytest.mark.parametrize("command", ["config", "up", "tracker", "status", "explain"])
+def test_a_bad_configuration_is_a_usage_error_of_every_command(command: str, tmp_path: Path) -> None:
+    (tmp_path / "roost.toml").write_text("[router]\nprot = 1\n")
+    arguments = [command, "hello"] if command == "explain" else [command]
+    assert "roost.toml:2: no key 'prot' in [router]; did you mean port?" in refused(2, *arguments)
+
+
+def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    assert "[up] engines must be 0..64, not 65" in refused(2, "up", "--engines", "65")
+    assert "name an existing folder" in refused(2, "up", "--model", "/no/such/model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explain"], 'roost explain "prompt", or roost explain --id ID'),
+        (["explain", "hello", "--id", "1"], "or roost explain --id"),
+        (["worker", "--engine", "openai"], "--engine openai needs --url"),
+        (["worker", "--engine", "openai", "--url", "server:80"], "must start with http:// or https://"),
+        (["worker", "--url", "http://a"], "--url belongs to --engine openai"),
+        (["worker", "--name", "two words"], "engine name 'two words'"),
+        (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: EngineJoined"),
+        (["events", "--since", "1h", "--kind", "kvmetrics"], "KvMetrics is telemetry and is not stored"),
+        (["events", "--since", "soon"], "use a number and s, m, h or d"),
+        (["events", "--no-follow"], "only makes sense with --since"),
+        (["router", "--backend", "ftp://a"], "'ftp://a' must start with http"),
+        (["config", "--config", "missing.toml"], "cannot read missing.toml"),
+    ],
+)
+def test_misuse_is_a_usage_error_with_the_remedy(arguments: list[str], says: str) -> None:
+    assert says in refused(2, *arguments)
+
+
+def test_unknown_options_and_commands_are_usage_errors() -> None:
+    assert "--nonsense" in refused(2, "up", "--nonsense")
+    assert "nonsense" in refused(2, "nonsense")
+
+
+@pytest.mark.parametrize("command", [["status"], ["placement"], ["events"], ["tracker"], ["planner"], ["worker"]])
+def test_without_nats_a_command_fails_with_address_and_remedy(command: list[str], unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOST_BUS_CONNECT_SECONDS", "0.3")
+    said = refused(1, *command, "--nats", f"nats://127.0.0.1:{unused_port}")
+    assert f"127.0.0.1:{unused_port}" in said
+
+
+def test_without_a_router_explain_fails_with_address_and_remedy(unused_port: int) -> None:
+    said = refused(1, "explain", "hello", "--router", f"http://127.0.0.1:{unused_port}")
+    assert f"no router at http://127.0.0.1:{unused_port}: Connection refused; name it with --router URL" in said
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for command in ("up", "router"):
+            said = refused(1, command, "--port", port, *(["--backend", "http://127.0.0.1:1"] if command == "router" else []))
+            assert f"cannot listen on 127.0.0.1:{port}: Address already in use; is another server there? Choose another with --port" in said
+    assert not (tmp_path / "state").exists()
+
+
+def test_tracing_variables_that_cannot_work_are_usage_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    assert "'zipkin' is not known; use otlp, console or none" in refused(2, "up", "--port", "0")
