@@ -19,16 +19,16 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self._requests = Counter("roost_router_requests", "Requests by outcome", ["model", "outcome"], registry=registry)
+        self.requests = Counter("roost_router_requests", "Requests by outcome", ["model", "outcome"], registry=registry)
         self._decisions = Counter("roost_router_decisions", "Decisions by chosen rank", ["model", "worker_id", "dp_rank"], registry=registry)
         self._retries = Counter("roost_router_retries", "Attempts that failed, by how", ["cause"], registry=registry)
-        self._ttft = Histogram("roost_router_time_to_first_token_seconds", "From request to first token", ["model"], buckets=_LATENCY, registry=registry)
-        self._duration = Histogram("roost_router_request_seconds", "From request to end of answer", ["model"], buckets=_LATENCY, registry=registry)
+        self.ttft = Histogram("roost_router_time_to_first_token_seconds", "From request to first token", ["model"], buckets=_LATENCY, registry=registry)
+        self.duration = Histogram("roost_router_request_seconds", "From request to end of answer", ["model"], buckets=_LATENCY, registry=registry)
         self._overhead = Histogram("roost_router_overhead_seconds", "Time spent deciding, by stage", ["stage"], buckets=_OVERHEAD, registry=registry)
-        self._prompt = Counter("roost_router_prompt_tokens", "Prompt tokens routed", ["model"], registry=registry)
-        self._cached = Counter("roost_router_cached_tokens", "Prompt tokens believed cached where they were routed", ["model"], registry=registry)
-        self._output = Counter("roost_router_output_tokens", "Tokens sent to clients", ["model"], registry=registry)
-        self._lost = Counter(
+        self.prompt = Counter("roost_router_prompt_tokens", "Prompt tokens routed", ["model"], registry=registry)
+        self.cached = Counter("roost_router_cached_tokens", "Prompt tokens believed cached where they were routed", ["model"], registry=registry)
+        self.output = Counter("roost_router_output_tokens", "Tokens sent to clients", ["model"], registry=registry)
+        self.lost = Counter(
             "roost_router_overlap_blocks_lost", "Cached blocks passed by because another term weighed more", ["model"], registry=registry
         )
         self.engines_live = Gauge("roost_router_engines_live", "Engines that requests are routed to", registry=registry)
@@ -39,47 +39,71 @@ class RouterMetrics:
         self.bus_dropped = Gauge("roost_router_bus_messages_dropped", "Messages dropped because the router read too slowly", registry=registry)
         self.tokenise = self._overhead.labels("tokenise")
         self.deciding = self._overhead.labels("decide")
-        self._models: set[str] = set()
-        self._ranks: set[tuple[str, str, str]] = set()
+        self._unknown = _ModelSeries(self, "other")
+        self._models: dict[str, _ModelSeries] = {}
+        self._ranks: dict[tuple[str, int, int], Counter] = {}
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """One decision that was booked."""
-        model = self._model(decision.ask.model)
-        worker, rank = decision.target.key
-        labels = (model, str(worker), str(rank))
-        self._ranks.add(labels)
-        self._decisions.labels(*labels).inc()
-        self._prompt.labels(model).inc(decision.ask.prompt_tokens)
-        self._cached.labels(model).inc(decision.cached_tokens)
+        series = self._series(decision.ask.model)
+        self._rank(series.label, *decision.target.key).inc()
+        series.prompt.inc(decision.ask.prompt_tokens)
+        series.cached.inc(decision.cached_tokens)
         lost = int(decision.overlap_blocks.max()) - int(decision.overlap_blocks[decision.chosen])
         if lost:
-            self._lost.labels(model).inc(lost)
+            series.lost.inc(lost)
         self.deciding.observe(seconds)
 
     def failed(self, how: Failure) -> None:
         self._retries.labels(how.value).inc()
 
     def finished(self, model: str, outcome: str, output_tokens: int, first_token_seconds: float | None, seconds: float) -> None:
-        """One request, however it ended. An unknown model's name is not kept as a label."""
-        label = model if model in self._models else "unknown"
-        self._requests.labels(label, outcome).inc()
+        """One request, however it ended. The name of a model that was never routed is not kept as a label."""
+        series = self._models.get(model) or self._unknown
+        series.outcome(outcome).inc()
         if first_token_seconds is not None:
-            self._ttft.labels(label).observe(first_token_seconds)
-            self._duration.labels(label).observe(seconds)
-            self._output.labels(label).inc(output_tokens)
+            series.ttft.observe(first_token_seconds)
+            series.duration.observe(seconds)
+            series.output.inc(output_tokens)
 
     def forget_worker(self, worker_id: int) -> None:
         """Drop the series of an engine that is gone."""
-        for labels in [labels for labels in self._ranks if labels[1] == str(worker_id)]:
-            self._ranks.discard(labels)
-            self._decisions.remove(*labels)
+        for model, worker, rank in [key for key in self._ranks if key[1] == worker_id]:
+            del self._ranks[model, worker, rank]
+            self._decisions.remove(model, str(worker), str(rank))
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _model(self, model: str) -> str:
+    def _rank(self, model: str, worker_id: int, rank: int) -> Counter:
+        key = (model, worker_id, rank)
+        if key not in self._ranks:
+            self._ranks[key] = self._decisions.labels(model, str(worker_id), str(rank))
+        return self._ranks[key]
+
+    def _series(self, model: str) -> "_ModelSeries":
         if model not in self._models:
             if len(self._models) >= _KNOWN_MODELS:
-                return "other"
-            self._models.add(model)
-        return model
+                return self._unknown
+            self._models[model] = _ModelSeries(self, model)
+        return self._models[model]
+
+
+class _ModelSeries:
+    """The children of one model's label, looked up once."""
+
+    def __init__(self, families: RouterMetrics, label: str) -> None:
+        self.label = label
+        self.ttft = families.ttft.labels(label)
+        self.duration = families.duration.labels(label)
+        self.prompt = families.prompt.labels(label)
+        self.cached = families.cached.labels(label)
+        self.output = families.output.labels(label)
+        self.lost = families.lost.labels(label)
+        self._requests = families.requests
+        self._outcomes: dict[str, Counter] = {}
+
+    def outcome(self, outcome: str) -> Counter:
+        if outcome not in self._outcomes:
+            self._outcomes[outcome] = self._requests.labels(self.label, outcome)
+        return self._outcomes[outcome]

@@ -1,6 +1,7 @@
 """Speaks HTTP to ranks: one keep-alive client for all, every failure translated at this door."""
 
 import asyncio
+import math
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -78,6 +79,11 @@ class Call:
         self._read_any = False
         self._clean = False
         self._response: aiohttp.ClientResponse
+        self._loop = asyncio.get_running_loop()
+        self._silent_at = 0.0
+        """when the rank will have been silent for too long; inf while nobody waits for it"""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._gave_up = False
 
     async def __aenter__(self) -> "Call":
         try:
@@ -97,6 +103,8 @@ class Call:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         if kind is None and self._clean:
             await self._drain()
         self._response.close()  # after a whole answer the connection is back in the pool already, and this does nothing
@@ -112,16 +120,30 @@ class Call:
     async def read(self) -> bytes:
         """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks."""
         seconds = self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds
+        self._silent_at = self._loop.time() + seconds
+        if self._alarm is None:
+            self._alarm = self._loop.call_at(self._silent_at, self._look)
         try:
-            async with asyncio.timeout(seconds):
-                data = await self._response.content.readany()
-        except TimeoutError as error:
-            how = Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT
-            raise UpstreamFailed(how, f"{self._url}: silent for {seconds:g} s") from error
+            data = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
+            if self._gave_up:
+                how = Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT
+                raise UpstreamFailed(how, f"{self._url}: silent for {seconds:g} s") from error
             raise UpstreamFailed(Failure.BROKEN, f"{self._url}: {error or type(error).__name__}") from error
+        finally:
+            self._silent_at = math.inf
         self._read_any = True
         return data
+
+    def _look(self) -> None:
+        """The alarm went off: give the rank up, or set the alarm again. One timer per call, not one per read: most reads are short."""
+        now = self._loop.time()
+        if now >= self._silent_at:
+            self._gave_up = True
+            self._response.close()  # the waiting read fails at once
+            return
+        waiting = self._silent_at - now if self._silent_at < math.inf else self._config.between_tokens_seconds
+        self._alarm = self._loop.call_later(min(waiting, self._config.between_tokens_seconds), self._look)
 
     def whole(self) -> None:
         """The answer is complete: what is left is the end of the stream, and the connection may be used again."""

@@ -40,12 +40,11 @@ def score(roster: Roster, at: NDArray[np.intp], load: Amounts, uncached: NDArray
     `output_tokens` steps. experts: sending each token, computed or emitted, to the expected number of distinct remote ranks.
     """
     token_s = roster.prefill_token_s[at]
-    seconds = (
-        prefill_seconds(token_s, uncached),
-        queue_seconds(token_s, load[PREFILL, at]),
-        decode_seconds(roster.decode_sequence_s[at], roster.decode_block_s[at], load[SEQUENCES, at], load[BLOCKS, at], output_tokens),
-        dispatch_seconds(roster.dispatch_s[at], uncached + output_tokens, roster.remote_ranks[at]),
-    )
-    terms = np.stack([1000.0 * weight * part for weight, part in zip(weights, seconds, strict=True)])
+    terms = np.empty((len(TERMS), len(at)))
+    terms[0] = prefill_seconds(token_s, uncached)
+    terms[1] = queue_seconds(token_s, load[PREFILL, at])
+    terms[2] = decode_seconds(roster.decode_sequence_s[at], roster.decode_block_s[at], load[SEQUENCES, at], load[BLOCKS, at], output_tokens)
+    terms[3] = dispatch_seconds(roster.dispatch_s[at], uncached + output_tokens, roster.remote_ranks[at])
+    terms *= 1000.0 * np.array(weights)[:, None]
     total = terms[0] + terms[1] + terms[2] + terms[3]
     return Scores(terms, total)

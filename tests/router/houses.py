@@ -75,6 +75,10 @@ class MockRank:
         """say nothing more after so many chunks, until the client hangs up"""
         self.garbage_after: int | None = None
         self.forget_finish = False
+        self.hang_up_once = False
+        """close one connection before saying anything"""
+        self.leavers = 0
+        self.peers: set[object] = set()
         self.cached_tokens = 0
         self.url = ""
 
@@ -88,6 +92,12 @@ class MockRank:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         request = msgspec.json.decode(await http.read(), type=RankRequest)
+        assert http.transport is not None
+        self.peers.add(http.transport.get_extra_info("peername"))
+        if self.hang_up_once:
+            self.hang_up_once = False
+            http.transport.abort()
+            return web.Response()
         self.requests.append(request)
         self.headers.append(dict(http.headers))
         self.asked.set()
@@ -98,6 +108,7 @@ class MockRank:
             await self._stream(request, response, http)
         except (asyncio.CancelledError, ConnectionError):
             self.left.set()
+            self.leavers += 1
             raise
         return response
 
