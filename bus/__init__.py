@@ -102,6 +102,7 @@ class Bus(Protocol):
         """Stored messages in order, then (with `follow`) new ones for ever, across reconnects, none lost, none twice.
 
         since: only those stored in the last so many seconds. latest: of the past, only the last one of each subject.
+        With `follow` nothing is raised for a broken connection, however long; without, BusError after a bounded wait.
         Leave the iteration through `contextlib.aclosing` to give its resources back at once.
         """
         ...

@@ -51,29 +51,29 @@ class MemoryBroker:
         self._followers: set[asyncio.Event] = set()
         self._claims: dict[str, Claim] = {}
         self._revision = 0
-        self._up = asyncio.Event()
-        self._up.set()
+        self._reachable = True
+        self._waiting: set[asyncio.Event] = set()
 
     # Connections
 
     @property
     def reachable(self) -> bool:
-        return self._up.is_set()
+        return self._reachable
 
     @reachable.setter
     def reachable(self, reachable: bool) -> None:
-        if reachable:
-            self._up.set()
-        else:
-            self._up.clear()
+        self._reachable = reachable
+        for event in self._waiting:
+            event.set()
 
-    async def standing(self, seconds: float) -> None:
-        """Wait until the broker can be reached; BusError when that takes longer."""
+    @contextmanager
+    def waiting(self, event: asyncio.Event) -> Iterator[None]:
+        """The event is set whenever `reachable` is."""
+        self._waiting.add(event)
         try:
-            async with asyncio.timeout(seconds):
-                await self._up.wait()
-        except TimeoutError as error:
-            raise BusError(f"the broker was not reachable for {seconds} s") from error
+            yield
+        finally:
+            self._waiting.discard(event)
 
     # Passing on and storing
 
@@ -184,7 +184,8 @@ class MemoryBus:
         self._config = self.broker.config
         self._rejected = Rejected()
         self._inboxes: set[Inbox] = set()
-        self._followers: set[asyncio.Event] = set()
+        self._awaited: set[asyncio.Event] = set()
+        """set when the bus is closed"""
         self._closed = False
         self._voice = Outbox(self._keep_parcel)
         self._recorder = Outbox(self.put_blob)
@@ -253,7 +254,7 @@ class MemoryBus:
 
     async def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
         audible(subject)
-        await self._standing(self._config.record_seconds)
+        await self._standing(None if follow else self._config.record_seconds)
         past = self.broker.after(0, subject)
         cursor = self.broker.last
         if latest:
@@ -268,7 +269,7 @@ class MemoryBus:
         if not follow:
             return
         new = asyncio.Event()
-        self._followers.add(new)
+        self._awaited.add(new)
         try:
             with self.broker.following(new):
                 while not self._closed:
@@ -279,7 +280,7 @@ class MemoryBus:
                             yield received
                     await new.wait()
         finally:
-            self._followers.discard(new)
+            self._awaited.discard(new)
 
     async def _opened(self, entry: Stored) -> Received | None:
         try:
@@ -338,16 +339,28 @@ class MemoryBus:
             return _verified(digest, self.broker.parcels[digest][1])
         return await self.get_blob(digest)
 
-    async def _standing(self, seconds: float) -> None:
+    async def _standing(self, seconds: float | None) -> None:
+        """Wait until the broker can be reached (None: for ever); BusError when that takes longer, or the bus is closed."""
+        changed = asyncio.Event()
+        self._awaited.add(changed)
+        try:
+            async with asyncio.timeout(seconds):
+                with self.broker.waiting(changed):
+                    while not self._closed and not self.broker.reachable:
+                        changed.clear()
+                        await changed.wait()
+        except TimeoutError as error:
+            raise BusError(f"the broker was not reachable for {seconds} s") from error
+        finally:
+            self._awaited.discard(changed)
         if self._closed:
             raise BusError("this bus is closed")
-        await self.broker.standing(seconds)
 
     async def close(self) -> None:
         self._closed = True
         for inbox in self._inboxes:
             inbox.close()
-        for event in self._followers:
+        for event in self._awaited:
             event.set()
 
 

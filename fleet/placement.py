@@ -11,6 +11,8 @@ from fleet.experts import ExpertId
 
 EMPTY = -1
 """Value of a slot that holds no expert."""
+MOST_CELLS = 1 << 27
+"""layers x ranks x experts of the largest placement that is taken seriously: what arrives from elsewhere must not exhaust memory."""
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,10 @@ class Placement:
 
     def _check(self) -> None:
         table = self.expert_of_slot
+        if not 1 <= self.experts <= table.shape[1]:
+            raise ValueError(f"placement: {self.experts} experts do not fit into the {table.shape[1]} slots of a layer")
+        if self.layers * self.ranks * self.experts > MOST_CELLS:
+            raise ValueError(f"placement: {self.layers} layers x {self.ranks} ranks x {self.experts} experts are more than {MOST_CELLS} cells")
         outside = np.argwhere((table < EMPTY) | (table >= self.experts))
         if len(outside):
             layer, slot = outside[0]

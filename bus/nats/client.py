@@ -117,18 +117,27 @@ class NatsBus:
     async def replay(self, subject: str, *, since: float | None = None, latest: bool = False, follow: bool = True) -> AsyncIterator[Received]:
         audible(subject)
         start = None if since is None else datetime.now(UTC) - timedelta(seconds=since)
-        storage, horizon = self._storage, await self._storage.last()
+        storage, horizon = self._storage, await self._horizon(subject, patient=follow)
         sections = []
         if latest:
-            sections.append(storage.section(storage.stream, subject, latest=True, start=start, until=horizon))
+            sections.append(storage.section(storage.stream, subject, latest=True, start=start, until=horizon, patient=follow))
             start = None
         if follow or not latest:
-            sections.append(storage.section(storage.stream, subject, start=start, after=horizon if latest else 0, until=None if follow else horizon))
+            after, until = horizon if latest else 0, None if follow else horizon
+            sections.append(storage.section(storage.stream, subject, start=start, after=after, until=until, patient=follow))
         for section in sections:
             async with aclosing(section):
                 async for message in section:
                     if received := await self._opened(message, patient=follow):
                         yield received
+
+    async def _horizon(self, subject: str, *, patient: bool) -> int:
+        """What is stored at present ends here."""
+        while True:
+            try:
+                return await self._storage.last()
+            except BusError as error:
+                self._storage.bear(error, subject, patient=patient and not self._link.closing)
 
     async def _opened(self, message: Msg, *, patient: bool) -> Received | None:
         """A stored message; None when it is refused. patient: wait for its content for as long as the store cannot be reached."""
@@ -138,9 +147,8 @@ class NatsBus:
             except Refused as refusal:
                 self._rejected.count(refusal.reason)
                 return None
-            except BusError:
-                if self._link.closing or not patient:
-                    raise
+            except BusError as error:
+                self._storage.bear(error, message.subject, patient=patient and not self._link.closing)
 
     async def read_claim(self, key: str) -> Claim | None:
         return await self._storage.read_claim(key)

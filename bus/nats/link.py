@@ -26,6 +26,8 @@ SMALLEST_MAX_PAYLOAD = LARGE + 64 * 1024
 RETRY_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
 UNANSWERED_PINGS = 2
+FULL = 10077
+"""JetStream's error code for "maximum bytes exceeded" (sent as service unavailable, but waiting does not help)."""
 
 GONE = (errors.NoRespondersError, js_errors.NoStreamResponseError, js_errors.ServiceUnavailableError, js_errors.NotFoundError)
 """What a server says that has no JetStream, or lost its store."""
@@ -33,10 +35,16 @@ TRANSIENT = (TimeoutError, OSError, errors.ConnectionClosedError, errors.Outboun
 """After these, the same may succeed a moment later."""
 
 
+def is_full(error: BaseException | None) -> bool:
+    return isinstance(error, js_errors.APIError) and error.err_code == FULL
+
+
 def because(error: BaseException | None) -> str:
     """An error of nats-py and what to do about it."""
     if error is None:
         return "no connection; is the NATS server running?"
+    if is_full(error):
+        return f"{error}; it is full: raise its max_bytes on the server (the bus.*_bytes settings hold for new ones)"
     remedy = "start the NATS server with JetStream (-js)" if isinstance(error, GONE) else "is the NATS server well?"
     return f"{str(error) or type(error).__name__}; {remedy}"
 
@@ -164,6 +172,8 @@ class Link:
                     try:
                         return await attempt()
                     except TRANSIENT as error:
+                        if is_full(error):
+                            raise BusError(f"{what}: {because(error)}") from error
                         trouble = error
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError as error:

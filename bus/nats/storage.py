@@ -23,7 +23,7 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost
-from bus.nats.link import GONE, Link, because
+from bus.nats.link import GONE, Link, because, is_full
 from bus.subjects import Subjects, check_key
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,9 @@ class Storage:
         async def furnished() -> T:
             try:
                 return await attempt()
-            except GONE:
-                await self.furnish()
+            except GONE as error:
+                if not is_full(error):
+                    await self.furnish()
                 raise
 
         return await self._link.until_done(what, self._config.record_seconds, furnished)
@@ -166,12 +167,20 @@ class Storage:
         return await self.done(f"looking at {stream}", ask)
 
     async def section(
-        self, stream: str, subject: str, *, latest: bool = False, start: datetime | None = None, after: int = 0, until: int | None = None
+        self,
+        stream: str,
+        subject: str,
+        *,
+        latest: bool = False,
+        start: datetime | None = None,
+        after: int = 0,
+        until: int | None = None,
+        patient: bool = False,
     ) -> AsyncGenerator[Msg, None]:
         """Stored messages of a subject in order, those behind sequence `after`; with `latest` the last one of each subject.
 
-        until: the last sequence of interest; ends there, or when there are no more. None: never ends (then nothing is raised).
-        Whatever happens to connection and server, it goes on behind the last one given.
+        until: the last sequence of interest; ends there, or when there are no more. None: never ends. patient: wait for ever when
+        the store cannot be reached; otherwise BusError. Whatever happens meanwhile, it goes on behind the last one given.
         """
         cursor = after
         born: datetime | None = None
@@ -182,7 +191,7 @@ class Storage:
                     if before not in (None, born):
                         logger.error("the NATS server lost what was stored in %s; following it from its new beginning", stream)
                         cursor = 0
-                async with self._run(stream, subject, _policy(latest, start, cursor), patient=until is None) as run:
+                async with self._run(stream, subject, _policy(latest, start, cursor), patient=patient) as run:
                     if until is not None and run.pending == 0:
                         return
                     async for message in run:
@@ -196,10 +205,14 @@ class Storage:
                         if until is not None and place.num_pending == 0:
                             return
             except BusError as error:
-                if until is not None:
-                    raise
-                if not self._link.closing:
-                    logger.warning("following %s: %s; trying again", subject, error)
+                self.bear(error, subject, patient=patient)
+
+    def bear(self, error: BusError, subject: str, *, patient: bool) -> None:
+        """What a patient reader makes of an error: a line in the log. Raises it for others."""
+        if not patient:
+            raise error
+        if not self._link.closing:
+            logger.warning("following %s: %s; trying again", subject, error)
 
     @asynccontextmanager
     async def _run(self, stream: str, subject: str, policy: dict[str, Any], *, patient: bool) -> AsyncIterator[Run]:
@@ -287,7 +300,7 @@ class Storage:
             except js_errors.ObjectNotFoundError:
                 await store.put(digest, content)
 
-        await self.done(f"storing {len(content)} bytes in {bucket} (is it full?)", keep)
+        await self.done(f"storing {len(content)} bytes in {bucket}", keep)
         return digest
 
     async def held(self, bucket: str, digest: str) -> bytes | None:

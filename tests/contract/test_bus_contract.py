@@ -585,6 +585,20 @@ async def test_recording_gives_up_in_bounded_time_and_says_what_to_do(shaky_hous
     await bus.record(shaky_house.subjects.membership("e"), left(2))
 
 
+async def test_a_replay_that_begins_in_an_outage_waits_when_it_follows_and_raises_when_it_does_not(shaky_house: Any) -> None:
+    bus = await shaky_house.client(replace(shaky_house.config, record_seconds=0.2))
+    subjects = shaky_house.subjects
+    await bus.record(subjects.membership("e"), left(1))
+    await shaky_house.fail()
+    following = [asyncio.create_task(take(bus.replay(subjects.membership(), latest=latest), 1)) for latest in (False, True)]
+    with pytest.raises(BusError):
+        await collected(bus.replay(subjects.membership(), follow=False))
+    await asyncio.sleep(0.3)
+    await shaky_house.recover()
+    for task in following:
+        assert [received.message for received in await soon(task)] == [left(1)]
+
+
 async def test_requests_while_disconnected_end_in_time_and_serving_goes_on_afterwards(shaky_house: Any) -> None:
     asker, server = await shaky_house.client(), await shaky_house.client()
     async with server.serve(shaky_house.subjects.describe_profile, empty_profile):
