@@ -1,5 +1,6 @@
 """`python -m deploy ORDER`: a child process of a supervisor, without the weight of the command line. People use `roost`."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -48,4 +49,8 @@ def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    # Everything was stopped in order by now; taking the interpreter and torch apart would cost a second more.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
