@@ -9,7 +9,6 @@ direct and routed rounds and reports medians. Tokenising is measured in this pro
 
 import asyncio
 import contextlib
-import os
 import socket
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,28 +75,23 @@ def body(cell: Cell) -> bytes:
     return msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8, "stream": cell.stream})
 
 
-@contextlib.contextmanager
-def process(arguments: list[str], ready: str | None, environment: dict[str, str] | None = None) -> Iterator[None]:
-    """A child that has answered `ready` (a URL), or printed a line when that is None; ended with the context."""
-    out = subprocess.PIPE if ready is None else subprocess.DEVNULL
-    child = subprocess.Popen(arguments, stdout=out, stderr=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **(environment or {})})
+@contextlib.asynccontextmanager
+async def process(arguments: list[str], ready: str) -> AsyncIterator[None]:
+    """A child that answers `ready` (a URL); ended with the context. The event loop goes on meanwhile: mocks must keep their hearts beating."""
+    child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
-        if child.stdout is not None:
-            child.stdout.readline()
-        else:
-            _await_url(str(ready), child)
+        await asyncio.to_thread(_await_url, ready, child)
         yield
     finally:
-        child.terminate()
-        child.wait(10)
-        if child.stdout is not None:
-            child.stdout.close()
+        if child.returncode is None:
+            child.terminate()
+        await asyncio.wait_for(child.wait(), 10)
 
 
-def _await_url(url: str, child: subprocess.Popen[bytes]) -> None:
+def _await_url(url: str, child: asyncio.subprocess.Process) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if child.poll() is not None:
+        if child.returncode is not None:
             raise RuntimeError(f"the process behind {url} ended with {child.returncode}")
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1):
             return
@@ -203,7 +197,7 @@ async def router(door: str, tracing: bool, nats_url: str, mocks: list[int]) -> A
     with tempfile.TemporaryDirectory() as folder:
         if tracing:
             arguments += ["--spans", f"{folder}/spans.jsonl"]
-        with process(arguments, f"http://127.0.0.1:{port}/ready"):
+        async with process(arguments, f"http://127.0.0.1:{port}/ready"):
             yield port
 
 
@@ -215,10 +209,10 @@ async def run(quick: bool, report: Report) -> dict[Cell, Measured]:
     nats_url = f"nats://127.0.0.1:{nats_port}"
     async with contextlib.AsyncExitStack() as stack:
         for port in mocks:
-            stack.enter_context(process([sys.executable, "-m", "benchmarks.rig.mock_engine", str(port)], None))
+            await stack.enter_async_context(process([sys.executable, "-m", "benchmarks.rig.mock_engine", str(port)], f"http://127.0.0.1:{port}/v1/models"))
         store, health = stack.enter_context(tempfile.TemporaryDirectory()), free_port()
         server = [str(BIN / "nats-server"), "-a", "127.0.0.1", "-p", str(nats_port), "-m", str(health), "-js", "-sd", store]
-        stack.enter_context(process(server, f"http://127.0.0.1:{health}/healthz"))
+        await stack.enter_async_context(process(server, f"http://127.0.0.1:{health}/healthz"))
         await stack.enter_async_context(mock_fleet(nats_url, mocks, subjects))
         for door, tracing in (("kv", False), ("kv", True), ("plain", False), ("plain", True)):
             chosen = [cell for cell in cells(quick) if (cell.door, cell.tracing) == (door, tracing)]

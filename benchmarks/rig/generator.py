@@ -1,6 +1,6 @@
 """One side of the engine benchmark, in a process of its own: reads batches of prompts from standard input, generates greedily, says how long it took.
 
-    python -m benchmarks.rig.generator transformers
+    python -m benchmarks.rig.generator transformers THREADS
     python -m benchmarks.rig.generator roost RANK RANKS RUN_DIRECTORY
 
 A line in: `{"prompts": [[ids]], "tokens": n}`. A line out: `{"seconds": s, "outputs": [[ids]]}`. The first line out is `{"ready": true}`.
@@ -37,11 +37,12 @@ def say(message: object) -> None:
     sys.stdout.buffer.flush()
 
 
-def transformers_side() -> Callable[[Batch], list[list[int]]]:
-    """HF `generate` with its defaults: fp32, sdpa, grouped experts, as many threads as torch takes. Prompts must be of one length."""
+def transformers_side(threads: int) -> Callable[[Batch], list[list[int]]]:
+    """HF `generate` with its defaults: fp32, sdpa, grouped experts. Prompts must be of one length."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
 
     def generate(batch: Batch) -> list[list[int]]:
@@ -55,8 +56,8 @@ def transformers_side() -> Callable[[Batch], list[list[int]]]:
     return generate
 
 
-def serve_transformers() -> None:
-    generate = transformers_side()
+def serve_transformers(threads: int) -> None:
+    generate = transformers_side(threads)
     say({"ready": True})
     for line in sys.stdin.buffer:
         batch = msgspec.json.decode(line, type=Batch)
@@ -86,6 +87,6 @@ async def serve_roost(rank: int, ranks: int, run_directory: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "transformers":
-        serve_transformers()
+        serve_transformers(int(sys.argv[2]))
     else:
         asyncio.run(serve_roost(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))

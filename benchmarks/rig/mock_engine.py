@@ -6,6 +6,7 @@ a plain server. Started as a process of its own: `python -m benchmarks.rig.mock_
 
 import asyncio
 import sys
+from typing import cast
 
 import msgspec
 import uvloop
@@ -67,8 +68,7 @@ class MockEngine(asyncio.Protocol):
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -96,7 +96,6 @@ class MockEngine(asyncio.Protocol):
 
 async def _serve(port: int) -> None:
     server = await asyncio.get_running_loop().create_server(MockEngine, "127.0.0.1", port)
-    print("ready", flush=True)
     async with server:
         await server.serve_forever()
 
