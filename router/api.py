@@ -57,9 +57,10 @@ def create_app(service: RouterService, config: RouterConfig, *, tracer_provider:
     keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
     edge = Edge(service, keys, Tracing.create(tracer_provider))
     # Spans are `router.tracing`'s; FastAPI's own would be a second trace of every request.
-    app = FastAPI(title="Roost router", openapi_url="/openapi.json", telemetry={"tracing": False, "metrics": False, "logs": False})
-    for path, serve in ((CHAT_PATH, edge.chat), (TEXT_PATH, edge.text), (ROUTE_PATH, edge.route)):
-        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))
+    app = RouterApp(title="Roost router", openapi_url="/openapi.json", telemetry={"tracing": False, "metrics": False, "logs": False})
+    app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route}
+    for path, serve in app.hot.items():
+        app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # other methods are answered 405
     _add_reading_routes(app, service, keys)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

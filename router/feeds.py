@@ -57,6 +57,8 @@ class Feeds:
         self._threads = threads
         self._clock = clock
         self._forget = forget
+        self.listening = asyncio.Event()
+        """set once nothing said on the bus is missed any more"""
         self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
         self._strangers: Chores[int] = Chores(256)
         self._unpriced: Chores[int] = Chores(65_536)
@@ -67,6 +69,7 @@ class Feeds:
         async with AsyncExitStack() as stack:
             kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
             said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics, subjects.profiles))
+            self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
             tasks.create_task(self._follow(subjects.placements()), name="follows placements")

@@ -19,8 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
+from fleet.blocks import sequence_hashes
 from fleet.completions import Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage
-from fleet.events import Capabilities, EngineHeartbeat, EngineJoined
+from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import linear
@@ -33,6 +34,8 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"
 )
 SCRIPT = "Das Blässhuhn 🐣 baut sein Nest — naïve façade, 東京タワー, and plain words in a row; "
+WORKER = 2**64 - 3
+"""The worker_id of KV events, unless told otherwise."""
 SHAPE = ModelShape(layers=2, experts=4, top_k=2, hidden=8, expert_intermediate=8)
 
 
@@ -160,6 +163,14 @@ def chat(content: str = "hello there", **more: Any) -> dict[str, Any]:
 def rendered(content: str) -> str:
     """What TEMPLATE makes of it."""
     return f"user: {content}\nassistant: "
+
+
+def stored(local: Sequence[int], behind: Sequence[int] = (), worker: int = WORKER, rank: int = 0) -> RoutedKvEvent:
+    """Blocks with these local hashes, behind a prefix given by its local hashes."""
+    chained = sequence_hashes([*behind, *local])
+    blocks = tuple(KvBlock(block, own) for block, own in zip(chained[len(behind) :], local, strict=True))
+    parent = chained[len(behind) - 1] if behind else None
+    return RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=KvChange(stored=KvStored(blocks=blocks, parent_hash=parent))))
 
 
 def _settled(text: str) -> str:
@@ -290,6 +301,8 @@ def engine_joined(engine: str, urls: Sequence[str], tokenizer: str | None, *, wo
 async def running(service: RouterService) -> AsyncIterator[RouterService]:
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(service.run(), name="runs the router's service")
+        if service.feeds is not None:
+            await service.feeds.listening.wait()
         try:
             yield service
         finally:

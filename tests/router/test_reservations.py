@@ -1,0 +1,215 @@
+"""Load: promised at once, counted once, never negative, never left behind."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fleet.events import Capabilities
+from router.config import RouterConfig
+from router.kv_index import KvIndex
+from router.picker import Need, Picker
+from router.prefixes import Prefixes
+from router.prompt import TokenPrompt
+from router.reservations import Booking, Reservations
+from router.view import View
+from tests.router.houses import engine_joined
+
+
+def loads(reservations: Reservations, row: int, now: float = 0.0) -> list[int]:
+    return reservations.load(np.array([row]), now)[:, 0].tolist()
+
+
+def test_a_booking_counts_at_once_and_ends_in_two_steps() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    booking = reservations.book(row, (100, 1, 8), 0.0)
+    assert loads(reservations, row) == [100, 1, 8]
+    reservations.first_token(booking)
+    assert loads(reservations, row) == [0, 1, 8]
+    reservations.release(booking)
+    reservations.release(booking)
+    assert loads(reservations, row) == [0, 0, 0]
+    assert reservations.open_bookings == 0
+
+
+def test_a_report_that_contains_a_booking_replaces_it() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    booking = reservations.book(row, (100, 1, 8), 0.0)
+    reservations.report("a", (60, 1, 8), 0.2)
+    assert loads(reservations, row, 0.2) == [60, 1, 8]
+    reservations.release(booking)
+    assert loads(reservations, row, 0.2) == [0, 0, 0]
+
+
+def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    reservations.book(row, (100, 1, 8), 0.0)
+    reservations.report("a", (100, 1, 8), 0.05)
+    assert loads(reservations, row, 0.05) == [100, 1, 8]
+    reservations.book(row, (50, 1, 4), 0.06)  # this one it cannot contain
+    assert loads(reservations, row, 0.06) == [150, 2, 12]
+    reservations.report("a", (150, 2, 12), 0.2)
+    assert loads(reservations, row, 0.2) == [150, 2, 12]
+
+
+def test_what_others_have_sent_there_counts_beside_our_own() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    reservations.report("a", (1000, 4, 90), 0.0)
+    booking = reservations.book(row, (100, 1, 8), 0.01)
+    assert loads(reservations, row, 0.01) == [1100, 5, 98]
+    reservations.release(booking)
+    assert loads(reservations, row, 0.01) == [1000, 4, 90]
+
+
+def test_without_a_fresh_report_our_own_bookings_speak_alone() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    reservations.book(row, (100, 1, 8), 0.0)
+    reservations.report("a", (700, 9, 70), 1.0)
+    assert loads(reservations, row, 2.0) == [700, 9, 70]
+    assert loads(reservations, row, 6.5) == [100, 1, 8]
+
+
+def test_a_rank_that_left_takes_its_bookings_with_it() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    booking = reservations.book(row, (100, 1, 8), 0.0)
+    reservations.remove_rank("a")
+    assert reservations.add_rank("b") == row
+    reservations.release(booking)
+    reservations.first_token(booking)
+    assert loads(reservations, row) == [0, 0, 0]
+    assert not reservations.report("a", (1, 1, 1), 0.0)
+    assert reservations.open_bookings == 0
+
+
+class Ledger(RuleBasedStateMachine):
+    """Any order of bookings, first tokens, releases, reports, joins and leaves, against sums kept the slow way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reservations = Reservations(settle_seconds=0.1, stale_seconds=1e9)
+        self.rows: dict[str, int] = {}
+        self.open: list[tuple[str, Booking]] = []
+        self.reported: set[str] = set()
+        self.now = 0.0
+
+    @rule(name=st.sampled_from([f"r{number}" for number in range(12)]))
+    def join(self, name: str) -> None:
+        self.rows[name] = self.reservations.add_rank(name)
+
+    @rule(name=st.sampled_from([f"r{number}" for number in range(12)]))
+    def leave(self, name: str) -> None:
+        self.reservations.remove_rank(name)
+        self.rows.pop(name, None)
+        self.reported.discard(name)
+        self.open = [(rank, booking) for rank, booking in self.open if rank != name]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 500), st.integers(1, 1), st.integers(0, 50)))
+    def book(self, data: st.DataObject, amounts: tuple[int, int, int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.rows)))
+        self.open.append((name, self.reservations.book(self.rows[name], amounts, self.now)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), whole=st.booleans())
+    def progress(self, data: st.DataObject, whole: bool) -> None:
+        name, booking = data.draw(st.sampled_from(self.open))
+        if whole:
+            self.reservations.release(booking)
+            self.open.remove((name, booking))
+        else:
+            self.reservations.first_token(booking)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 900), st.integers(0, 9), st.integers(0, 90)))
+    def report(self, data: st.DataObject, amounts: tuple[int, int, int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.rows)))
+        self.reservations.report(name, amounts, self.now)
+        self.reported.add(name)
+
+    @rule(seconds=st.floats(0.01, 0.3))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def never_negative_and_nothing_left_behind(self) -> None:
+        assert self.reservations.open_bookings == len(self.open)
+        for name, row in self.rows.items():
+            load = loads(self.reservations, row, self.now)
+            assert min(load) >= 0
+            if name not in self.reported:
+                assert load == [sum(int(booking.amounts[at]) for rank, booking in self.open if rank == name) for at in range(3)]
+
+    def teardown(self) -> None:
+        for _, booking in self.open:
+            self.reservations.release(booking)
+        assert self.reservations.open_bookings == 0
+        for name, row in self.rows.items():
+            assert name in self.reported or loads(self.reservations, row, self.now) == [0, 0, 0]
+            assert loads(self.reservations, row, 1e12) == [0, 0, 0]  # the report has become stale: only bookings count
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([2, 4, 8]))
+def test_a_burst_of_a_thousand_spreads_evenly_over_equal_ranks(seed: int, ranks: int) -> None:
+    picker, need = burst(ranks)
+    counts = dict.fromkeys(range(ranks), 0)
+    for number in range(1000):
+        decision = picker.decide(need, f"d{number}", seed + 7919 * number, 0.0)
+        picker.book(decision, need.prompt, 0.0)
+        counts[decision.target.rank] += 1
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def burst(ranks: int, **settings: Any) -> tuple[Picker, Need]:
+    """A picker over one engine whose ranks report KV events (so that nothing is guessed from what was routed)."""
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    view = View(reservations)
+    urls = [f"http://h:{number}" for number in range(ranks)]
+    view.join(engine_joined("e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()), 0.0)
+    view.heard(1, 0.0)
+    config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
+    picker = Picker(view, reservations, KvIndex(), Prefixes(100), config)
+    return picker, Need("demo", TokenPrompt(list(range(50))), 60, 10)
+
+
+def test_the_last_decisions_are_kept_and_no_more() -> None:
+    picker, need = burst(2, kept_decisions=3)
+    for number in range(5):
+        picker.book(picker.decide(need, f"d{number}", 0, 0.0), need.prompt, 0.0)
+    assert [picker.kept(f"d{number}") is not None for number in range(5)] == [False, False, True, True, True]
+
+
+def test_explaining_books_and_keeps_nothing() -> None:
+    picker, need = burst(2)
+    decision = picker.decide(need, "d", 0, 0.0)
+    assert picker.kept("d") is None
+    assert picker.reservations.open_bookings == 0
+    assert decision.record().chosen == decision.target.name
+
+
+@pytest.mark.parametrize("setting", ["max_attempts", "kept_decisions", "connect_seconds", "prefix_blocks_per_rank"])
+def test_a_setting_out_of_range_is_refused_by_name(setting: str) -> None:
+    with pytest.raises(ValueError, match=setting):
+        RouterConfig(**{setting: 0})
+
+
+def test_more_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="experts_weight"):
+        RouterConfig(experts_weight=-1.0)
+    with pytest.raises(ValueError, match="port"):
+        RouterConfig(port=70_000)
+    with pytest.raises(ValueError, match="ftp://"):
+        RouterConfig(backends=("ftp://x",))
