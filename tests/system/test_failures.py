@@ -1,0 +1,162 @@
+"""What breaks while serving, and what a client sees of it: nothing."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import nats
+import pytest
+
+from tests.system.fleets import Fleet, Home, until
+
+STORY = "Tell me a long story about a computer that learns to cook."
+TOKENS = 600
+BEFORE = 30
+"""pieces a client has seen before something breaks"""
+
+
+@pytest.fixture
+def whole(pair: Fleet) -> Iterator[Fleet]:
+    """Both engines serve, before and after."""
+    until(lambda: pair.serving(2, 2), "four ranks to serve", 60)
+    yield pair
+    until(lambda: pair.serving(2, 2), "four ranks to serve again", 60)
+
+
+def broken_stream(fleet: Fleet, breaks: Callable[[str, int], None]) -> tuple[str, str]:
+    """A stream during which `breaks(engine, rank)` is called with where it is served: the text, and the decision's id."""
+    with fleet.stream(STORY, max_tokens=TOKENS) as stream:
+        engine, rank = fleet.decision(stream.decision_id)["chosen"].split("/")
+        pieces: list[str] = []
+        for piece in stream.pieces():
+            pieces.append(piece)
+            if len(pieces) == BEFORE:
+                breaks(engine, int(rank))
+        assert (stream.roles, stream.finish, len(stream.ids)) == (1, "length", 1)
+    return "".join(pieces), stream.decision_id
+
+
+def retries(fleet: Fleet, decision_id: str) -> int:
+    """How often the router went on elsewhere, by its log."""
+
+    def line() -> dict[str, int] | None:
+        lines = [json.loads(text) for text in fleet.log_of("router").read_text().splitlines() if decision_id in text and text.startswith("{")]
+        return lines[0] if lines else None
+
+    return int(until(line, "the request's log line", 5)["retries"])
+
+
+@pytest.mark.parametrize("victim", ["the rank that serves", "its peer"])
+def test_a_killed_rank_breaks_no_stream(whole: Fleet, victim: str) -> None:
+    unbroken = whole.text(STORY, max_tokens=TOKENS)
+
+    def kill(engine: str, rank: int) -> None:
+        whole.processes()[f"{engine}/{rank if victim == 'the rank that serves' else 1 - rank}"].send_signal(signal.SIGKILL)
+
+    text, decision_id = broken_stream(whole, kill)
+    assert text == unbroken
+    assert retries(whole, decision_id) == 1
+
+
+@pytest.mark.parametrize("victim", ["the rank that serves", "its peer"])
+def test_a_stopped_rank_is_noticed_and_breaks_no_stream(whole: Fleet, victim: str) -> None:
+    unbroken = whole.text(STORY, max_tokens=TOKENS)
+    stopped = []
+
+    def freeze(engine: str, rank: int) -> None:
+        process = whole.processes()[f"{engine}/{rank if victim == 'the rank that serves' else 1 - rank}"]
+        process.send_signal(signal.SIGSTOP)
+        stopped.append(process)
+
+    text, decision_id = broken_stream(whole, freeze)
+    assert text == unbroken
+    assert retries(whole, decision_id) == 1
+    until(lambda: not stopped[0].is_running(), "the frozen rank to be ended", 15)
+
+
+def test_an_engine_comes_back_as_a_new_incarnation(whole: Fleet) -> None:
+    before = whole.status()
+    whole.processes()["engine-1/0"].send_signal(signal.SIGKILL)
+    until(lambda: whole.status().get("engine-1", before["engine-1"])["worker_id"] != before["engine-1"]["worker_id"], "a new worker_id", 60)
+    until(lambda: whole.serving(2, 2), "four ranks", 30)
+    after = whole.status()
+    assert after["engine-0"]["worker_id"] == before["engine-0"]["worker_id"]
+    assert [rank["url"] for rank in after["engine-1"]["ranks"]] != [rank["url"] for rank in before["engine-1"]["ranks"]]
+
+
+def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
+    prompts = [f"Count the stars of constellation {number}." for number in range(8)]
+    unbroken = [whole.text(prompt, max_tokens=150) for prompt in prompts]
+    victim = whole.processes()["engine-0/0"]
+
+    def streamed(prompt: str) -> str:
+        with whole.stream(prompt, max_tokens=150) as stream:
+            return "".join(stream.pieces())
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        futures = [threads.submit(streamed, prompt) for prompt in prompts]
+        until(lambda: any(load["running"] for load in whole.status()["engine-0"]["ranks"]) or all(future.done() for future in futures), "running streams", 20)
+        victim.send_signal(signal.SIGKILL)
+        assert [future.result() for future in futures] == unbroken
+
+
+def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fleet) -> None:
+    joins = [line for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines() if "EngineJoined" in line]
+    unbroken = fleet.text(STORY, max_tokens=300)
+    with fleet.stream(STORY, max_tokens=300) as stream:
+        pieces = stream.pieces()
+        text = next(pieces)
+        fleet.processes()["nats"].send_signal(signal.SIGKILL)
+        text += "".join(pieces)
+    assert text == unbroken
+    assert fleet.text(STORY, max_tokens=300) == unbroken
+    until(lambda: fleet.home.run("status").returncode == 0, "NATS to be back", 20)
+    until(lambda: fleet.status()["engine-0"]["alive"], "heartbeats to be heard again", 20)
+    replayed = fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines()
+    assert [line for line in replayed if "EngineJoined" in line][: len(joins)] == joins
+    assert not any("EngineLeft" in line for line in replayed)
+    assert fleet.serving(1, 2)
+
+
+def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
+    engine = fleet.status()["engine-0"]
+
+    async def throw() -> None:
+        client = await nats.connect(fleet.nats)
+        base = "namespace.roost.component"
+        subjects = [
+            *(f"{base}.backend.endpoint.generate.{topic}" for topic in ("kv-events", "kv_metrics")),
+            *(f"{base}.backend.{topic}" for topic in ("heartbeat", "experts", f"describe.{engine['worker_id']}", f"snapshot.{engine['worker_id']}.0")),
+            *(f"{base}.tracker.{topic}" for topic in ("profile", "demand", "describe")),
+            *(f"{base}.{topic}.engine-0" for topic in ("membership", "placement")),
+        ]
+        for subject in subjects:
+            for garbage in (b"", b"\xff" * 100, b"\x85", b'{"kind": "EngineLeft"}', bytes(range(256)) * 8):
+                await client.publish(subject, garbage)
+        await client.flush()
+        await client.close()
+
+    asyncio.run(throw())
+    asyncio.set_event_loop(None)
+    pids = {name: process.pid for name, process in fleet.processes().items()}
+    assert fleet.text("Still there?")
+    assert fleet.status()["engine-0"]["alive"]
+    assert {name: process.pid for name, process in fleet.processes().items()} == pids
+
+
+def test_a_second_engine_of_one_name_is_refused_and_the_first_serves_on(fleet: Fleet, home: Home) -> None:
+    home.environment["ROOST_WORKER_NAME"] = "engine-0"
+    done = home.run("worker", "--ranks", "1", "--nats", fleet.nats)
+    assert done.returncode == 1
+    assert "the engine name 'engine-0' is taken: worker" in done.stderr
+    assert "(--name)" in done.stderr
+    assert fleet.status()["engine-0"]["alive"]
+    assert fleet.text("Still there?")
+
+
+def test_a_client_that_vanishes_frees_its_rank(fleet: Fleet) -> None:
+    with fleet.stream(STORY, max_tokens=1500) as stream:
+        next(stream.pieces())
+    until(lambda: [rank["running"] for rank in fleet.status()["engine-0"]["ranks"]] == [0, 0], "no running sequence", 10)
