@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -196,10 +195,10 @@ class Runner:
         sequences = min(8, self.kv_pages, self.max_tokens)
         pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
         prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        prefill = self._median_step([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)], 5)
-        alone = self._median_step(self._decodes(1, 1), 15)
-        together = self._median_step(self._decodes(sequences, 1), 15)
-        longer = self._median_step(self._decodes(sequences, pages), 15)
+        prefill = self._fastest_step([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)], 5)
+        alone = self._fastest_step(self._decodes(1, 1), 15)
+        together = self._fastest_step(self._decodes(sequences, 1), 15)
+        longer = self._fastest_step(self._decodes(sequences, pages), 15)
         sequence = max(0.0, together - alone) / max(1, sequences - 1)
         step = max(0.0, alone - sequence)
         block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
@@ -210,8 +209,8 @@ class Runner:
     def _decodes(self, sequences: int, pages: int) -> list[Work]:
         return [Work([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
 
-    def _median_step(self, work: Sequence[Work], times: int) -> float:
-        return _median_seconds(lambda: self.forward(work), times)
+    def _fastest_step(self, work: Sequence[Work], times: int) -> float:
+        return _fastest_seconds(lambda: self.forward(work), times)
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:
@@ -230,16 +229,15 @@ class Runner:
             sent = self._dispatch.dispatch(0, x, experts)
             self._dispatch.combine(sent.rows, weights, sent.handle)
 
-        home, remote = (_median_seconds(lambda: there_and_back(own), 15), _median_seconds(lambda: there_and_back(away), 15))
+        home, remote = (_fastest_seconds(lambda: there_and_back(own), 25), _fastest_seconds(lambda: there_and_back(away), 25))
         return max(0.0, remote - home) / (tokens * min(ranks - 1, self.config.top_k))
 
 
-def _median_seconds(call: Callable[[], object], times: int) -> float:
-    """Median wall-clock seconds of a call, after one that does not count."""
-    call()
+def _fastest_seconds(call: Callable[[], object], times: int) -> float:
+    """Least wall-clock seconds of several calls: engines start together, and a busy start must not be taken for a slow machine."""
     taken = []
     for _ in range(times):
         begin = time.perf_counter()
         call()
         taken.append(time.perf_counter() - begin)
-    return median(taken)
+    return min(taken)

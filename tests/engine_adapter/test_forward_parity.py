@@ -117,7 +117,7 @@ def run_ranks(folder, ranks, **job):
     command = [sys.executable, str(HERE / "rank_process.py"), str(folder / "job.json")]
     processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}) for rank in range(ranks)]
     try:
-        assert [process.wait(timeout=100) for process in processes] == [0] * ranks
+        assert [process.wait(timeout=240) for process in processes] == [0] * ranks
     finally:
         for process in processes:
             process.kill()
@@ -130,6 +130,7 @@ def run_ranks(folder, ranks, **job):
     return tokens, logits, found
 
 
+@pytest.mark.timeout(300)  # about 70 steps of four processes: seconds on four free cores, a minute on two busy ones
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_in_processes_of_their_own_compute_the_same_bits_as_one(tmp_path, oracle, alone, ranks):
     tokens, logits, found = run_ranks(tmp_path, ranks)
@@ -139,6 +140,7 @@ def test_ranks_in_processes_of_their_own_compute_the_same_bits_as_one(tmp_path, 
     assert all(arrays["step_seconds"] > 0 for arrays in found)
 
 
+@pytest.mark.timeout(300)
 def test_replicas_and_scattered_experts_change_no_bit(tmp_path, alone):
     random = np.random.default_rng(3)
     rows = [np.concatenate([random.permutation(32)[:24], [-1] * 4]) for _ in range(4)]
