@@ -141,7 +141,8 @@ class Edge:
         courses = self._courses(request, settings, roster, prompt_ids)
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
         kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-        head = Head(id=f"{kind}-{exchange.decision_id}", model=request.model, created=int(time.time()))
+        exchange.answer_id = f"{kind}-{exchange.decision_id}"
+        head = Head(id=exchange.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(courses))
         await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, tokenizer).run()
 

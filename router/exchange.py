@@ -1,7 +1,6 @@
 """One request and what becomes of it: the record behind its log line, its metrics and the end of its trace."""
 
 import logging
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -44,6 +43,8 @@ class Exchange:
         self.started = started
         self.model = ""
         self.stream = False
+        self.answer_id: str | None = None
+        """the id that the answer bears, where the router gives it one"""
         self.first_token_at: float | None = None
         self.decision: Decision | None = None
         """the last one made for the first choice"""
@@ -80,7 +81,7 @@ class Exchange:
                     "roost.cached_tokens": self.cached_tokens,
                     "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
                     "gen_ai.response.model": self.model or None,
-                    "gen_ai.response.id": self.request_id,
+                    "gen_ai.response.id": self.answer_id,
                     "gen_ai.response.finish_reasons": self.finish_reasons or None,
                     "gen_ai.usage.input_tokens": self.prompt_tokens or None,
                     "gen_ai.usage.output_tokens": self.output_tokens or None,
@@ -111,6 +112,3 @@ class Exchange:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1000.0 * seconds, 3)
-
-
-Clock = Callable[[], float]

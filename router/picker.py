@@ -115,9 +115,12 @@ class Picker:
             if len(found.at):
                 return found
             busy = found if found.busy else busy
-        if busy is not None:
-            wait = max(1.0, busy.wait_seconds)
+        if busy is not None or (attempt.failures and all(how is Failure.BUSY for _, how in attempt.failures)):
+            wait = max(1.0, 0.0 if busy is None else busy.wait_seconds)
             raise ApiError(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+        if attempt.failures:
+            said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
+            raise ApiError(503, said, code="upstream_failed", retry_after=2.0)
         raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
 
     def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:

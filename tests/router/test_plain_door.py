@@ -1,0 +1,257 @@
+"""Foreign OpenAI servers by URL: no bus, no agents, bodies and answers untouched, failures before and after the first byte."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from fleet.events import Capabilities
+from tests.conftest import free_port
+from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, engine_joined, served_web, until
+
+CHAT = "/v1/chat/completions"
+_NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
+
+
+class Foreign:
+    """A server of somebody else's: answers with fields that we have never heard of."""
+
+    def __init__(self, name: str, models: tuple[str, ...] = ("demo",)) -> None:
+        self.name = name
+        self.models = models
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 200
+        self.break_after: int | None = None
+        self.hold = False
+        self.left = asyncio.Event()
+        self.port = free_port()
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", self.list)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.chat)
+        await self._stack.enter_async_context(served_web(app, self.port))
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def list(self, http: web.Request) -> web.Response:
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
+        return web.json_response({"object": "list", "data": [{"id": model, "max_model_len": 100} for model in self.models]})
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        body = await http.read()
+        self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
+        if self.status != 200:
+            return web.json_response({"error": {"message": f"{self.name} says {self.status}", "code": "c", "param": "p"}}, status=self.status)
+        if not json.loads(body).get("stream"):
+            return await self._whole(http)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-secret": "not passed on"})
+        await response.prepare(http)
+        try:
+            for number in range(4):
+                if number == self.break_after:
+                    assert http.transport is not None
+                    http.transport.abort()
+                    break
+                await response.write(f'data: {{"id":"{self.name}","choices":[{{"delta":{{"content":"w{number}"}},"vendor":1}}]}}\n\n'.encode())
+                if self.hold:
+                    await asyncio.Event().wait()
+            await response.write(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":4,"total_tokens":11}}\n\ndata: [DONE]\n\n')
+        except (asyncio.CancelledError, ConnectionError):
+            self.left.set()
+            raise
+        return response
+
+    async def _whole(self, http: web.Request) -> web.StreamResponse:
+        text = json.dumps({"id": self.name, "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}, "vendor": {"x": [1]}})
+        if self.break_after is None:
+            return web.Response(text=text, content_type="application/json")
+        response = web.StreamResponse(headers={"content-type": "application/json", "content-length": str(len(text))})
+        await response.prepare(http)
+        await response.write(text[:10].encode())
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[Foreign]]:
+    servers = [Foreign("one"), Foreign("two")]
+    for server in servers:
+        await server.start()
+    yield servers
+    for server in servers:
+        await server.stop()
+
+
+async def opened(open_house: OpenHouse, servers: list[Foreign], **settings: Any) -> House:
+    house = await open_house(bus=False, backends=tuple(server.url for server in servers), probe_seconds=0.05, **settings)
+    await until(lambda: len(house.service.view.roster("demo").targets) == len(servers))
+    return house
+
+
+async def test_bodies_and_answers_pass_through_untouched(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    body = b'{ "model":"demo", "messages":[{"role":"user","content":"x","vendor":{"a":1}}],  "tools":[{"type":"function"}], "vendor_extra": {"deep": [1.50]} }'
+    answer = await house.post(CHAT, body)
+    assert answer.status == 200
+    assert servers[0].bodies == [body]
+    assert answer.json["vendor"] == {"x": [1]}
+    assert answer.headers["content-type"].startswith("application/json")
+
+
+async def test_streams_pass_through_byte_for_byte(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    answer = await house.post(CHAT, chat(stream=True))
+    assert [event["choices"][0]["vendor"] for event in answer.events[:4]] == [1] * 4
+    assert "x-secret" not in answer.headers
+    assert (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json["candidates"][0]["overlap_approximate"]
+
+
+async def test_the_models_of_the_servers_are_learnt_and_listed(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    servers[1].models = ("demo", "extra")
+    house = await opened(open_house, servers)
+    assert [model["id"] for model in (await house.get("/v1/models")).json["data"]] == ["demo", "extra"]
+    assert (await house.post(CHAT, chat(model="extra"))).json["id"] == "two"
+    assert (await house.post(CHAT, chat(model="none"))).status == 404
+    servers[1].models = ("demo",)
+    await until(lambda: house.service.view.models(live=True) == ["demo"])
+    assert (await house.post(CHAT, chat(model="extra"))).status == 404
+
+
+async def test_a_server_that_dies_is_left_out_and_comes_back(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    await servers[0].stop()
+    await until(lambda: len(house.service.view.roster("demo").targets) == 1)
+    assert all([(await house.post(CHAT, chat())).json["id"] == "two" for _ in range(4)])
+    await servers[0].start()
+    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 401])
+async def test_another_server_is_asked_before_the_first_byte(open_house: OpenHouse, servers: list[Foreign], status: int) -> None:
+    house = await opened(open_house, servers)
+    servers[0].status = status
+    answers = [await house.post(CHAT, chat(f"question {number}", stream=bool(number % 2))) for number in range(4)]
+    assert [answer.status for answer in answers] == [200] * 4
+    assert len(servers[1].bodies) == 4
+
+
+async def test_a_connection_that_is_refused_costs_no_request(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    await servers[0].stop()
+    assert [(await house.post(CHAT, chat(f"q{number}"))).status for number in range(3)] == [200] * 3
+
+
+async def test_a_stream_broken_before_its_first_byte_is_asked_for_elsewhere(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    servers[0].break_after = 0
+    answers = [await house.post(CHAT, chat(f"question {number}", stream=True)) for number in range(4)]
+    assert all(len(answer.events) == 5 for answer in answers)
+
+
+async def test_a_whole_answer_broken_off_is_asked_for_elsewhere(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    servers[0].break_after = 1
+    assert [(await house.post(CHAT, chat(f"question {number}"))).json["id"] for number in range(4)] == ["two"] * 4
+
+
+async def test_a_stream_broken_after_its_first_byte_ends_in_an_error_event(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    servers[0].break_after = 2
+    answer = await house.post(CHAT, chat(stream=True))
+    assert [event["choices"][0]["delta"]["content"] for event in answer.events[:-1]] == ["w0", "w1"]
+    assert answer.events[-1]["error"]["code"] == "upstream_failed"
+
+
+async def test_what_the_server_refuses_is_passed_on(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    for server in servers:
+        server.status = 422
+    answer = await house.post(CHAT, chat())
+    assert answer.status == 422
+    assert answer.json["error"]["message"].endswith("says 422")
+    assert len(servers[0].bodies) + len(servers[1].bodies) == 1
+
+
+async def test_when_all_fail_the_last_word_is_503_or_429(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    for status, told in ((500, 503), (429, 429)):
+        for server in servers:
+            server.status = status
+        answer = await house.post(CHAT, chat())
+        assert answer.status == told
+        assert "retry-after" in answer.headers
+
+
+async def test_the_upstream_key_is_sent_and_the_clients_is_not(open_house: OpenHouse, servers: list[Foreign], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("upstream-secret\n")
+    house = await opened(open_house, servers[:1], backend_key_file=key)
+    traceparent = f"00-{'1' * 32}-{'2' * 16}-01"
+    await house.post(CHAT, chat(), headers={"authorization": "Bearer clients-own", "x-request-id": "r-1", "traceparent": traceparent})
+    assert {headers["authorization"] for headers in servers[0].headers} == {"Bearer upstream-secret"}
+    assert servers[0].headers[-1]["x-request-id"] == "r-1"
+    assert servers[0].headers[-1]["traceparent"].startswith("00-1111")
+
+
+async def test_a_conversation_returns_to_the_server_that_knows_it(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    long = "A long story that both of us know by heart. " * 30
+    first = (await house.post(CHAT, chat(long))).json["id"]
+    other = {"one": "two", "two": "one"}[first]
+    followed = []
+    for number in range(4):
+        messages = [{"role": "user", "content": long}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": f"and then? {number}"}]
+        followed.append((await house.post(CHAT, chat(messages=messages))).json["id"])
+    assert followed == [first] * 4
+    assert other in {(await house.post(CHAT, chat(f"{number} something else entirely" * 40))).json["id"] for number in range(6)}
+
+
+async def test_a_client_that_vanishes_cancels_the_server_at_once(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    servers[0].hold = True
+    async with house.http.post(house.url + CHAT, json=chat(stream=True)) as response:
+        await response.content.readany()
+    async with asyncio.timeout(2):
+        await servers[0].left.wait()
+    await until(lambda: house.service.picker.reservations.open_bookings == 0)
+
+
+async def test_an_engine_without_ids_that_joins_over_the_bus_is_served_the_same_way(house: House, servers: list[Foreign]) -> None:
+    joined = engine_joined("foreign", [servers[0].url + "/v1"], None, shape=None, placement=None, layout=None, capabilities=_NOTHING)
+    await house.bus.record(house.subjects.membership("foreign"), joined)
+    await house.beat(joined)
+    await until(lambda: house.service.ready)
+    body = chat(tools=[{"type": "function"}], unknown=1)
+    assert (await house.post(CHAT, body)).json["id"] == "one"
+    assert json.loads(servers[0].bodies[0]) == body
+    explained = (await house.post("/v1/route", chat())).json
+    assert explained["candidates"][0]["experts_note"] == "the engine reports no experts"
+
+
+async def test_when_engines_with_ids_serve_the_model_those_without_are_left_out(
+    house: House, servers: list[Foreign], serve_rank: Serve, byte_archive: bytes
+) -> None:
+    rank = await serve_rank(MockRank(byte_archive))
+    await house.join("ours", [rank.url], byte_archive)
+    joined = engine_joined("foreign", [servers[0].url], None, capabilities=_NOTHING)
+    await house.bus.record(house.subjects.membership("foreign"), joined)
+    await house.beat(joined)
+    await until(lambda: any(out.engine == "foreign" and "no token ids" in out.reason for out in house.service.view.roster("demo").excluded))
+    assert (await house.post(CHAT, chat())).status == 200
+    assert not servers[0].bodies

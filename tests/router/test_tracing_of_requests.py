@@ -1,0 +1,161 @@
+"""One trace per request: spans nested, terms present and adding up, the context handed on; and nothing at all when off."""
+
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode
+
+from router.tracing import Tracing
+from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, until
+
+CHAT = "/v1/chat/completions"
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Traces:
+    """Whatever spans have ended."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    async def server(self, name: str = "chat demo") -> ReadableSpan:
+        await until(lambda: self.named(name))
+        return self.named(name)[0]
+
+
+@pytest.fixture
+def traces() -> Traces:
+    return Traces()
+
+
+@pytest.fixture
+async def house(open_house: OpenHouse, traces: Traces) -> House:
+    return await open_house(tracer_provider=traces.provider)
+
+
+async def engines(house: House, serve_rank: Serve, packed: bytes, count: int = 2) -> list[MockRank]:
+    ranks = [await serve_rank(MockRank(packed)) for _ in range(count)]
+    for number, rank in enumerate(ranks):
+        await house.join(f"engine{number}", [rank.url], packed, worker_id=2**64 - 1 - number)
+    return ranks
+
+
+def about(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+async def test_a_request_is_one_trace_under_the_clients_own(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+    ranks = await engines(house, serve_rank, byte_archive)
+    answer = await house.post(CHAT, chat(temperature=0.5), headers={"traceparent": PARENT, "tracestate": "vendor=1", "x-request-id": "r-9"})
+    server = await traces.server()
+    [decide], [forward] = traces.named("roost.decide"), traces.named("roost.forward")
+    assert (server.kind, decide.kind, forward.kind) == (SpanKind.SERVER, SpanKind.INTERNAL, SpanKind.CLIENT)
+    assert server.context is not None
+    assert server.parent is not None
+    assert (f"{server.context.trace_id:032x}", f"{server.parent.span_id:016x}") == tuple(PARENT.split("-")[1:3])
+    for child in (decide, forward):
+        assert child.parent is not None
+        assert child.parent.span_id == server.context.span_id
+    sent = {name.lower(): value for rank in ranks for headers in rank.headers for name, value in headers.items()}
+    assert forward.context is not None
+    assert sent["traceparent"] == f"00-{server.context.trace_id:032x}-{forward.context.span_id:016x}-01"
+    assert sent["tracestate"] == "vendor=1"
+    told = about(server)
+    assert told["gen_ai.operation.name"] == "chat"
+    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "demo"
+    assert (told["gen_ai.request.max_tokens"], told["gen_ai.request.temperature"]) == (12, 0.5)
+    assert told["gen_ai.usage.output_tokens"] == 12
+    assert told["gen_ai.response.finish_reasons"] == ("length",)
+    assert told["gen_ai.response.id"] == answer.json["id"]
+    assert (told["http.response.status_code"], told["roost.outcome"], told["roost.request.id"]) == (200, "answered", "r-9")
+    assert told["roost.decision.id"] == answer.headers["x-roost-decision-id"]
+    assert (forward.start_time or 0) >= (decide.end_time or 0) - 2_000_000
+    assert (server.start_time or 0) <= (decide.start_time or 0)
+
+
+async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
+    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
+) -> None:
+    await engines(house, serve_rank, byte_archive, 3)
+    answer = await house.post(CHAT, chat())
+    await traces.server()
+    [decide] = traces.named("roost.decide")
+    record = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json
+    candidates = [dict(event.attributes or {}) for event in decide.events]
+    assert len(candidates) == 3
+    for told, kept in zip(candidates, record["candidates"], strict=True):
+        assert told["roost.candidate"] == f"{kept['engine']}/{kept['rank']}"
+        assert told["roost.worker_id"] == kept["worker_id"]
+        terms = [told[f"roost.term.{name}_ms"] for name in ("prefill", "queue", "decode", "experts")]
+        assert terms == list(kept["terms_ms"].values())
+        assert sum(float(str(term)) for term in terms) == told["roost.score_ms"] == kept["score_ms"]
+    told = about(decide)
+    assert told["roost.chosen"] == record["chosen"]
+    assert told["roost.runner_up"] == record["runner_up"]
+    assert told["roost.margin_ms"] == record["margin_ms"]
+    assert told["roost.decision.id"] == record["id"]
+    assert set(told["roost.epoch.placement"]) == {"engine0:0", "engine1:0", "engine2:0"}
+
+
+async def test_each_attempt_has_a_decision_and_a_forward_span_of_its_own(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+    for rank in await engines(house, serve_rank, byte_archive):
+        rank.die_after = 4
+    answer = await house.post(CHAT, chat(stream=True))
+    assert answer.events[-1]["error"]
+    server = await traces.server()
+    assert len(traces.named("roost.decide")) == len(traces.named("roost.forward")) == 2
+    assert [about(span)["error.type"] for span in traces.named("roost.forward")] == ["broken", "broken"]
+    second = about(traces.named("roost.decide")[1])
+    assert (second["roost.attempt"], second["roost.cause"]) == (2, "broken")
+    assert second["roost.replaces"] == about(traces.named("roost.decide")[0])["roost.decision.id"]
+    assert server.status.status_code is StatusCode.ERROR
+    assert about(server)["error.type"] == "broken"
+
+
+async def test_a_refused_request_is_traced_too(house: House, traces: Traces) -> None:
+    await house.post(CHAT, b"{")
+    server = await traces.server("chat")
+    assert about(server)["http.response.status_code"] == 400
+    assert server.status.status_code is StatusCode.UNSET
+    await house.post("/v1/completions", {"model": "unknown", "prompt": "x"})
+    assert about(await traces.server("text_completion unknown"))["roost.outcome"] == "refused"
+
+
+async def test_explaining_makes_no_forward_span(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+    await engines(house, serve_rank, byte_archive)
+    await house.post("/v1/route", chat())
+    await traces.server("route demo")
+    assert not traces.named("roost.forward")
+
+
+async def test_numbers_of_64_bits_are_text(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+    await engines(house, serve_rank, byte_archive, 1)
+    await house.post(CHAT, chat())
+    await traces.server()
+    assert about(traces.named("roost.forward")[0])["roost.worker_id"] == str(2**64 - 1)
+
+
+def test_without_a_real_provider_no_span_is_ever_made() -> None:
+    assert Tracing.create(NoOpTracerProvider()) is None
+    assert Tracing.create() is None, "the process's own provider is a proxy until somebody sets one"
+
+
+async def test_a_sampled_out_request_costs_no_candidate_events(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+    traces = Traces()
+    quiet = TracerProvider(sampler=ALWAYS_OFF)
+    quiet.add_span_processor(SimpleSpanProcessor(traces.exporter))
+    house = await open_house(tracer_provider=quiet)
+    [rank] = await engines(house, serve_rank, byte_archive, 1)
+    assert (await house.post(CHAT, chat())).status == 200
+    assert not traces.exporter.get_finished_spans()
+    flags = {name.lower(): value for name, value in rank.headers[0].items()}["traceparent"][-2:]
+    assert not int(flags, 16) & 1
