@@ -51,7 +51,7 @@ def test_ctrl_c_stops_everything_and_leaves_nothing(home: Home, small: Running) 
         socket.create_connection(("127.0.0.1", int(router[1])))
 
 
-@pytest.mark.parametrize("moment", ["nats is ready", "router is ready"])
+@pytest.mark.parametrize("moment", ["nats is ready", pytest.param("router is ready", marks=pytest.mark.slow)])
 def test_a_stop_while_starting_is_clean(home: Home, small: Running, moment: str) -> None:
     small.says(moment)
     children = small.children()
@@ -71,6 +71,7 @@ def test_children_end_with_up_when_it_is_killed_with_minus_nine(home: Home, smal
     assert "is `roost up` running?" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_does_not_hold_up_a_stop(home: Home, small: Running) -> None:
     small.says("Ctrl-C stops everything")
     children = small.children()
