@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("roost", deadline=None)  # a busy machine is no defect
+settings.load_profile("roost")
 
 
 def pytest_configure() -> None:

@@ -110,6 +110,7 @@ class Link:
         logger.log(logging.WARNING if isinstance(error, errors.SlowConsumerError) else logging.DEBUG, "NATS: %s", error or type(error).__name__)
 
     async def _on_disconnect(self) -> None:
+        self._up.clear()
         if not self.closing:
             logger.warning("lost the connection to NATS at %s; trying again until it stands", self.url)
 
@@ -141,18 +142,24 @@ class Link:
 
     async def _reopen(self) -> None:
         """nats-py gives up after some errors the server sends (revoked rights, say). We do not."""
-        client = Client()
-        await client.connect(self.url, **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
-        self.client = client
-        for feed in self._feeds:
-            await feed.attach(client)
+        while True:
+            self.client = client = Client()
+            await client.connect(self.url, **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
+            with suppress(errors.Error):  # broken again before everything was in place: begin anew
+                for feed in list(self._feeds):
+                    await feed.attach(client)
+                await self._round_trips()
+                break
+            await client.close()
+            await asyncio.sleep(self.config.reconnect_most_seconds)
         self._reopener = None
         logger.info("a new connection to NATS at %s stands", self.url)
         self._stands()
 
     @property
     def connected(self) -> bool:
-        return bool(self.client.is_connected)
+        """Whether the connection stands, with all its subscriptions."""
+        return self._up.is_set() and bool(self.client.is_connected)
 
     async def standing(self) -> None:
         """Wait for the connection; BusError when it is closed on purpose."""
@@ -216,13 +223,12 @@ class Link:
 
     async def settled(self) -> None:
         """Return when the server has heard everything sent so far, subscriptions included."""
+        await self.until_done("subscribing", self.config.record_seconds, self._round_trips)
 
-        async def round_trips() -> None:
-            # Two: nats-py writes a ping at once, ahead of commands that still wait for its flusher; the second is behind them.
-            for _ in range(2):
-                await self.client.flush(timeout=max(1, round(self.config.request_seconds)))
-
-        await self.until_done("subscribing", self.config.record_seconds, round_trips)
+    async def _round_trips(self) -> None:
+        """Two: nats-py writes a ping at once, ahead of commands that still wait for its flusher; the second is behind them."""
+        for _ in range(2):
+            await self.client.flush(timeout=max(1, round(self.config.request_seconds)))
 
     async def close(self) -> None:
         self.closing = True
@@ -235,3 +241,7 @@ class Link:
                 await self.client.close()
         except TimeoutError:
             logger.warning("NATS at %s did not take the last messages in %s s; they are dropped", self.url, CLOSE_SECONDS)
+            # nats-py has no way to give up what it could not send: without this the socket would stay open.
+            writer: asyncio.StreamWriter | None = getattr(self.client._transport, "_io_writer", None)
+            if writer is not None:
+                writer.transport.abort()

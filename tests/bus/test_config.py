@@ -1,0 +1,36 @@
+"""Settings that cannot be are refused by name."""
+
+from typing import Any
+
+import pytest
+
+from bus.config import BusConfig
+from migration.config import MigrationConfig
+from tracker.config import TrackerConfig
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        (BusConfig, {"url": "127.0.0.1:4222"}, r"bus\.url"),
+        (BusConfig, {"namespace": "a.b"}, r"bus\.namespace"),
+        (BusConfig, {"request_seconds": 0.0}, r"bus\.request_seconds"),
+        (BusConfig, {"record_seconds": float("nan")}, r"bus\.record_seconds"),
+        (BusConfig, {"stream_days": float("inf")}, r"bus\.stream_days"),
+        (BusConfig, {"stream_bytes": -1}, r"bus\.stream_bytes"),
+        (BusConfig, {"reconnect_most_seconds": 0.01}, r"bus\.reconnect_most_seconds"),
+        (TrackerConfig, {"demand_seconds": -1.0}, r"tracker\.demand_seconds"),
+        (TrackerConfig, {"change": 1.0}, r"tracker\.change"),
+        (TrackerConfig, {"shortest_interval_seconds": 1e9}, r"tracker\.shortest_interval_seconds"),
+        (MigrationConfig, {"retry_seconds": 0.0}, r"planner\.retry_seconds"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(kind: type, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        kind(**fields)
+
+
+def test_the_defaults_are_sound() -> None:
+    assert BusConfig().stream_seconds == 30 * 86400
+    TrackerConfig()
+    MigrationConfig()
