@@ -33,6 +33,8 @@ class EmbeddedConfig:
     dtype: str = "float32"
     step_timeout_seconds: float = 10.0
     """a step that takes longer means that a rank is lost, and the engine fails"""
+    join_timeout_seconds: float = 120.0
+    """how long a rank that starts waits for the others to come"""
     stop_timeout_seconds: float = 5.0
     """how long stopping waits for the step in progress"""
     seed: int | None = None
@@ -47,7 +49,7 @@ class EmbeddedConfig:
         least = 2 * self.block_size
         _need(self.kv_blocks * self.block_size >= least, "kv_blocks", self.kv_blocks, f"hold at least {least} tokens")
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"use one of {', '.join(DTYPES)}")
-        for key in ("step_timeout_seconds", "stop_timeout_seconds"):
+        for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
         _need(self.checkpoint is None or self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json")
 

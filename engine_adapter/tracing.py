@@ -4,14 +4,12 @@ Only OpenTelemetry's API is used here; whether spans go anywhere is the composit
 are made after the fact, from the moments the step thread noted anyway, so that a request which is not traced costs one check.
 """
 
-from collections.abc import Mapping
-
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from engine_adapter.embedded.answers import Outcome
 
-Attributes = Mapping[str, str | int]
+Attributes = dict[str, str | int]
 
 
 class EngineTracing:
@@ -20,31 +18,50 @@ class EngineTracing:
     def __init__(self, *, engine: str, rank: int, model: str) -> None:
         self._tracer = trace.get_tracer("roost.engine")
         self._propagator = TraceContextTextMapPropagator()
-        self._about: dict[str, str | int] = {"roost.engine": engine, "roost.rank": rank, "gen_ai.request.model": model}
+        self._about: Attributes = {"roost.engine": engine, "roost.rank": rank, "gen_ai.request.model": model}
 
-    def record(self, traceparent: str | None, outcome: Outcome) -> None:
-        """Say how a finished request spent its time. Nothing happens without a `traceparent`, or when nobody records."""
-        moments = outcome.moments
-        if traceparent is None or not moments.admitted:
+    def record(self, traceparent: str | None, outcome: Outcome | None) -> None:
+        """Say how a request spent its time, as far as it came: `roost.outcome` is on the span in which it ended.
+
+        Nothing happens without a `traceparent` or an outcome (the engine never had the request), or when nobody records.
+        """
+        if traceparent is None or outcome is None:
             return
-        queue: Attributes = {"roost.preemptions": outcome.preemptions}
-        prefill: Attributes = {"gen_ai.usage.input_tokens": outcome.prompt_tokens, "roost.cached_tokens": outcome.cached_tokens}
-        decode: Attributes = {"gen_ai.usage.output_tokens": outcome.completion_tokens, "roost.finish_reason": outcome.reason}
         context = self._propagator.extract({"traceparent": traceparent})
-        for name, begin, end, attributes in (
-            ("queue", moments.submitted, moments.admitted, queue),
-            ("prefill", moments.admitted, moments.first_token, prefill),
-            ("decode", moments.first_token, moments.finished, decode),
-        ):
+        for name, begin, end, attributes in _stages(outcome):
             span = self._tracer.start_span(f"roost.engine.{name}", context, start_time=begin)
             if not span.is_recording():
                 return
-            span.set_attributes({**self._about, **attributes})
+            span.set_attributes(self._about | attributes)
+            if not end:
+                _end(span, outcome)
+                return
             span.end(end)
 
 
 class NoTracing:
     """Tracing switched off."""
 
-    def record(self, traceparent: str | None, outcome: Outcome) -> None:
+    def record(self, traceparent: str | None, outcome: Outcome | None) -> None:
         """Do nothing."""
+
+
+def _stages(outcome: Outcome) -> tuple[tuple[str, int, int, Attributes], ...]:
+    """(name, begin, end, attributes) of the three stages; end 0: the request ended in this one."""
+    moments = outcome.moments
+    queue: Attributes = {"roost.preemptions": outcome.preemptions}
+    prefill: Attributes = {"gen_ai.usage.input_tokens": outcome.prompt_tokens, "roost.cached_tokens": outcome.cached_tokens}
+    decode: Attributes = {"gen_ai.usage.output_tokens": outcome.completion_tokens}
+    return (
+        ("queue", moments.submitted, moments.admitted, queue),
+        ("prefill", moments.admitted, moments.first_token, prefill),
+        ("decode", moments.first_token, 0, decode),
+    )
+
+
+def _end(span: trace.Span, outcome: Outcome) -> None:
+    span.set_attribute("roost.outcome", outcome.reason)
+    if outcome.reason == "failed":
+        span.set_attribute("error.type", type(outcome.failure).__name__)
+        span.set_status(trace.Status(trace.StatusCode.ERROR, str(outcome.failure)))
+    span.end(outcome.moments.finished)

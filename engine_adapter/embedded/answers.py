@@ -9,6 +9,7 @@ from engine_adapter.embedded.routed import RoutedTrace
 from engine_adapter.embedded.sampling import GREEDY, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
+Ending = FinishReason | Literal["cancelled", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,10 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything known of a request at its end."""
+    """Everything known of a request at its end, as far as it came."""
 
-    reason: FinishReason
+    reason: Ending
+    """`cancelled` and `failed` are an `Answer`'s alone; no `Delta` says them"""
     prompt_tokens: int
     """without what a continuation had emitted before"""
     completion_tokens: int
@@ -56,6 +58,8 @@ class Outcome:
     moments: Moments
     routed: RoutedTrace
     """the experts chosen for each computed token"""
+    failure: Exception | None = None
+    """why it failed"""
 
 
 @dataclass(slots=True)
@@ -83,7 +87,10 @@ class Answer:
     time and frees what the request holds before the engine's next step.
     """
 
-    def __init__(self, cancel: Callable[["Answer"], None]) -> None:
+    def __init__(self, cancel: Callable[["Answer"], Outcome | None]) -> None:
+        """cancel: tells the engine; gives what it knows of the request so far."""
+        self.outcome: Outcome | None = None
+        """how the request ended, whether read or not; None while it has not, or when the engine never had it"""
         self._cancel = cancel
         self._unread: Delta | None = None
         self._error: Exception | None = None
@@ -104,13 +111,15 @@ class Answer:
         else:
             self._unread.absorb(delta)
         self._over = delta.outcome is not None
+        self.outcome = delta.outcome
         self._news.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, outcome: Outcome) -> None:
         """The engine gives the request up."""
         if not self._over:
             self._over = True
             self._error = error
+            self.outcome = outcome
             self._news.set()
 
     def cancel(self) -> None:
@@ -118,7 +127,7 @@ class Answer:
         if not self._over:
             self._over = True
             self._news.set()
-            self._cancel(self)
+            self.outcome = self._cancel(self)
 
     def __aiter__(self) -> "Answer":
         return self

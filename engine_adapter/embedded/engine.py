@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import Answer, Delta, GenerationRequest, Moments
+from engine_adapter.embedded.answers import Answer, Delta, GenerationRequest, Moments, Outcome
 from engine_adapter.embedded.facts import FactLog
 from engine_adapter.embedded.machine import Machine, MachineBuilder, build_machine
 from engine_adapter.embedded.routed import RoutedTrace
@@ -235,19 +235,24 @@ class EmbeddedEngine:
         ended = request.emitted and not request.ignore_eos and request.prompt[-1] in self._alive.tokenizer.eos
         return seat.text.stopped or bool(ended)
 
-    def _cancel(self, answer: Answer) -> None:
+    def _cancel(self, answer: Answer) -> Outcome | None:
         seat = self._open.pop(answer, None)
-        if seat is not None:
-            self._alive.steps.cancel(seat)
+        if seat is None:
+            return None
+        self._alive.steps.cancel(seat)
+        return seat.outcome("cancelled", time.time_ns())
 
     def _deliver(self, report: Report) -> None:
         for answer, news in report.news:
+            seat = self._open.get(answer)
+            if seat is None:
+                continue  # cancelled in the meantime
             if isinstance(news, Delta):
                 answer.put(news)
             else:
-                answer.fail(news)
+                answer.fail(news, seat.outcome("failed", time.time_ns(), news))
             if answer.over:
-                self._open.pop(answer, None)
+                del self._open[answer]
         if report.facts:
             self._news.set()
 
@@ -260,8 +265,8 @@ class EmbeddedEngine:
         if self._failure is not None:
             return
         self._failure = failure
-        for answer in self._open:
-            answer.fail(EngineFailed(str(failure)))
+        for answer, seat in self._open.items():
+            answer.fail(EngineFailed(str(failure)), seat.outcome("failed", time.time_ns(), failure))
         self._open.clear()
 
     def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Loaded]", ended: "concurrent.futures.Future[None]") -> None:

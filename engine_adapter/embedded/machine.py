@@ -80,6 +80,6 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
 def _join(config: EmbeddedConfig, rank: int, directory: Path, opened: contextlib.ExitStack) -> RankGroup | None:
     if config.ranks == 1:
         return None
-    group = RankGroup(directory, rank, config.ranks, step_timeout_s=config.step_timeout_seconds)
+    group = RankGroup(directory, rank, config.ranks, step_timeout_s=config.step_timeout_seconds, join_timeout_s=config.join_timeout_seconds)
     opened.callback(group.close)
     return group

@@ -37,7 +37,7 @@ _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 class Tracing(Protocol):
     """See `engine_adapter.tracing`."""
 
-    def record(self, traceparent: str | None, outcome: Outcome) -> None: ...
+    def record(self, traceparent: str | None, outcome: Outcome | None) -> None: ...
 
 
 class ClientGone(Exception):
@@ -132,12 +132,13 @@ class RankApp:
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}")
             try:
-                await (self._stream if request.stream else self._whole)(answer, reply, traceparent, send)
+                await (self._stream if request.stream else self._whole)(answer, reply, send)
             except ApiError as error:  # kept out of the group, which would wrap it
                 failure = error
             finally:
                 answer.cancel()
                 watch.cancel()
+                self._tracing.record(traceparent, answer.outcome)
         if failure is not None:
             raise failure
 
@@ -153,15 +154,14 @@ class RankApp:
         except (EngineFailed, Overloaded) as error:
             raise _unavailable(error) from error
 
-    async def _whole(self, answer: Answer, reply: _Reply, traceparent: str | None, send: Send) -> None:
+    async def _whole(self, answer: Answer, reply: _Reply, send: Send) -> None:
         whole = Delta()
         while (delta := await _next(answer)) is not None:
             whole.absorb(delta)
         if whole.outcome is not None:
-            self._tracing.record(traceparent, whole.outcome)
             await _respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
 
-    async def _stream(self, answer: Answer, reply: _Reply, traceparent: str | None, send: Send) -> None:
+    async def _stream(self, answer: Answer, reply: _Reply, send: Send) -> None:
         """The status goes out with the first piece, so that an engine that fails before it is a 503; later it is an error event."""
         begun = False
         try:
@@ -172,8 +172,6 @@ class RankApp:
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
-                if delta.outcome is not None:
-                    self._tracing.record(traceparent, delta.outcome)
                 await send({"type": "http.response.body", "body": events, "more_body": delta.outcome is None})
         except ApiError as error:
             if not begun:

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import Answer, Delta, FinishReason, GenerationRequest, Moments, Outcome, ScoredToken
+from engine_adapter.embedded.answers import Answer, Delta, Ending, GenerationRequest, Moments, Outcome, ScoredToken
 from engine_adapter.embedded.facts import FactLog
 from engine_adapter.embedded.kv_cache import KvCache
 from engine_adapter.embedded.lockstep import StepHeader
@@ -46,18 +46,24 @@ class Seat:
     routed: RoutedTrace
     moments: Moments
 
-    def outcome(self, reason: FinishReason, now: int) -> Outcome:
-        """Everything known of the request, at its end."""
-        self.moments.finished = now
+    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> Outcome:
+        """Everything known of the request, at its end.
+
+        Of one that is cancelled or failed the event loop asks while the step thread may still be at it: the numbers may then lack
+        the step in progress, no more, because the step thread only ever adds to them.
+        """
         prompt_tokens = len(self.request.prompt) - self.request.emitted
+        moments = replace(self.moments)
+        moments.finished = max(now, moments.admitted, moments.first_token)
         return Outcome(
             reason=reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=self.generation.generated,
             cached_tokens=min(self.generation.cached_tokens, prompt_tokens),
             preemptions=self.generation.preemptions,
-            moments=self.moments,
+            moments=moments,
             routed=self.routed,
+            failure=failure,
         )
 
 
@@ -167,6 +173,7 @@ class StepLoop:
 
     def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: Report) -> None:
         work = [Work(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
+        self._note_admissions(slices)
         forward = self._machine.runner.forward(work, tokens_by_rank)
         now = time.time_ns()
         self._book(slices, forward.routed)
@@ -178,19 +185,21 @@ class StepLoop:
         """The slices are computed: their pages are valid, their routing is known."""
         at = 0
         for one in slices:
-            seat = self._seats[one.generation]
-            if not seat.moments.admitted:
-                self._admitted(seat)
             self._scheduler.computed(one)
-            seat.routed.note(one.start, routed[at : at + one.count])
+            self._seats[one.generation].routed.note(one.start, routed[at : at + one.count])
             at += one.count
         if at:
             self._facts.add_activations(count_pairs(routed, self._machine.shape.experts), at)
 
-    def _admitted(self, seat: Seat) -> None:
-        seat.moments.admitted = max(seat.moments.submitted, self._began)
-        if seat.generation.cached_tokens:
-            self._facts.add_cached(seat.generation.cached_tokens)
+    def _note_admissions(self, slices: list[Slice]) -> None:
+        """Before the forward pass: what fails in it did not fail in the queue."""
+        for one in slices:
+            seat = self._seats[one.generation]
+            if seat.moments.admitted:
+                continue
+            seat.moments.admitted = max(seat.moments.submitted, self._began)
+            if one.generation.cached_tokens:
+                self._facts.add_cached(one.generation.cached_tokens)
 
     def _advance(self, rows: list[Seat], logits: NDArray[np.float32], now: int, report: Report) -> None:
         """Sample a token for each row and say what it adds."""

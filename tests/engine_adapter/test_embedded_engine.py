@@ -1,6 +1,7 @@
 """The embedded engine's two threads: what goes in, what comes out, and how it ends."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -266,6 +267,18 @@ async def test_an_engine_that_cannot_load_says_why(byte_folder: Path, tmp_path: 
         await EmbeddedEngine(EmbeddedConfig(checkpoint=tmp_path)).start()
 
 
+async def test_ranks_that_wait_in_vain_for_another_give_up_in_time_and_say_so(byte_folder: Path, tmp_path: Path) -> None:
+    config = EmbeddedConfig(checkpoint=byte_folder, ranks=3, join_timeout_seconds=0.5)
+    engines = [EmbeddedEngine(config, rank, tmp_path) for rank in (0, 2)]
+    began = time.monotonic()
+    failures = await asyncio.gather(*(engine.start() for engine in engines), return_exceptions=True)
+    assert time.monotonic() - began < 5.0
+    for engine, failure in zip(engines, failures, strict=True):
+        assert isinstance(failure, EngineFailed)
+        assert engine.failure is failure
+        assert re.search(r"rank [02] cannot start: join of 3 ranks: .* 0\.5 s", str(failure))
+
+
 async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engines_seed(pretend_engine: Starter) -> None:
     async with pretend_engine(seed=5) as one, pretend_engine(seed=5) as other, pretend_engine(seed=6) as third:
         seeds = [[started.engine.fresh_seed() for _ in range(3)] for started in (one, other, third)]
@@ -283,6 +296,7 @@ async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engi
         ({"max_context": 1}, "max_context"),
         ({"dtype": "float16"}, "dtype"),
         ({"step_timeout_seconds": 0.0}, "step_timeout_seconds"),
+        ({"join_timeout_seconds": -1.0}, "join_timeout_seconds"),
         ({"checkpoint": Path("/nowhere")}, "checkpoint"),
     ],
 )
