@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from opentelemetry.trace import TracerProvider
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
@@ -16,7 +15,7 @@ from router.edge import CHAT_PATH, ROUTE_PATH, TEXT_PATH, Edge
 from router.keys import ApiKeys
 from router.reply import Receive, Scope, Send
 from router.service import RouterService
-from router.tracing import Tracing
+from router.tracing import Provider, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class RouterApp(FastAPI):
             await serve(scope, receive, send)
 
 
-def create_app(service: RouterService, config: RouterConfig, *, tracer_provider: TracerProvider | None = None) -> FastAPI:
+def create_app(service: RouterService, config: RouterConfig, *, tracer_provider: Provider | None = None) -> FastAPI:
     """The application over a service that somebody else runs. Without a tracer provider the process's own is asked for, now.
 
     OSError or ValueError when the file of API keys cannot be used.

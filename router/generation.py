@@ -201,6 +201,6 @@ async def _taken(course: Course, splitter: EventSplitter, call: Call) -> tuple[l
         return choices, True, failure
     except msgspec.ValidationError:
         return choices, True, UpstreamFailed(Failure.BROKEN, f"the rank said {api_error(500, event).message!r}")
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         return choices, True, UpstreamFailed(Failure.BROKEN, str(error))
     return choices, not data, None

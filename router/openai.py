@@ -7,7 +7,8 @@ import msgspec
 
 from fleet.completions import ApiError, StreamOptions
 
-MAX_STOPS = 16
+MAX_STOPS = 4
+"""as OpenAI, and as the ranks"""
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
@@ -107,7 +108,7 @@ class RequestDecoder:
         """A chat request if it has messages, else a completions request."""
         try:
             has_messages = "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             has_messages = False  # the decoder below says what is wrong
         return self.chat(body) if has_messages else self.text(body)
 
@@ -117,6 +118,8 @@ def _decode(decoder: "msgspec.json.Decoder[_Kind]", body: bytes) -> _Kind:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     except UnicodeDecodeError as error:

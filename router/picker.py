@@ -62,9 +62,11 @@ class Picker:
         roster = self.view.roster(model)
         if not roster.targets:
             known = self.view.models(live=False)
+            if not known:
+                raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
             if model not in known:
-                names = ", ".join(known) or "none yet"
-                raise ApiError(404, f"the model {model!r} does not exist; models served here: {names}", code="model_not_found", param="model")
+                said = f"the model {model!r} does not exist; models served here: {', '.join(known)}"
+                raise ApiError(404, said, code="model_not_found", param="model")
             reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
             raise ApiError(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
         return roster

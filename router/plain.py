@@ -52,7 +52,7 @@ class PlainBackends:
         while True:
             try:
                 models = await self._ask(upstream, url, probe_seconds)
-            except (OSError, TimeoutError, ValueError, ApiError) as error:  # aiohttp's ClientError is translated in _ask
+            except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:  # aiohttp's ClientError is translated in _ask
                 if there is not False:
                     log.warning("backend %s does not answer: %s", url, error)
                 there = False

@@ -168,7 +168,7 @@ class Call:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise UpstreamFailed(Failure.BROKEN, f"{self._url}: HTTP {status}, then {error or type(error).__name__}") from error
         refused = api_error(status, body)
-        if status == 429:
+        if status == 429 or refused.code == "overloaded":
             raise UpstreamFailed(Failure.BUSY, f"{self._url}: {refused.message}")
         if status >= 500:
             raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
@@ -181,7 +181,7 @@ def api_error(status: int, body: bytes) -> ApiError:
     """A rank's error in OpenAI's form, or as near to it as its body allows."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ApiError(status, body[:500].decode(errors="replace") or f"HTTP {status}")
     error = answer.error
     if isinstance(error, _ErrorBody):

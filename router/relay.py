@@ -127,7 +127,7 @@ class Relay:
         for event in reversed(events):
             try:
                 usage = msgspec.json.decode(event.strip().removeprefix(b"data:"), type=_Counted).usage
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
             if usage is not None:
                 self._exchange.prompt_tokens = usage.prompt_tokens

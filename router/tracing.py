@@ -13,6 +13,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from router.decision import Decision, DecisionRecord
 
+Provider = TracerProvider
+"""For those who hand a provider on without importing OpenTelemetry."""
 Value = str | bool | int | float | Sequence[str] | Sequence[float]
 
 MOST_CANDIDATES = 32
