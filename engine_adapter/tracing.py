@@ -39,13 +39,6 @@ class EngineTracing:
             span.end(end)
 
 
-class NoTracing:
-    """Tracing switched off."""
-
-    def record(self, traceparent: str | None, outcome: Outcome | None) -> None:
-        """Do nothing."""
-
-
 def _stages(outcome: Outcome) -> tuple[tuple[str, int, int, Attributes], ...]:
     """(name, begin, end, attributes) of the three stages; end 0: the request ended in this one."""
     moments = outcome.moments

@@ -18,7 +18,6 @@ from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.requests import check, generation_request, parse
 from engine_adapter.embedded.scheduler import Overloaded
 from engine_adapter.engine import EngineFailed
-from engine_adapter.tracing import NoTracing
 from fleet.completions import DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
 
 Scope = MutableMapping[str, Any]
@@ -81,7 +80,7 @@ class RankApp:
 
     def __init__(self, engine: EmbeddedEngine, tracing: Tracing | None = None) -> None:
         self._engine = engine
-        self._tracing: Tracing = NoTracing() if tracing is None else tracing
+        self._tracing = tracing
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Callable[[Scope, Receive, Send], Awaitable[None]]]] = {
             "/v1/completions": ("POST", self._complete),
@@ -138,7 +137,8 @@ class RankApp:
             finally:
                 answer.cancel()
                 watch.cancel()
-                self._tracing.record(traceparent, answer.outcome)
+                if self._tracing is not None:
+                    self._tracing.record(traceparent, answer.outcome)
         if failure is not None:
             raise failure
 

@@ -17,7 +17,7 @@ from engine_adapter.embedded.answers import Ending, Moments, Outcome
 from engine_adapter.embedded.routed import RoutedTrace
 from engine_adapter.embedded.server import RankApp
 from engine_adapter.engine import EngineFailed
-from engine_adapter.tracing import EngineTracing, NoTracing
+from engine_adapter.tracing import EngineTracing
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = CALLER[:-2] + "00"
@@ -100,9 +100,8 @@ def test_a_request_that_the_engine_never_had_makes_no_span(recorded: InMemorySpa
     assert recorded.get_finished_spans() == ()
 
 
-def test_without_a_provider_recording_does_nothing() -> None:
+def test_without_a_provider_recording_raises_nothing() -> None:
     EngineTracing(engine="one", rank=0, model="demo").record(CALLER, outcome())
-    NoTracing().record(CALLER, outcome())
 
 
 def outcomes_of(spans: Sequence[ReadableSpan]) -> list[object]:
