@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from migration.config import MigrationConfig
-from tracker.config import TrackerConfig
 
 from bus.config import BusConfig
 from deploy.config import ConfigError, Configuration
@@ -18,7 +16,9 @@ from deploy.parts import run_part
 from deploy.process import FINAL, print_error
 from deploy.settings import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig
+from migration.config import MigrationConfig
 from router.config import RouterConfig
+from tracker.config import TrackerConfig
 
 
 def main(arguments: list[str]) -> int:

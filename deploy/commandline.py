@@ -30,6 +30,9 @@ NatsOption = Annotated[
     str | None, typer.Option("--nats", metavar="URL", help="NATS server, e.g. nats://127.0.0.1:4222; default: that of the running `roost up`.")
 ]
 NATS: str | None = None
+ClientKeysOption = Annotated[
+    Path | None, typer.Option("--client-keys", metavar="FILE", help="File of keys that clients must present, one per line; without it none is asked for.")
+]
 Flags = Mapping[Key, tuple[str, Any]]
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from migration.config import MigrationConfig
-from tracker.config import TrackerConfig
 
 from bus.config import BusConfig
-from deploy.commandline import CONFIG, NATS, USAGE, ConfigOption, console, fail, settings_from
+from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, console, fail, settings_from
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
 from deploy.local import Fleet
@@ -22,7 +20,9 @@ from deploy.rundir import home, run_directory
 from deploy.settings import UpConfig, WorkerConfig
 from deploy.supervise import UnitFailed
 from engine_adapter.config import AgentConfig, EmbeddedConfig
+from migration.config import MigrationConfig
 from router.config import RouterConfig
+from tracker.config import TrackerConfig
 
 ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key that the plain servers want.")]
 
@@ -47,6 +47,7 @@ def router(
         list[str] | None, typer.Option("--backend", metavar="URL", help="A plain OpenAI-compatible server; repeat for more. No NATS is needed.")
     ] = None,
     api_key_file: ApiKeyOption = None,
+    client_keys: ClientKeysOption = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8000]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,
@@ -59,6 +60,7 @@ def router(
         {
             ("router", "backends"): ("--backend", backend or None),
             ("router", "backend_key_file"): ("--api-key-file", api_key_file),
+            ("router", "api_key_file"): ("--client-keys", client_keys),
             ("router", "port"): ("--port", port),
             ("router", "host"): ("--host", host),
             ("bus", "url"): ("--nats", nats),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.commandline import CONFIG, NATS, USAGE, ConfigOption, console, fail, settings_from
+from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, console, fail, settings_from
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
 from deploy.local import Fleet
@@ -43,6 +43,7 @@ def up(
     host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
     engine: Annotated[EngineKind, typer.Option("--engine", help="Kind of engine.")] = EngineKind.embedded,
+    client_keys: ClientKeysOption = None,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -56,6 +57,7 @@ def up(
             ("engine", "checkpoint"): ("--model", model and model.absolute()),
             ("router", "port"): ("--port", port),
             ("router", "host"): ("--host", host),
+            ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
             ("tracing", "spans"): ("--spans", spans and spans.absolute()),
         },
         *SECTIONS.values(),

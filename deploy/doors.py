@@ -14,10 +14,9 @@ class CannotListen(Exception):
 class HttpError(Exception):
     """An HTTP answer other than 200."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"HTTP {status}: {body[:300].decode(errors='replace')}")
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
         self.status = status
-        self.body = body
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -55,19 +54,17 @@ def url_of(door: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def get(url: str, *, seconds: float = 5.0) -> bytes:
-    """The body of a small local page, for probes. HttpError for a status other than 200; OSError, TimeoutError when nobody answers."""
+async def probe(url: str, *, seconds: float = 5.0) -> None:
+    """Ask for a page of a server on this machine. HttpError for a status other than 200; OSError, TimeoutError when nobody answers."""
     parts = urllib.parse.urlsplit(url)
     async with asyncio.timeout(seconds):
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
         try:
-            writer.write(f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
-            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+            writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+            words = (await reader.readline()).split(None, 2)
         finally:
             writer.close()
-    words = head.split(None, 2)
     if len(words) < 2 or not words[1].isdigit():
         raise ConnectionError(f"{url} does not speak HTTP")
     if int(words[1]) != 200:
-        raise HttpError(int(words[1]), body)
-    return body
+        raise HttpError(int(words[1]))

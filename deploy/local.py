@@ -21,7 +21,7 @@ import msgspec
 
 from bus.config import BusConfig
 from deploy.config import Configuration, without_settings
-from deploy.doors import HttpError, get, listen, url_of
+from deploy.doors import HttpError, listen, probe, url_of
 from deploy.natsd import NatsServer, greet
 from deploy.orders import Order, PartName, RankOrder
 from deploy.rundir import RunDirectory, Running
@@ -108,14 +108,14 @@ async def _existing(*files: Path) -> None:
 async def _answering(url: str) -> None:
     """OSError or TimeoutError unless somebody answers, whatever it is."""
     with contextlib.suppress(HttpError):
-        await get(url)
+        await probe(url)
 
 
 async def _good(url: str) -> None:
     """Return once a page answers 200; wait for it without end."""
     while True:
         try:
-            await get(url, seconds=2.0)
+            await probe(url, seconds=2.0)
         except (HttpError, OSError, TimeoutError):
             await asyncio.sleep(LOOK_SECONDS)
         else:
@@ -142,6 +142,8 @@ class Fleet:
         self.nats_url = ""
         self.router_url = ""
         self.engines: list[EngineLauncher] = []
+        self.engine_units: list[Unit] = []
+        """units that the fleet can do without, as long as one is left"""
         self._settings = settings
         self._worker = settings.part(WorkerConfig)
         self._policy = Policy(ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds)
@@ -163,8 +165,8 @@ class Fleet:
         await _reach_nats(self.nats_url)
         ground = self._ground()
         parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
-        await self._add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
-        await self._add(self._single(ground, "router", door))
+        await self.add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
+        await self.add(self._single(ground, "router", door))
         await self._all_ready()
         if up.engines:
             await self._watched(_good(f"{self.router_url}/ready"))
@@ -174,13 +176,22 @@ class Fleet:
         """Start one engine that joins a fleet on a NATS server somewhere, and return when it has joined. UnitFailed says why not."""
         self.nats_url = self._settings.part(BusConfig).url
         await _reach_nats(self.nats_url)
-        await self._add(self._engine(self._worker.name, self._ground()))
+        await self.add(self._engine(self._worker.name, self._ground()))
         await self._all_ready()
         self._tell_where()
 
     async def serve(self) -> None:
-        """Keep everything up until cancelled. UnitFailed when a part is given up."""
-        await self._watched(self._care_for_logs())
+        """Keep everything up until cancelled. UnitFailed when a part is given up; of several engines, when the last one is."""
+        while True:
+            try:
+                await self._watched(self._care_for_logs())
+            except UnitFailed as failure:
+                lost = [unit for unit in self.engine_units if unit.is_given_up]
+                if not lost or len(lost) == len(self.engine_units):
+                    raise
+                self._say(f"{failure}\n  going on without {', '.join(unit.name for unit in lost)}")
+                self.engine_units = [unit for unit in self.engine_units if unit not in lost]
+                self._phases = [[unit for unit in phase if unit not in lost] for phase in self._phases]
 
     async def __aenter__(self) -> "Fleet":
         return self
@@ -191,7 +202,7 @@ class Fleet:
 
     async def _start_nats(self) -> str:
         server = NatsServer(self._run.folder("nats"), self._run.log("nats"))
-        await self._add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
+        await self.add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
         await self._all_ready()
         return server.url
 
@@ -217,10 +228,12 @@ class Fleet:
     def _engine(self, name: str, ground: Ground) -> Unit:
         launcher = EngineLauncher(name, self._settings.part(EmbeddedConfig).ranks, self._worker.host, ground)
         self.engines.append(launcher)
-        return Unit(name, launcher.launch, self._policy, self._say)
+        unit = Unit(name, launcher.launch, self._policy, self._say)
+        self.engine_units.append(unit)
+        return unit
 
-    async def _add(self, *units: Unit) -> None:
-        """Start a phase."""
+    async def add(self, *units: Unit) -> None:
+        """Start units as the next phase: stopped together, before the phases that were started earlier."""
         self._phases.append([])
         for unit in units:
             unit.start()

@@ -12,10 +12,11 @@ from deploy.spans import TracingConfig, TracingError, tracing
 
 def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
     """`serve` of the module `deploy.part_<name>`, until it ends or is told to; the process's exit status."""
+    service = "roost-engine" if name == "rank" else f"roost-{name}"
     part = importlib.import_module(f"deploy.part_{name}")
     set_up_logging(settings.part(UpConfig).log_level)
     try:
-        with tracing(f"roost-{name}", settings.part(TracingConfig), environment):
+        with tracing(service, settings.part(TracingConfig), environment):
             return run(part.serve(*arguments), expected=part.EXPECTED, final=getattr(part, "FINAL", ()))
     except TracingError as error:
         print_error(str(error))

@@ -44,7 +44,7 @@ class HttpFace:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HttpFace":
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._door]), name=f"serve HTTP on {url_of(self._door)}")
+        self._task = asyncio.create_task(self._serve(), name=f"serve HTTP on {url_of(self._door)}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -56,6 +56,12 @@ class HttpFace:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._door.close()
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._door])
+        except SystemExit as error:  # how uvicorn says that the application would not start
+            raise RuntimeError("the application did not start; the log says why") from error
 
     async def failed(self) -> None:
         """Return never while it serves; raise what ended it."""

@@ -131,15 +131,21 @@ class Child:
         return f"{self.command.name} {how}"
 
 
+WORDS = "roost: "
+"""What the last words of a Roost process begin with (`deploy.process.print_error`)."""
+
+
 def tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log, indented; nothing when it is empty or missing."""
+    """The last lines of a log, indented: only its last words when it has some; nothing when it is empty or missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "".join(f"\n    {line}" for line in text.splitlines()[-lines:])
+    shown = text.splitlines()[-lines:]
+    said = [line for line in shown if line.startswith(WORDS)]
+    return "".join(f"\n    {line}" for line in said[-1:] or shown)
 
 
 class Unit:
@@ -176,6 +182,11 @@ class Unit:
     def is_ready(self) -> bool:
         """Whether the present life serves."""
         return self._ready.is_set()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it will not be started again."""
+        return self._task is not None and self._task.done()
 
     async def failed(self) -> None:
         """Return never; raise UnitFailed when the unit is given up."""
@@ -252,6 +263,8 @@ class Unit:
                 await incarnation.ready()
         except TimeoutError:
             return f"not ready after {self._policy.ready_seconds:.0f} s"
+        if self._ever_ready:
+            self._say(f"{self.name} serves again")
         self._ever_ready = True
         self._ready.set()
         misses = 0

@@ -120,6 +120,16 @@ def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fle
     assert fleet.serving(1, 2)
 
 
+def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refused(fleet: Fleet) -> None:
+    before = fleet.processes()
+    for name in ("router", "tracker", "planner"):
+        before[name].send_signal(signal.SIGKILL)
+    until(lambda: fleet.http.get("/ready").status_code == 200, "the router to know its engine again", 30)
+    assert fleet.text("Still there?")
+    until(lambda: {"router", "tracker", "planner"} <= fleet.processes().keys(), "all parts", 10)
+    assert all(fleet.processes()[name].pid != before[name].pid for name in ("router", "tracker", "planner"))
+
+
 def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
     engine = fleet.status()["engine-0"]
 

@@ -66,7 +66,7 @@ def test_one_trace_runs_from_the_client_through_the_router_into_the_engine(fleet
     assert decide["parent_id"] == forward["parent_id"] == server["span_id"]
     engine = [spans[f"roost.engine.{phase}"] for phase in ("queue", "prefill", "decode")]
     assert {span["parent_id"] for span in engine} == {forward["span_id"]}
-    assert [span["service"] for span in (server, *engine)] == ["roost-router", "roost-rank", "roost-rank", "roost-rank"]
+    assert [span["service"] for span in (server, *engine)] == ["roost-router", "roost-engine", "roost-engine", "roost-engine"]
     assert forward["start_ns"] <= engine[0]["start_ns"]
     assert engine[0]["end_ns"] == engine[1]["start_ns"]
     assert engine[2]["end_ns"] <= forward["end_ns"]
