@@ -32,6 +32,8 @@ def candidates(roster: Roster, load: Amounts, needed_context: int, limits: Limit
 
     load: int64 [AMOUNTS, targets].
     """
+    if not avoid and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
+        return Candidates(roster.all_at, roster.excluded, False, 0.0)
     queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
     small = roster.max_context < needed_context
     busy = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds)
@@ -46,6 +48,14 @@ def candidates(roster: Roster, load: Amounts, needed_context: int, limits: Limit
         )
     wait = float(queue[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
+
+
+def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:
+    """The usual case, told by two maxima; it may say no where the answer is yes."""
+    if not len(roster.targets):
+        return True
+    most: NDArray[np.int64] = np.maximum.reduce(load, axis=1)
+    return bool(most[SEQUENCES] < limits.requests and most[PREFILL] * roster.slowest_prefill_s <= limits.queue_seconds)
 
 
 def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int, failed: np.bool_, small: np.bool_) -> str:

@@ -11,9 +11,6 @@ from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
 from router.roster import Excluded, Roster, Target
 from router.scoring import Scores, Weights, score, uncached_tokens
 
-_EQUAL_MS = 1e-9
-"""Scores closer than this are a tie."""
-
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The request as far as its price goes. `output_tokens` is what is expected, not the limit."""
@@ -199,8 +196,10 @@ def decide(
     overlap = overlap_blocks[found.at]
     uncached = uncached_tokens(ask.prompt_tokens, overlap, roster.block_size[found.at])
     scores = score(roster, found.at, load, uncached, ask.output_tokens, weights)
-    ties = np.flatnonzero(scores.total <= scores.total.min() + _EQUAL_MS)
-    chosen = int(ties[ask.seed % len(ties)])
+    totals = scores.total.tolist()
+    best = min(totals)
+    ties = [at for at, total in enumerate(totals) if total == best]
+    chosen = ties[ask.seed % len(ties)]
     return Decision(
         ask=ask,
         roster=roster,
@@ -210,7 +209,7 @@ def decide(
         load=load[:, found.at],
         scores=scores,
         chosen=chosen,
-        runner_up=_best_other(scores.total, chosen),
+        runner_up=_best_other(totals, chosen),
         tied=len(ties),
         excluded=found.excluded,
         weights=weights,
@@ -218,9 +217,5 @@ def decide(
     )
 
 
-def _best_other(total: NDArray[np.float64], chosen: int) -> int | None:
-    if len(total) < 2:
-        return None
-    others = total.copy()
-    others[chosen] = np.inf
-    return int(others.argmin())
+def _best_other(totals: list[float], chosen: int) -> int | None:
+    return min((at for at in range(len(totals)) if at != chosen), key=totals.__getitem__, default=None)

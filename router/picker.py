@@ -128,12 +128,11 @@ class Picker:
     def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:
         """int64 [targets]: leading blocks that each rank holds or, without KV events, probably holds."""
         overlap = np.zeros(len(roster.targets), np.int64)
-        guessed = [target.key for target, guess in zip(roster.targets, roster.approximate, strict=True) if guess]
         for size in roster.block_sizes:
             hashes = prompt.hashes(size)
-            found = {} if len(guessed) == len(roster.targets) else self.kv.overlap(hashes)
-            if guessed:
-                found = {**found, **self.prefixes.overlap(guessed, hashes)}
+            found = {} if len(roster.guessed) == len(roster.targets) else self.kv.overlap(hashes)
+            if roster.guessed:
+                found = {**found, **self.prefixes.overlap(roster.guessed, hashes)}
             for key, blocks in found.items():
                 at = roster.index.get(key)
                 if at is not None and roster.block_size[at] == size:

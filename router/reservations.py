@@ -46,7 +46,12 @@ class Reservations:
         """bookings since the last report"""
         self._own = np.zeros((AMOUNTS, 0), np.int64)
         """all open bookings"""
-        self._reported_at = np.zeros(0)
+        self._load = np.zeros((AMOUNTS, 0), np.int64)
+        """what the tables above amount to; kept with every change, so that a decision only reads it"""
+        self._stale_at = np.zeros(0)
+        """when the last report stops counting; -inf: there is none that counts"""
+        self._first_stale = np.inf
+        """the earliest of those to come"""
 
     def add_rank(self, rank: Hashable) -> int:
         """The column of a rank; the same one when it is known already."""
@@ -55,9 +60,9 @@ class Reservations:
         if not self._free:
             self._grow()
         row = self._rows[rank] = self._free.pop()
-        for table in (self._reported, self._young, self._since, self._own):
+        for table in self._tables:
             table[:, row] = 0
-        self._reported_at[row] = -np.inf
+        self._stale_at[row] = -np.inf
         self._open[row] = set()
         return row
 
@@ -85,7 +90,9 @@ class Reservations:
                 if not contained:
                     self._young[:, row] += booking.amounts
         self._reported[:, row] = np.maximum(amounts, 0)
-        self._reported_at[row] = now
+        self._stale_at[row] = now + self._stale
+        self._first_stale = min(self._first_stale, now + self._stale)
+        self._add_up(row)
         return True
 
     def book(self, row: int, amounts: Sequence[int], now: float) -> Booking:
@@ -93,6 +100,7 @@ class Reservations:
         booking = Booking(row, np.array(amounts, np.int64), now, self._since)
         self._since[:, row] += booking.amounts
         self._own[:, row] += booking.amounts
+        self._load[:, row] += booking.amounts
         self._open[row].add(booking)
         return booking
 
@@ -119,12 +127,31 @@ class Reservations:
             self._reported[:, row] = np.maximum(self._reported[:, row] - part, 0)
         else:
             booking.group[:, row] -= part
+        self._add_up(row)
 
     def load(self, rows: NDArray[np.intp], now: float) -> Amounts:
-        """int64 [AMOUNTS, len(rows)]: the load a request that came now would meet."""
-        told = np.maximum(self._reported[:, rows], self._young[:, rows]) + self._since[:, rows]
-        fresh = now - self._reported_at[rows] <= self._stale
-        return np.where(fresh, told, self._own[:, rows])
+        """int64 [AMOUNTS, len(rows)]: the load a request that came now would meet. A copy."""
+        if now > self._first_stale:
+            self._expire(now)
+        return np.take(self._load, rows, axis=1)
+
+    def _expire(self, now: float) -> None:
+        """Reports that are too old stop counting."""
+        counting = np.isfinite(self._stale_at)
+        for row in np.flatnonzero(counting & (self._stale_at < now)):
+            self._stale_at[row] = -np.inf
+            self._add_up(int(row))
+        self._first_stale = float(min(self._stale_at[np.isfinite(self._stale_at)], default=np.inf))
+
+    def _add_up(self, row: int) -> None:
+        if self._stale_at[row] == -np.inf:
+            self._load[:, row] = self._own[:, row]
+        else:
+            self._load[:, row] = np.maximum(self._reported[:, row], self._young[:, row]) + self._since[:, row]
+
+    @property
+    def _tables(self) -> tuple[Amounts, ...]:
+        return self._reported, self._young, self._since, self._own, self._load
 
     @property
     def open_bookings(self) -> int:
@@ -134,10 +161,10 @@ class Reservations:
         """Double the columns. Bookings refer to tables, so the tables are replaced and the references moved."""
         old = self._reported.shape[1]
         more = max(8, old)
-        tables = {id(table): np.pad(table, ((0, 0), (0, more))) for table in (self._reported, self._young, self._since, self._own)}
+        tables = {id(table): np.pad(table, ((0, 0), (0, more))) for table in self._tables}
         for booking in (booking for bookings in self._open for booking in bookings):
             booking.group = None if booking.group is None else tables[id(booking.group)]
-        self._reported, self._young, self._since, self._own = (tables[id(table)] for table in (self._reported, self._young, self._since, self._own))
-        self._reported_at = np.pad(self._reported_at, (0, more), constant_values=-np.inf)
+        self._reported, self._young, self._since, self._own, self._load = (tables[id(table)] for table in self._tables)
+        self._stale_at = np.pad(self._stale_at, (0, more), constant_values=-np.inf)
         self._open += [set() for _ in range(more)]
         self._free += range(old + more - 1, old - 1, -1)

@@ -69,6 +69,10 @@ class Roster:
     """distinct block sizes"""
     profile_version: int | None
 
-    @property
-    def largest_context(self) -> int:
-        return int(self.max_context.max()) if len(self.targets) else 0
+    all_at: NDArray[np.intp]
+    """0, 1, 2, ...: every target is a candidate"""
+    guessed: tuple[RankKey, ...]
+    """the ranks where `approximate`"""
+    largest_context: int
+    smallest_context: int
+    slowest_prefill_s: float

@@ -243,6 +243,7 @@ def _columns(
     speeds = [state.joined.speed or _DEFAULT_SPEED for state, _ in ranks]
     targets = tuple(_target(state, rank) for state, rank in ranks)
     sizes = [state.joined.block_size for state, _ in ranks]
+    contexts = [state.joined.max_context for state, _ in ranks]
     return Roster(
         model=model,
         dialect=dialect,
@@ -252,7 +253,7 @@ def _columns(
         index={target.key: at for at, target in enumerate(targets)},
         rows=np.array([state.rows[rank] for state, rank in ranks], np.intp),
         block_size=np.array(sizes, np.int64),
-        max_context=np.array([state.joined.max_context for state, _ in ranks], np.int64),
+        max_context=np.array(contexts, np.int64),
         prefill_token_s=np.array([speed.prefill_token for speed in speeds], np.float64),
         decode_sequence_s=np.array([speed.decode_sequence for speed in speeds], np.float64),
         decode_block_s=np.array([speed.decode_block for speed in speeds], np.float64),
@@ -261,6 +262,11 @@ def _columns(
         approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
         block_sizes=tuple(sorted(set(sizes))),
         profile_version=None if profile is None else profile.version,
+        all_at=np.arange(len(ranks)),
+        guessed=tuple(target.key for target in targets if not target.engine.capabilities.kv_events),
+        largest_context=max(contexts, default=0),
+        smallest_context=min(contexts, default=0),
+        slowest_prefill_s=max((speed.prefill_token for speed in speeds), default=0.0),
     )
 
 

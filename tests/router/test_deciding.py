@@ -58,6 +58,7 @@ overlaps = st.lists(st.integers(0, 40), min_size=4, max_size=4)
 weights = st.tuples(*[st.floats(0, 10)] * 4).map(lambda parts: Weights(*parts))
 
 
+@settings(deadline=None)
 @given(load=loads, overlap=overlaps, weight=weights, prompt=st.integers(1, 200), output=st.integers(1, 100), seed=st.integers(0, 2**32))
 def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int) -> None:
     view, _ = view_of({}, {"speed": SLOW})
@@ -75,6 +76,7 @@ def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(load: Any, overlap
     assert record.runner_up == f"{record.candidates[1].engine}/{record.candidates[1].rank}"
 
 
+@settings(deadline=None)
 @given(load=loads, overlap=overlaps, more=st.integers(1, 20), which=st.integers(0, 3), prompt=st.integers(1, 200))
 def test_more_overlap_never_raises_a_score(load: Any, overlap: list[int], more: int, which: int, prompt: int) -> None:
     view, _ = view_of({}, {"speed": SLOW})
@@ -89,6 +91,7 @@ def test_more_overlap_never_raises_a_score(load: Any, overlap: list[int], more: 
     assert (np.delete(after, which) == np.delete(before, which)).all()
 
 
+@settings(deadline=None)
 @given(load=loads, row=st.integers(0, 2), which=st.integers(0, 3))
 def test_more_load_never_lowers_a_score(load: Any, row: int, which: int) -> None:
     view, _ = view_of({}, {"speed": SLOW})
@@ -305,7 +308,7 @@ def test_rosters_of_unknown_models_are_not_kept() -> None:
     assert len(view._rosters) == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**64 - 1))
 def test_worker_ids_of_64_bits_come_through_whole(worker_id: int) -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)

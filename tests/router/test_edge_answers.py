@@ -177,6 +177,8 @@ async def test_ready_is_503_until_an_engine_lives(open_house: OpenHouse) -> None
     ready = await house.get("/ready")
     assert (ready.status, ready.json["ready"]) == (503, False)
     assert (await house.get("/health")).status == 200
+    answer = await house.post("/v1/chat/completions", chat())
+    assert (answer.status, answer.json["error"]["code"]) == (503, "no_engine")
 
 
 async def test_every_request_writes_one_json_line(house: House, rank: MockRank, caplog: pytest.LogCaptureFixture) -> None:

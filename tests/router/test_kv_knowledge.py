@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus import Message, Received
@@ -68,6 +68,7 @@ def test_numbers_outside_u64_are_refused() -> None:
         KvIndex().apply([RoutedKvEvent(worker_id=1, event=KvEvent(event_id=1, data=bad))])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
 def test_the_index_finds_what_comparing_prompts_finds(held: list[int], asked: list[int]) -> None:
     index, one, two = KvIndex(), local_hashes(held, 2), local_hashes(asked, 2)
@@ -286,6 +287,7 @@ def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
     assert prefixes.overlap([(1, 0)], LOCAL) == {(1, 0): 3}
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12), st.integers(1, 8))
 def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(prompts: list[list[int]], capacity: int) -> None:
     prefixes = Prefixes(capacity)

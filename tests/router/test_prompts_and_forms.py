@@ -6,7 +6,7 @@ import zipfile
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -129,6 +129,7 @@ def test_a_file_that_unpacks_to_too_much_is_not_unpacked() -> None:
 # Requests
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_make_the_decoder_fall_over(body: bytes) -> None:
     for decode in (RequestDecoder().chat, RequestDecoder().text, RequestDecoder().either):
@@ -137,6 +138,7 @@ def test_no_bytes_make_the_decoder_fall_over(body: bytes) -> None:
         assert refused.value.status == 400
 
 
+@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_any_value_in_any_field_is_served_or_refused_by_name(value: Any) -> None:
     for field in ("messages", "max_tokens", "temperature", "stop", "n", "seed", "stream_options", "logit_bias", "response_format", "chat_template_kwargs"):
@@ -160,6 +162,7 @@ def test_fields_that_are_not_read_do_no_harm() -> None:
 # Events
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="abc{}\"', é"), max_size=8), st.lists(st.integers(1, 7), min_size=1), st.sampled_from(["\n", "\r\n"]))
 def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], cuts: list[int], end: str) -> None:
     payloads = [text.strip().encode() for text in texts]
@@ -261,6 +264,7 @@ def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:
 # Keys
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1).filter(lambda text: text.strip() == text and text.isprintable()), st.text())
 def test_only_the_right_key_is_admitted(key: str, other: str) -> None:
     keys = ApiKeys([key])

@@ -121,7 +121,8 @@ async def test_each_attempt_has_a_decision_and_a_forward_span_of_its_own(house: 
     assert about(server)["error.type"] == "broken"
 
 
-async def test_a_refused_request_is_traced_too(house: House, traces: Traces) -> None:
+async def test_a_refused_request_is_traced_too(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+    await engines(house, serve_rank, byte_archive, 1)
     await house.post(CHAT, b"{")
     server = await traces.server("chat")
     assert about(server)["http.response.status_code"] == 400
