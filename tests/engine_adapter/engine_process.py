@@ -1,21 +1,28 @@
-"""One rank of a real engine in a process of its own, driven over stdin and stdout, a JSON object a line.
+"""A process that is one rank of a real engine, and after that one of the next; driven over stdin and stdout, a JSON object a line.
 
-`python engine_process.py JOB.json RANK`: says {"ready": ...}, then per line {"ask": {prompt, max_tokens, ...}} answers with the ids,
-{"cpu": seconds} with the share of a core used meanwhile; at the end of input it stops and says {"stopped": true}. When the engine
-fails it says {"failed": reason}.
+{"start": {rank, run_directory, settings}} loads a rank, meets the others and says {"ready": true}. Then {"ask": {prompts, max_tokens}}
+says {"begun": true} at the first id and {"answers": [{ids, cached, preemptions}, ...]} at the end of all, which ran together;
+{"work": true} says what the forward passes since the start were asked to do; {"cpu": seconds} the share of a core used meanwhile;
+{"stop": true} leaves the engine and says {"stopped": true}. An engine that cannot start or go on says {"failed": reason}.
 """
 
 import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import GenerationRequest
+from engine_adapter.embedded.answers import Delta, GenerationRequest
 from engine_adapter.embedded.engine import EmbeddedEngine
+from engine_adapter.embedded.machine import ForwardPass, Machine, build_machine
+from engine_adapter.embedded.runner import Forward, Work
 from engine_adapter.engine import EngineFailed
+
+LINE_BYTES = 2**20
 
 
 def say(**message: Any) -> None:
@@ -23,36 +30,104 @@ def say(**message: Any) -> None:
     sys.stdout.flush()
 
 
-async def answer(engine: EmbeddedEngine, order: dict[str, Any]) -> None:
-    if "cpu" in order:
+@dataclass
+class Seen:
+    """What a rank's forward passes were asked to do; written by the step thread, read when nothing runs."""
+
+    steps: int = 0
+    most_tokens: int = 0
+    """of any step"""
+    most_sequences: int = 0
+    """of any step"""
+    unfinished: int = 0
+    """chunks of prompts that were not the last of theirs"""
+
+
+@dataclass
+class Witness:
+    """A forward pass that keeps count."""
+
+    runner: ForwardPass
+    seen: Seen = field(default_factory=Seen)
+
+    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+        seen = self.seen
+        seen.steps += 1
+        seen.most_tokens = max(seen.most_tokens, sum(len(one.tokens) for one in work))
+        seen.most_sequences = max(seen.most_sequences, len(work))
+        seen.unfinished += sum(not one.wants_logits for one in work)
+        return self.runner.forward(work, tokens_by_rank)
+
+
+class RankUnderOrders:
+    """One rank at a time, from its start to its stop."""
+
+    def __init__(self) -> None:
+        self._engine: EmbeddedEngine | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._seen = Seen()
+
+    async def obey(self, order: dict[str, Any]) -> None:
+        ((name, details),) = order.items()
+        await getattr(self, name)(details)
+
+    async def start(self, job: dict[str, Any]) -> None:
+        config = EmbeddedConfig(**job["settings"] | {"checkpoint": Path(job["settings"]["checkpoint"])})
+        self._engine = EmbeddedEngine(config, job["rank"], Path(job["run_directory"]), build=self._build)
+        await self._engine.start()
+        self._running = asyncio.create_task(self._engine.run(), name=f"rank {job['rank']}")
+        await asyncio.sleep(0)  # a task that is cancelled before its first turn never stops what it supervises
+        say(ready=True)
+
+    def _build(self, config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
+        machine = build_machine(config, rank, run_directory)
+        witness = Witness(machine.runner)
+        self._seen = witness.seen
+        return replace(machine, runner=witness)
+
+    async def ask(self, wanted: dict[str, Any]) -> None:
+        engine, begun = self._engine, False
+        assert engine is not None
+
+        async def one(prompt: list[int]) -> dict[str, Any]:
+            nonlocal begun
+            whole = Delta()
+            async for delta in await engine.submit(GenerationRequest(prompt=prompt, max_tokens=wanted["max_tokens"], ignore_eos=True)):
+                if not begun:
+                    begun = True
+                    say(begun=True)
+                whole.absorb(delta)
+            assert whole.outcome is not None
+            return {"ids": whole.token_ids, "cached": whole.outcome.cached_tokens, "preemptions": whole.outcome.preemptions}
+
+        say(answers=await asyncio.gather(*(one(prompt) for prompt in wanted["prompts"])))
+
+    async def work(self, _: object) -> None:
+        say(work=asdict(self._seen))
+
+    async def cpu(self, seconds: float) -> None:
         began, used = time.monotonic(), time.process_time()
-        await asyncio.sleep(order["cpu"])
+        await asyncio.sleep(seconds)
         say(cpu=(time.process_time() - used) / (time.monotonic() - began))
-        return
-    ids: list[int] = []
-    async for delta in await engine.submit(GenerationRequest(ignore_eos=True, **order["ask"])):
-        if not ids:
-            say(begun=True)
-        ids += delta.token_ids
-    say(ids=ids)
 
-
-async def main(job: dict[str, Any], rank: int) -> None:
-    engine = EmbeddedEngine(EmbeddedConfig(checkpoint=Path(job["checkpoint"]), **job["settings"]), rank, Path(job["run_directory"]))
-    await engine.start()
-    running = asyncio.create_task(engine.run(), name=f"rank {rank}")
-    say(ready=True)
-    orders = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    try:
-        while line := await orders.readline():
-            await answer(engine, json.loads(line))
-        running.cancel()
-        await asyncio.wait([running])
+    async def stop(self, _: object) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        self._engine = self._running = None
         say(stopped=True)
-    except EngineFailed as error:
-        say(failed=str(error))
+
+
+async def main() -> None:
+    orders = asyncio.StreamReader(LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    rank = RankUnderOrders()
+    while line := await orders.readline():
+        try:
+            await rank.obey(json.loads(line))
+        except EngineFailed as error:
+            say(failed=str(error))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])))
+    asyncio.run(main())

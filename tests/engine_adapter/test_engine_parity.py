@@ -1,4 +1,4 @@
-"""The whole engine on the demo model against transformers: prefix reuse, chunks, preemption, log-probabilities, and two ranks."""
+"""The whole engine on the demo model against transformers: prefix reuse, chunks, preemption, log-probabilities; one, two and four ranks."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine_adapter.engine import EngineFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "deploy/demo_model/checkpoint"
+MOST_RANKS = 4
 NEW = 64
 TEXT = ("def encode(self, text):\n    return [ord(letter) for letter in text]\n\nDie Datei wird gelesen. #include <stdio.h>\n" * 4).encode()
 PROMPTS = [list(TEXT[3 * one : 3 * one + 1 + 13 * one]) for one in range(20)]
@@ -77,27 +79,6 @@ async def ask(engine: EmbeddedEngine, prompt: Sequence[int], max_tokens: int = N
     return whole
 
 
-async def ask_all(engine: EmbeddedEngine) -> list[Delta]:
-    return await asyncio.gather(*(ask(engine, prompt) for prompt in PROMPTS))
-
-
-@pytest.mark.parametrize(
-    ("settings", "preempts"),
-    [({}, False), ({"max_batch_tokens": 37, "max_running": 32}, False), ({"kv_blocks": 60, "max_batch_tokens": 128, "max_running": 24}, True)],
-    ids=["at once", "in small chunks", "with few pages"],
-)
-async def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(oracle: Oracle, settings: dict[str, Any], preempts: bool) -> None:
-    async with engine_of(**settings) as engine:
-        fresh, again = await ask_all(engine), await ask_all(engine)
-    for prompt, first, second in zip(PROMPTS, fresh, again, strict=True):
-        oracle.assert_greedy(prompt, first.token_ids)
-        oracle.assert_greedy(prompt, second.token_ids)
-        if not preempts:
-            assert second.outcome is not None
-            assert second.outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
-    assert any(answer.outcome is not None and answer.outcome.preemptions for answer in fresh) == preempts
-
-
 async def test_log_probabilities_are_those_of_transformers(oracle: Oracle) -> None:
     prompt = PROMPTS[7]
     async with engine_of() as engine:
@@ -130,10 +111,10 @@ async def test_a_rank_that_stops_takes_the_others_with_it_and_says_so(tmp_path: 
 
 
 class RankProcess:
-    """A rank in a process of its own; see engine_process.py."""
+    """A process that serves one rank after another; see engine_process.py."""
 
-    def __init__(self, job: Path, rank: int) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(job), str(rank)]
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("engine_process.py"))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
 
     def order(self, **order: Any) -> None:
@@ -147,7 +128,7 @@ class RankProcess:
         assert key in message, message
         return message[key]
 
-    def stop(self) -> None:
+    def end(self) -> None:
         self.process.kill()
         self.process.wait(10)
         for pipe in (self.process.stdin, self.process.stdout):
@@ -155,41 +136,122 @@ class RankProcess:
             pipe.close()
 
 
-@contextmanager
-def two_ranks(folder: Path) -> Iterator[list[RankProcess]]:
-    job = folder / "job.json"
-    job.write_text(json.dumps({"checkpoint": str(CHECKPOINT), "run_directory": str(folder), "settings": {"ranks": 2, "kv_blocks": 256}}))
-    with ExitStack() as stack:
-        ranks = [RankProcess(job, rank) for rank in range(2)]
-        for rank in ranks:
-            stack.callback(rank.stop)
-        for rank in ranks:
-            rank.hear("ready")
-        yield ranks
+class RankPool:
+    """Rank processes for one engine after another: a process starts for longer than a rank that it serves."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._idle = [RankProcess() for _ in range(MOST_RANKS)]  # all at once: they import torch while the oracle is loaded
+
+    @contextmanager
+    def engine(self, ranks: int, **settings: Any) -> Iterator[list[RankProcess]]:
+        """A running engine, one process per rank. Processes that were killed, or that saw the test fail, are not used again."""
+        taken = [self._idle.pop() if self._idle else RankProcess() for _ in range(ranks)]
+        with ExitStack() as on_failure:
+            for process in taken:
+                on_failure.callback(process.end)
+            job = {"run_directory": mkdtemp(dir=self._folder), "settings": {"checkpoint": str(CHECKPOINT), "ranks": ranks, **settings}}
+            told(taken, "ready", start=[{"rank": rank, **job} for rank in range(ranks)])
+            yield taken
+            dead = [process for process in taken if process.process.poll() is not None]
+            alive = [process for process in taken if process not in dead]
+            told(alive, "stopped", stop=[None] * len(alive))
+            on_failure.pop_all()
+        for process in dead:
+            process.end()
+        self._idle += alive
+
+    def end(self) -> None:
+        for process in self._idle:
+            process.end()
 
 
-def test_two_ranks_serve_sleep_and_fail_as_one(tmp_path: Path, oracle: Oracle) -> None:
-    """One story, so that the processes start once."""
-    with two_ranks(tmp_path) as (first, second):
+def told(processes: Sequence[RankProcess], reply: str, **orders: Sequence[Any]) -> list[Any]:
+    """Give each process its order, then hear each one's reply."""
+    ((name, details),) = orders.items()
+    for process, detail in zip(processes, details, strict=True):
+        process.order(**{name: detail})
+    return [process.hear(reply) for process in processes]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.end()
+
+
+def answers_of(ranks: Sequence[RankProcess], turn: int = 1) -> list[dict[str, Any]]:
+    """All prompts at once, spread over the ranks, the last ones first when turn is -1; the answers in the order of the prompts."""
+    shares = [PROMPTS[rank :: len(ranks)] for rank in range(len(ranks))]
+    told(ranks, "begun", ask=[{"prompts": share[::turn], "max_tokens": NEW} for share in shares])
+    by_rank = [rank.hear("answers")[::turn] for rank in ranks]
+    return [by_rank[at % len(ranks)][at // len(ranks)] for at in range(len(PROMPTS))]
+
+
+BUDGET = 37
+"""tokens of a step: most prompts are longer"""
+FEW = {1: 200, 2: 105, 4: 52}
+"""KV blocks by ranks: room for the prompts of a rank, not for all of their continuations"""
+
+
+def settings_for(way: str, ranks: int) -> dict[str, Any]:
+    return {
+        "at once": {},
+        "in chunks": {"max_batch_tokens": BUDGET, "max_running": 32},
+        "with few pages": {"kv_blocks": FEW[ranks], "max_batch_tokens": 128, "max_running": 24},
+    }[way]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        *((ranks, way) for ranks in (1, 2) for way in ("at once", "in chunks", "with few pages")),
+        (4, "at once"),
+        pytest.param(4, "in chunks", marks=pytest.mark.slow),
+        pytest.param(4, "with few pages", marks=pytest.mark.slow),
+    ],
+)
+def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(pool: RankPool, oracle: Oracle, ranks: int, way: str) -> None:
+    with pool.engine(ranks, **settings_for(way, ranks)) as processes:
+        fresh = answers_of(processes)
+        work = told(processes, "work", work=[None] * ranks)
+        again = answers_of(processes)
+    for prompt, first, second in zip(PROMPTS, fresh, again, strict=True):
+        for answer in (first, second):
+            assert len(answer["ids"]) == NEW
+            oracle.assert_greedy(prompt, answer["ids"])
+    # what the way is about did happen
+    assert not any(answer["cached"] for answer in fresh)
+    for answers in (fresh, again):
+        assert any(answer["preemptions"] for answer in answers) == (way == "with few pages")
+    if way != "with few pages":
+        assert [answer["cached"] for answer in again] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    if way == "at once":
+        assert [rank["most_sequences"] for rank in work] == [len(PROMPTS) // ranks] * ranks
+    if way == "in chunks":
+        assert all(rank["most_tokens"] == BUDGET and rank["unfinished"] > 10 for rank in work)
+
+
+@pytest.mark.xfail(strict=True, reason="attention.Attention._mix leaves a lone batch of decodes in the order of their pages, not of their rows")
+def test_the_order_of_a_batch_changes_no_continuation(pool: RankPool, oracle: Oracle) -> None:
+    with pool.engine(1, **settings_for("in chunks", 1)) as processes:
+        for prompt, answer in zip(PROMPTS, answers_of(processes, turn=-1), strict=True):
+            oracle.assert_greedy(prompt, answer["ids"])
+
+
+def test_two_ranks_serve_sleep_and_fail_as_one(pool: RankPool, oracle: Oracle) -> None:
+    with pool.engine(2, kv_blocks=256) as (first, second):
         # only rank 1 has work; rank 0 takes part with empty batches
-        second.order(ask={"prompt": PROMPTS[9], "max_tokens": NEW})
-        assert second.hear("begun")
-        oracle.assert_greedy(PROMPTS[9], second.hear("ids"))
-        # both have work
-        for rank, prompt in ((first, PROMPTS[5]), (second, PROMPTS[12])):
-            rank.order(ask={"prompt": prompt, "max_tokens": NEW})
-        for rank, prompt in ((first, PROMPTS[5]), (second, PROMPTS[12])):
-            assert rank.hear("begun")
-            oracle.assert_greedy(prompt, rank.hear("ids"))
+        (_,) = told([second], "begun", ask=[{"prompts": [PROMPTS[9]], "max_tokens": NEW}])
+        oracle.assert_greedy(PROMPTS[9], second.hear("answers")[0]["ids"])
         # nobody has work
-        for rank in (first, second):
-            rank.order(cpu=1.5)
-        for rank in (first, second):
-            assert rank.hear("cpu") < 0.03
+        for share in told([first, second], "cpu", cpu=[1.5, 1.5]):
+            assert share < 0.03
         # one is lost
-        second.order(ask={"prompt": PROMPTS[2], "max_tokens": 2000})
-        assert second.hear("begun")
+        told([second], "begun", ask=[{"prompts": [PROMPTS[2]], "max_tokens": 2000}])
         first.process.kill()
         began = time.monotonic()
         assert "rank 1" in second.hear("failed")
         assert time.monotonic() - began < 1.0
+        first.process.wait(10)
