@@ -39,6 +39,7 @@ def up(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  [default: the demo model]")
     ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Engines are called NAME-0, NAME-1, ...  [default: engine]", show_default=False)] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free one.  [default: 8000]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
@@ -53,6 +54,7 @@ def up(
         {
             ("up", "engines"): ("--engines", engines),
             ("up", "nats"): ("--nats", nats),
+            ("worker", "name"): ("--name", name),
             ("engine", "ranks"): ("--ranks", ranks),
             ("engine", "checkpoint"): ("--model", model and model.absolute()),
             ("router", "port"): ("--port", port),

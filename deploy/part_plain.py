@@ -4,7 +4,6 @@ import asyncio
 import logging
 import secrets
 import socket
-from contextlib import AsyncExitStack
 
 from bus import Bus, BusError
 from bus.config import BusConfig
@@ -17,39 +16,43 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.openai import PlainConfig, PlainEngine
 
-EXPECTED = (BusError, EngineFailed, NameTaken)
-AGAIN_SECONDS = 2.0
+EXPECTED = (BusError, NameTaken)
 log = logging.getLogger(__name__)
 
 
 async def serve(name: str, plain: PlainConfig, bus_config: BusConfig, agent_config: AgentConfig) -> None:
     """Represent the server until cancelled. NameTaken when another engine has the name; BusError when NATS cannot be reached at start."""
     subjects = Subjects(bus_config.namespace)
-    async with AsyncExitStack() as stack:
-        bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=name)
-        stack.push_async_callback(bus.close)
-        replaces: int | None = None
-        while True:
-            worker_id = secrets.randbits(64)
-            try:
-                await _one_life(bus, subjects, name, worker_id, replaces, plain, agent_config)
-            except (EngineFailed, ExceptionGroup) as error:
-                failure = first_of(error, (EngineFailed,))
-                if failure is None:
-                    raise
-                log.warning("%s is not there: %s; looking again every %.0f s", name, failure, AGAIN_SECONDS)
-            replaces = worker_id
-            await asyncio.sleep(AGAIN_SECONDS)
+    bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=name)
+    try:
+        await represent(bus, subjects, name, plain, agent_config)
+    finally:
+        await bus.close()
 
 
-async def _one_life(bus: Bus, subjects: Subjects, name: str, worker_id: int, replaces: int | None, plain: PlainConfig, config: AgentConfig) -> None:
+async def represent(bus: Bus, subjects: Subjects, name: str, plain: PlainConfig, agent_config: AgentConfig) -> None:
+    """An incarnation of the engine for every time the server is there, until cancelled. NameTaken as `serve`."""
+    replaces: int | None = None
+    while True:
+        who = Identity(engine=name, worker_id=secrets.randbits(64), node=socket.gethostname(), urls=(plain.base,), replaces=replaces)
+        try:
+            await _while_it_is_there(bus, subjects, who, plain, agent_config)
+        except (EngineFailed, ExceptionGroup) as error:
+            failure = first_of(error, (EngineFailed,))
+            if failure is None:
+                raise
+            log.warning("%s is not there, looking again every %g s: %s", name, plain.probe_seconds, failure)
+        replaces = who.worker_id
+        await asyncio.sleep(plain.probe_seconds)
+
+
+async def _while_it_is_there(bus: Bus, subjects: Subjects, who: Identity, plain: PlainConfig, config: AgentConfig) -> None:
     """From the moment the server answers until it stays away (EngineFailed)."""
     engine = PlainEngine(plain)
     await engine.start()
-    who = Identity(engine=name, worker_id=worker_id, node=socket.gethostname(), urls=(plain.base,), replaces=replaces)
     agent = Agent(bus, subjects, engine, who, config)
-    async with alongside(agent.run(), f"agent of {name}") as speaking, alongside(_watch(engine, agent), f"watch {plain.base}") as watching:
-        log.info("%s serves %s at %s", name, engine.description.model, plain.base)
+    async with alongside(agent.run(), f"agent of {who.engine}") as speaking, alongside(_watch(engine, agent), f"watch {plain.base}") as watching:
+        log.info("%s serves %s at %s", who.engine, engine.description.model, plain.base)
         await first_failure([speaking, watching])
 
 

@@ -1,6 +1,6 @@
 """The run directory of one `roost up` or `roost worker`: logs, the private NATS store, meeting places of ranks, and what runs where.
 
-It is $XDG_STATE_HOME/roost/run-<pid> (~/.local/state/roost without the variable), readable by its user alone, locked while
+It is $XDG_STATE_HOME/roost/run-<pid>-<chance> (~/.local/state/roost/... without the variable), readable by its user alone, locked while
 its owner lives. A clean stop removes it; after a failure it stays for its logs, and a later start removes what the dead left:
 stores at once, whole directories beyond the newest few.
 """
@@ -8,6 +8,7 @@ stores at once, whole directories beyond the newest few.
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -87,7 +88,12 @@ class RunDirectory:
 def home(environment: Mapping[str, str]) -> Path:
     """Where run directories are."""
     state = environment.get("XDG_STATE_HOME", "")
-    return (Path(state) if state.startswith("/") else Path.home() / ".local" / "state") / "roost"
+    if state.startswith("/"):
+        return Path(state) / "roost"
+    try:
+        return Path.home() / ".local" / "state" / "roost"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"roost-{os.getuid()}"
 
 
 @contextmanager
@@ -100,12 +106,9 @@ def run_directory(base: Path) -> Iterator[RunDirectory]:
     for number, (path, lock) in enumerate(_dead(base)):
         _clear(path, keep_logs=number < KEPT)
         os.close(lock)
-    path = base / f"run-{os.getpid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path, lock = _new(base)
     run = RunDirectory(path)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield run
     except Exception:
         run.clear(keep_logs=True)
@@ -131,6 +134,14 @@ def live_runs(base: Path) -> list[Running]:
             file = path / "running.json"
             found.append((file.stat().st_mtime, msgspec.json.decode(file.read_bytes(), type=Running)))
     return [running for _, running in sorted(found, key=lambda entry: -entry[0])]
+
+
+def _new(base: Path) -> tuple[Path, int]:
+    """A new run directory and its lock; it gets its name when it is locked, so that nobody can take it for a dead one."""
+    draft = Path(tempfile.mkdtemp(prefix="new-", dir=base))
+    lock = os.open(draft / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return draft.rename(base / f"run-{os.getpid()}-{secrets.token_hex(2)}"), lock
 
 
 def _dead(base: Path) -> list[tuple[Path, int]]:

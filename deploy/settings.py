@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from migration.config import MigrationConfig
-from tracker.config import TrackerConfig
-
 from bus.config import BusConfig
 from bus.subjects import check_token
 from deploy.config import Configuration, Key, load
 from deploy.spans import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig
+from migration.config import MigrationConfig
 from router.config import RouterConfig
+from tracker.config import TrackerConfig
 
 DEMO_CHECKPOINT = Path(__file__).parent / "demo_model" / "checkpoint"
 
@@ -35,6 +34,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_token("engine name", self.name)
+        if self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"host must be an address under which routers reach this machine, not {self.host!r}")
         _check_above_zero(self, "drain_seconds", "ready_seconds", "grace_seconds")
 
 

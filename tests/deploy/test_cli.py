@@ -86,6 +86,7 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["worker", "--engine", "openai"], "--engine openai needs --url"),
         (["worker", "--engine", "openai", "--url", "server:80"], "must start with http:// or https://"),
         (["worker", "--url", "http://a"], "--url belongs to --engine openai"),
+        (["worker", "--host", "0.0.0.0"], "host must be an address under which routers reach this machine"),
         (["worker", "--name", "two words"], "engine name 'two words'"),
         (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: EngineJoined"),
         (["events", "--since", "1h", "--kind", "kvmetrics"], "KvMetrics is telemetry and is not stored"),

@@ -6,7 +6,9 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import nats
+import psutil
 import pytest
 
 from tests.system.fleets import Fleet, Home, until
@@ -124,7 +126,9 @@ def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refuse
     before = fleet.processes()
     for name in ("router", "tracker", "planner"):
         before[name].send_signal(signal.SIGKILL)
-    until(lambda: fleet.http.get("/ready").status_code == 200, "the router to know its engine again", 30)
+    psutil.wait_procs([before[name] for name in ("router", "tracker", "planner")], timeout=10)
+    with httpx.Client(base_url=fleet.router, timeout=60, trust_env=False) as client:  # its connections wait for the next router
+        until(lambda: client.get("/ready").status_code == 200, "the router to know its engine again", 30)
     assert fleet.text("Still there?")
     until(lambda: {"router", "tracker", "planner"} <= fleet.processes().keys(), "all parts", 10)
     assert all(fleet.processes()[name].pid != before[name].pid for name in ("router", "tracker", "planner"))

@@ -1,0 +1,71 @@
+"""A plain server as an engine that comes and goes with it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from bus.memory import MemoryBroker, MemoryBus
+from bus.subjects import Subjects
+from deploy.part_plain import represent
+from deploy.process import alongside, first_of
+from engine_adapter.claims import NameTaken
+from engine_adapter.config import AgentConfig
+from engine_adapter.openai import PlainConfig
+from fleet.events import EngineJoined, EngineLeft
+
+SUBJECTS = Subjects()
+CONFIG = AgentConfig(heartbeat_seconds=0.05, lease_seconds=0.3)
+
+
+class Server:
+    url = ""
+    status = 200
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server, app = Server(), web.Application()
+
+    async def models(_: web.Request) -> web.Response:
+        return web.Response(body=json.dumps({"data": [{"id": "m"}]}), status=server.status)
+
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+async def test_it_joins_leaves_with_the_reason_and_joins_again_as_another(server: Server) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    plain = PlainConfig(url=server.url, probe_seconds=0.02, answer_seconds=1, misses=2)
+    server.status = 503  # not there yet: waited for
+    async with asyncio.timeout(10), alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"):
+        heard = MemoryBus(broker).replay(SUBJECTS.membership("plain"))
+        server.status = 200
+        joined = (await anext(heard)).message
+        server.status = 503
+        left = (await anext(heard)).message
+        server.status = 200
+        again = (await anext(heard)).message
+    assert isinstance(joined, EngineJoined)
+    assert isinstance(left, EngineLeft)
+    assert isinstance(again, EngineJoined)
+    assert (joined.engine, joined.urls, joined.model) == ("plain", (server.url,), "m")
+    assert left.worker_id == joined.worker_id != again.worker_id
+    assert "HTTP 503" in left.reason
+
+
+async def test_a_name_that_is_taken_ends_it(server: Server) -> None:
+    broker = MemoryBroker(SUBJECTS)
+    plain = PlainConfig(url=server.url, probe_seconds=0.02)
+    async with asyncio.timeout(10), alongside(represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG), "plain"):
+        await anext(MemoryBus(broker).replay(SUBJECTS.membership("plain")))
+        with pytest.raises(ExceptionGroup) as caught:
+            await represent(MemoryBus(broker), SUBJECTS, "plain", plain, CONFIG)
+    assert first_of(caught.value, (NameTaken,)) is not None
