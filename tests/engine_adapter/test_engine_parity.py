@@ -146,7 +146,7 @@ class RankPool:
     @contextmanager
     def engine(self, ranks: int, **settings: Any) -> Iterator[list[RankProcess]]:
         """A running engine, one process per rank. Processes that were killed, or that saw the test fail, are not used again."""
-        taken = [self._idle.pop() if self._idle else RankProcess() for _ in range(ranks)]
+        taken = [self._idle.pop(0) if self._idle else RankProcess() for _ in range(ranks)]
         with ExitStack() as on_failure:
             for process in taken:
                 on_failure.callback(process.end)
