@@ -69,7 +69,8 @@ class Exchange:
         ttft = None if self.first_token_at is None else self.first_token_at - self.started
         metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started)
         if access.isEnabledFor(logging.INFO):
-            access.info("%s", msgspec.json.encode(self._line(outcome, now, ttft)).decode())
+            line = msgspec.json.encode(self._line(outcome, now, ttft)).decode()
+            access.handle(access.makeRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
         if self.trace is not None:
             self.trace.end(
                 self.status,

@@ -95,7 +95,7 @@ class Picker:
         size = target.engine.block_size
         blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
-            self.prefixes.routed(target.key, prompt.hashes(size), target.engine.kv_blocks or None)
+            self.prefixes.routed(target.key, prompt.chained(size), target.engine.kv_blocks or None)
         self._kept[decision.id] = decision
         if len(self._kept) > self._config.kept_decisions:
             self._kept.popitem(last=False)
@@ -129,10 +129,9 @@ class Picker:
         """int64 [targets]: leading blocks that each rank holds or, without KV events, probably holds."""
         overlap = np.zeros(len(roster.targets), np.int64)
         for size in roster.block_sizes:
-            hashes = prompt.hashes(size)
-            found = {} if len(roster.guessed) == len(roster.targets) else self.kv.overlap(hashes)
+            found = {} if len(roster.guessed) == len(roster.targets) else self.kv.overlap(prompt.hashes(size))
             if roster.guessed:
-                found = {**found, **self.prefixes.overlap(roster.guessed, hashes)}
+                found = {**found, **self.prefixes.overlap(roster.guessed, prompt.chained(size))}
             for key, blocks in found.items():
                 at = roster.index.get(key)
                 if at is not None and roster.block_size[at] == size:

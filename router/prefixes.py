@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from fleet.blocks import SEED, sequence_hashes
+from fleet.blocks import SEED
 from router.roster import RankKey
 
 
@@ -24,17 +24,15 @@ class Prefixes:
         self._capacity = capacity
         self._blocks: dict[RankKey, OrderedDict[int, None]] = {}
 
-    def overlap(self, ranks: Sequence[RankKey], local: Sequence[int]) -> dict[RankKey, int]:
-        """Leading blocks that each of `ranks` probably holds; ranks without any are left out."""
-        known = [(rank, self._blocks[rank]) for rank in ranks if rank in self._blocks]
-        chained = sequence_hashes(local) if known else []
-        found = {rank: _leading(blocks, chained) for rank, blocks in known}
+    def overlap(self, ranks: Sequence[RankKey], chained: Sequence[int]) -> dict[RankKey, int]:
+        """Leading blocks (of a prompt by sequence hashes) that each of `ranks` probably holds; ranks without any are left out."""
+        found = {rank: _leading(self._blocks[rank], chained) for rank in ranks if rank in self._blocks}
         return {rank: blocks for rank, blocks in found.items() if blocks}
 
-    def routed(self, rank: RankKey, local: Sequence[int], capacity: int | None = None) -> None:
-        """A prompt went to a rank. Later blocks are older in the eviction order than the ones they depend on."""
+    def routed(self, rank: RankKey, chained: Sequence[int], capacity: int | None = None) -> None:
+        """A prompt (by sequence hashes) went to a rank. Later blocks are older in the eviction order than the ones they depend on."""
         blocks = self._blocks.setdefault(rank, OrderedDict())
-        for block in reversed(sequence_hashes(local[: self._capacity])):
+        for block in reversed(chained[: self._capacity]):
             blocks[block] = None
             blocks.move_to_end(block)
         limit = min(self._capacity, capacity or self._capacity)

@@ -1,9 +1,10 @@
 """A prompt as the decision sees it: how long it is and which blocks it begins with. Pure."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from fleet.blocks import local_hashes
+from fleet.blocks import local_hashes, sequence_hashes
 from router.prefixes import text_hashes
 
 BYTES_PER_TOKEN = 4
@@ -20,36 +21,57 @@ class Prompt(Protocol):
         """u64 local hash of each full block"""
         ...
 
+    def chained(self, block_size: int) -> list[int]:
+        """u64 sequence hash of each full block"""
+        ...
 
-class TokenPrompt:
-    """A prompt known by its ids. Hashes are computed once per block size."""
+
+class _Hashed(ABC):
+    """Hashes are computed once per block size."""
+
+    def __init__(self) -> None:
+        self._local: dict[int, list[int]] = {}
+        self._chained: dict[int, list[int]] = {}
+
+    def hashes(self, block_size: int) -> list[int]:
+        if block_size not in self._local:
+            self._local[block_size] = self._hash(block_size)
+        return self._local[block_size]
+
+    def chained(self, block_size: int) -> list[int]:
+        if block_size not in self._chained:
+            self._chained[block_size] = sequence_hashes(self.hashes(block_size))
+        return self._chained[block_size]
+
+    @abstractmethod
+    def _hash(self, block_size: int) -> list[int]: ...
+
+
+class TokenPrompt(_Hashed):
+    """A prompt known by its ids."""
 
     def __init__(self, ids: Sequence[int]) -> None:
+        super().__init__()
         self.ids = ids
-        self._hashes: dict[int, list[int]] = {}
 
     @property
     def tokens(self) -> int:
         return len(self.ids)
 
-    def hashes(self, block_size: int) -> list[int]:
-        if block_size not in self._hashes:
-            self._hashes[block_size] = local_hashes(self.ids, block_size)
-        return self._hashes[block_size]
+    def _hash(self, block_size: int) -> list[int]:
+        return local_hashes(self.ids, block_size)
 
 
-class TextPrompt:
+class TextPrompt(_Hashed):
     """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
 
     def __init__(self, text: bytes) -> None:
+        super().__init__()
         self._text = text
-        self._hashes: dict[int, list[int]] = {}
 
     @property
     def tokens(self) -> int:
         return max(1, len(self._text) // BYTES_PER_TOKEN)
 
-    def hashes(self, block_size: int) -> list[int]:
-        if block_size not in self._hashes:
-            self._hashes[block_size] = text_hashes(self._text, block_size * BYTES_PER_TOKEN)
-        return self._hashes[block_size]
+    def _hash(self, block_size: int) -> list[int]:
+        return text_hashes(self._text, block_size * BYTES_PER_TOKEN)

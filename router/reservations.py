@@ -133,7 +133,7 @@ class Reservations:
         """int64 [AMOUNTS, len(rows)]: the load a request that came now would meet. A copy."""
         if now > self._first_stale:
             self._expire(now)
-        return np.take(self._load, rows, axis=1)
+        return self._load.take(rows, axis=1)
 
     def _expire(self, now: float) -> None:
         """Reports that are too old stop counting."""

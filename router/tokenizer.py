@@ -70,6 +70,8 @@ class ModelTokenizer:
         self._bos = self._tokenizer.token_to_id(self._special["bos_token"]) if settings.get("add_bos_token") and "bos_token" in self._special else None
         try:
             self._template = None if template is None else _environment().from_string(template)
+            if self._template is not None:
+                self._template.globals = dict(self._template.globals)  # a plain dictionary is copied faster, once per rendering
         except jinja2.TemplateError as error:
             raise BadTokenizer(f"the chat template cannot be compiled: {error}") from error
 
@@ -105,11 +107,12 @@ class ModelTokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered conversation: the template wrote its special tokens itself, so none is added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a bare prompt, with the beginning-of-text token where the model wants one."""
-        ids = list(self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids
         if self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
         return ids

@@ -21,6 +21,7 @@ from tests.router.houses import WORKER, stored, until
 
 TOKENS = list(range(1000, 1040))
 LOCAL = local_hashes(TOKENS, 4)
+CHAINED = sequence_hashes(LOCAL)
 
 
 def removed(local: Sequence[int], which: Sequence[int], worker: int = WORKER, rank: int = 0) -> RoutedKvEvent:
@@ -266,25 +267,25 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
 
 def test_prefixes_remember_what_was_routed_where() -> None:
     prefixes = Prefixes(100)
-    prefixes.routed((1, 0), LOCAL[:5])
-    prefixes.routed((2, 0), LOCAL[:2])
-    assert prefixes.overlap([(1, 0), (2, 0), (3, 0)], LOCAL) == {(1, 0): 5, (2, 0): 2}
-    assert prefixes.overlap([(2, 0)], LOCAL[1:]) == {}
+    prefixes.routed((1, 0), CHAINED[:5])
+    prefixes.routed((2, 0), CHAINED[:2])
+    assert prefixes.overlap([(1, 0), (2, 0), (3, 0)], CHAINED) == {(1, 0): 5, (2, 0): 2}
+    assert prefixes.overlap([(2, 0)], sequence_hashes(LOCAL[1:])) == {}
     prefixes.forget_worker(1)
-    assert prefixes.overlap([(1, 0), (2, 0)], LOCAL) == {(2, 0): 2}
+    assert prefixes.overlap([(1, 0), (2, 0)], CHAINED) == {(2, 0): 2}
 
 
 def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
     prefixes = Prefixes(6)
-    other = local_hashes(list(range(16)), 4)
-    prefixes.routed((1, 0), LOCAL[:4])
+    other = sequence_hashes(local_hashes(list(range(16)), 4))
+    prefixes.routed((1, 0), CHAINED[:4])
     prefixes.routed((1, 0), other)
     assert len(prefixes) == 6
     assert prefixes.overlap([(1, 0)], other) == {(1, 0): 4}
-    assert prefixes.overlap([(1, 0)], LOCAL) == {(1, 0): 2}
-    prefixes.routed((1, 0), LOCAL, capacity=3)
+    assert prefixes.overlap([(1, 0)], CHAINED) == {(1, 0): 2}
+    prefixes.routed((1, 0), CHAINED, capacity=3)
     assert len(prefixes) == 3
-    assert prefixes.overlap([(1, 0)], LOCAL) == {(1, 0): 3}
+    assert prefixes.overlap([(1, 0)], CHAINED) == {(1, 0): 3}
 
 
 @settings(deadline=None)
@@ -292,10 +293,11 @@ def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
 def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(prompts: list[list[int]], capacity: int) -> None:
     prefixes = Prefixes(capacity)
     for prompt in prompts:
-        prefixes.routed((1, 0), prompt)
+        chained = sequence_hashes(prompt)
+        prefixes.routed((1, 0), chained)
         assert len(prefixes) <= capacity
         if prompt:
-            assert prefixes.overlap([(1, 0)], prompt)[1, 0] == min(len(prompt), capacity)
+            assert prefixes.overlap([(1, 0)], chained)[1, 0] == min(len(prompt), capacity)
 
 
 def test_text_blocks_stand_in_for_tokens() -> None:
