@@ -179,7 +179,7 @@ class Attention:
 
     def _mix(self, queries: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor) -> torch.Tensor:
         """queries [rows, Hq, D]: [rows, Hq * D]."""
-        if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].count == len(queries):
+        if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None and plan.decodes[0].count == len(queries):
             return self._decode(queries, plan.decodes[0], kv)
         mixed = queries.new_zeros((len(queries), self.heads * self.head_dim))
         for batch in plan.decodes:

@@ -124,12 +124,23 @@ def _meet(run_directory: Path, rank: int, ranks: int, step_timeout_s: float, joi
     store = FileStore(str(run_directory / "rendezvous"), ranks)
     # gloo connects under the step time-out, so first wait, longer, until every rank has come
     store.set(f"here/{rank}", "")
-    store.wait([f"here/{other}" for other in range(ranks)], timedelta(seconds=join_timeout_s))
+    _await_all(store, ranks, join_timeout_s)
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=step_timeout_s)
     options._threads = 1
     return gloo(store, rank, ranks, options)
+
+
+def _await_all(store: FileStore, ranks: int, join_timeout_s: float) -> None:
+    """Return when every rank has said that it is here. PeerTimeout names those that have not."""
+    try:
+        store.wait([f"here/{rank}" for rank in range(ranks)], timedelta(seconds=join_timeout_s))
+    except RuntimeError as error:
+        missing = [str(rank) for rank in range(ranks) if not store.check([f"here/{rank}"])]
+        raise PeerTimeout(
+            f"join of {ranks} ranks: rank {', '.join(missing) or '?'} did not come within {join_timeout_s:g} s; see why in its own log"
+        ) from error
 
 
 def _translated(call: Callable[[], _T], what: str, timeout_s: float) -> _T:

@@ -92,7 +92,7 @@ def test_transformers_own_greedy_generation_writes_the_same_text(oracle, alone):
 def test_a_prompt_in_chunks_is_the_prompt_at_once(alone, chunk):
     runner = make_runner()
     tokens, logits = DRIVER["greedy"](runner, [PROMPTS[at] for at in (2, 9, 17)], 8, chunk=chunk)
-    assert np.abs(logits - alone[1][[2, 9, 17], :8]).max() < 1e-5
+    assert np.abs(logits - alone[1][[2, 9, 17], :8]).max() < 1e-4
     assert np.array_equal(tokens, alone[0][[2, 9, 17], :8])
 
 

@@ -46,6 +46,7 @@ def test_a_decoding_sequence_has_the_same_bits_alone_and_in_any_batch(runner, de
     for size in (2, 3, 5, 9):
         for begin in range(0, len(decodes), size):
             assert torch.equal(runner.forward(decodes[begin : begin + size]).logits, alone[begin : begin + size])
+            assert torch.equal(runner.forward(decodes[begin : begin + size][::-1]).logits, alone[begin : begin + size].flip(0)), "longest first"
     order = np.random.default_rng(2).permutation(len(decodes)).tolist()
     assert torch.equal(runner.forward([decodes[at] for at in order]).logits, alone[order])
 
