@@ -38,7 +38,7 @@ class RouterConfig:
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_event_bytes: int = 4 * 1024 * 1024
-    """one server-sent event of a rank, or one whole answer of a plain backend times 16"""
+    """one server-sent event of a rank; a plain backend's whole answer may have 16 times as much"""
     connect_seconds: float = 2.0
     first_token_seconds: float = 120.0
     between_tokens_seconds: float = 60.0

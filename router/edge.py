@@ -136,15 +136,14 @@ class Edge:
             await Relay(self.service, exchange, reply, headers, body, prompt, self._expected(request)).run()
             return
         settings = sampling(request, self.service.config.max_choices)
-        tokenizer = self._tokenizer(roster)
-        prompt_ids = await self._tokenise(request, tokenizer, len(body))
+        prompt_ids = await self._tokenise(request, self._tokenizer(roster), len(body))
         courses = self._courses(request, settings, roster, prompt_ids)
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
         kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{kind}-{exchange.decision_id}"
         head = Head(id=exchange.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(courses))
-        await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, tokenizer).run()
+        await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
 
     async def _explain(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
         request = self._decoder.either(body)
@@ -160,13 +159,14 @@ class Edge:
         """What serving the request's first prompt once would be decided on."""
         roster = self.service.picker.roster(request.model)
         if roster.dialect == "text":
-            return Need(request.model, TextPrompt(prompt_bytes(request)), 0, self._expected(request), exchange.request_id)
+            return Need(request.model, TextPrompt(prompt_bytes(request)), 0, self._expected(request), None, exchange.request_id)
         settings = sampling(request, self.service.config.max_choices)
         prompt_ids = await self._tokenise(request, self._tokenizer(roster), size)
         course = self._courses(request, settings, roster, prompt_ids)[0]
         expected = min(course.max_tokens, self.service.config.expected_output_tokens)
         exchange.prompt_tokens = len(course.prompt)
-        return Need(request.model, TokenPrompt(course.prompt), len(course.prompt) + course.max_tokens, expected, exchange.request_id)
+        context = len(course.prompt) + course.max_tokens
+        return Need(request.model, TokenPrompt(course.prompt), context, expected, roster.tokenizer, exchange.request_id)
 
     def _note(self, exchange: Exchange, request: Request) -> None:
         exchange.model = request.model

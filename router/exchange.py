@@ -96,6 +96,7 @@ class Exchange:
             "decision_id": None if self.decision is None else self.decision.id,
             "path": self.path,
             "model": self.model,
+            "stream": self.stream,
             "worker": None if target is None else target.engine.engine,
             "rank": None if target is None else target.rank,
             "status": self.status,

@@ -135,7 +135,7 @@ class Feeds:
         for superseded in self._view.join(joined, self._clock()):
             log.info("engine %s came back as worker %d; worker %d is forgotten", joined.engine, joined.worker_id, superseded)
             self._forget(superseded)
-        if joined.tokenizer is not None:
+        if joined.tokenizer is not None and joined.capabilities.token_ids:
             self._view.block(joined.worker_id, self._lexicon.want(joined.tokenizer))
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):

@@ -18,7 +18,6 @@ from router.proxy import Call, EventSplitter, UpstreamFailed, api_error
 from router.reply import Headers, Reply
 from router.reservations import Booking
 from router.service import RouterService
-from router.tokenizer import ModelTokenizer
 from router.tracing import AttemptTrace
 
 _DONE = b"[DONE]"
@@ -38,16 +37,16 @@ class Generation:
         answer: Answer,
         courses: list[Course],
         choices: int,
-        tokenizer: ModelTokenizer,
+        digest: str | None,
     ) -> None:
-        """courses: `choices` of the first prompt, then of the next."""
+        """courses: `choices` of the first prompt, then of the next. digest: of the tokenizer that made their ids."""
         self._service = service
         self._exchange = exchange
         self._reply = reply
         self._headers = headers
         self._answer = answer
         self._courses = courses
-        self._tokenizer = tokenizer
+        self._digest = digest
         self._open = len(courses)
         self._per_prompt = choices
 
@@ -74,7 +73,9 @@ class Generation:
                 said = f"{attempt} ranks failed this request, the last with {failed.how.value}"
                 raise ApiError(503, said, code="upstream_failed", retry_after=2.0) from failed
             if course.exhausted:
-                await self._emit(course, [course.finish_with(self._tokenizer.decode(course.emitted))])
+                tokenizer = self._service.tokenizer(self._digest)
+                whole_text = "" if tokenizer is None else tokenizer.decode(course.emitted)
+                await self._emit(course, [course.finish_with(whole_text)])
                 await self._finished(course)
                 return
             attempt, replaces = attempt + 1, decision.id
@@ -107,6 +108,7 @@ class Generation:
             prompt=prompt,
             context=prompt.tokens + left,
             output=min(left, self._service.config.expected_output_tokens),
+            tokenizer=self._digest,
             request_id=self._exchange.request_id,
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")

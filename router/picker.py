@@ -24,12 +24,16 @@ from router.view import View
 
 
 class Need(NamedTuple):
-    """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected."""
+    """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
+
+    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text.
+    """
 
     model: str
     prompt: Prompt
     context: int
     output: int
+    tokenizer: str | None
     request_id: str = ""
 
 
@@ -74,6 +78,8 @@ class Picker:
     def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY) -> Decision:
         """ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated), the last two with Retry-After."""
         roster = self.roster(need.model)
+        if roster.tokenizer != need.tokenizer:
+            raise ApiError(503, "the engines that are left read prompts in another way; ask again", code="upstream_failed", retry_after=1.0)
         load = self.reservations.load(roster.rows, now)
         found = self._candidates(roster, load, need, attempt)
         ask = Ask(

@@ -56,7 +56,7 @@ class Relay:
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
-        need = Need(self._exchange.model, self._prompt, 0, self._output, self._exchange.request_id)
+        need = Need(self._exchange.model, self._prompt, 0, self._output, None, self._exchange.request_id)
         suffix = f"-a{attempt}" if attempt > 1 else ""
         decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, self._failures))
         self._exchange.decision = decision

@@ -82,6 +82,7 @@ class MockRank:
         """close one connection before saying anything"""
         self.leavers = 0
         self.peers: set[object] = set()
+        self.transports: list[asyncio.BaseTransport] = []
         self.cached_tokens = 0
         self.url = ""
 
@@ -93,9 +94,16 @@ class MockRank:
     def text(self, prompt: Sequence[int], seed: int, count: int) -> str:
         return self.tokenizer.decode(self.ids(prompt, seed, count))
 
+    def break_off(self) -> None:
+        """Abort the connection of the last request."""
+        transport = self.transports[-1]
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
     async def completions(self, http: web.Request) -> web.StreamResponse:
         request = msgspec.json.decode(await http.read(), type=RankRequest)
         assert http.transport is not None
+        self.transports.append(http.transport)
         self.peers.add(http.transport.get_extra_info("peername"))
         if self.hang_up_once:
             self.hang_up_once = False

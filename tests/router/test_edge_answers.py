@@ -172,6 +172,13 @@ async def test_models_health_ready_and_metrics_can_be_read(house: House, rank: M
     assert "roost_router_overhead_seconds_bucket" in text
 
 
+async def test_the_openapi_document_describes_the_hot_routes_too(house: House) -> None:
+    document = (await house.get("/openapi.json")).json
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/route", "/v1/models", "/v1/decisions/{decision_id}"} <= set(document["paths"])
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in document["components"]["schemas"][body["$ref"].rsplit("/", 1)[-1]]["required"]
+
+
 async def test_ready_is_503_until_an_engine_lives(open_house: OpenHouse) -> None:
     house = await open_house()
     ready = await house.get("/ready")

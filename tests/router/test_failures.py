@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.houses import Answered, House, MockRank, OpenHouse, Serve, chat, rendered, until
+from tests.router.houses import Answered, House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -134,6 +134,26 @@ async def test_a_stream_that_nobody_can_continue_ends_in_an_error_event(house: H
     assert answer.events[-1]["error"]["type"] == "server_error"
     await until(lambda: outcomes())
     assert outcomes()[0]["outcome"] == "broken"
+
+
+async def test_ids_are_never_given_to_an_engine_with_another_tokenizer(
+    house: House, serve_rank: Serve, byte_archive: bytes, bpe_archive: bytes
+) -> None:
+    first, other = await serve_rank(MockRank(bpe_archive)), await serve_rank(MockRank(byte_archive))
+    joined = await house.join("first", [first.url], bpe_archive, worker_id=1)
+    stranger = engine_joined("other", [other.url], await house.bus.put_blob(byte_archive), worker_id=2)
+    await house.bus.record(house.subjects.membership("other"), stranger)
+    await house.beat(stranger)
+    await until(lambda: any("tokenizer differs" in out.reason for out in house.service.view.roster("demo").excluded))
+    first.hold_after = 3
+    async with house.http.post(house.url + CHAT, json=chat(stream=True)) as response:
+        first.hold_after = None
+        house.service.view.leave(joined.worker_id)
+        assert [target.engine.engine for target in house.service.view.roster("demo").targets] == ["other"]
+        first.break_off()
+        body = await response.read()
+    assert b"read prompts in another way" in body
+    assert not other.requests
 
 
 async def test_a_lone_rank_is_asked_again_when_the_connection_broke_before_any_answer(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:

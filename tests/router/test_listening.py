@@ -278,7 +278,7 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
         assert fleet.service.feeds is not None
         feeds = fleet.service.feeds
         await until(lambda: feeds.kv.in_step((joined.worker_id, 1)))
-    decision = fleet.service.decide(Need("demo", TokenPrompt(tokens), 120, 10), "d")
+    decision = fleet.service.decide(Need("demo", TokenPrompt(tokens), 120, 10, None), "d")
     assert decision.target.name == "a/1"
     assert decision.record().candidates[0].overlap_blocks == 20
     assert decision.cached_tokens == 80

@@ -182,7 +182,7 @@ def burst(ranks: int, **settings: Any) -> tuple[Picker, Need]:
     view.heard(1, 0.0)
     config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
     picker = Picker(view, reservations, KvIndex(), Prefixes(100), config)
-    return picker, Need("demo", TokenPrompt(list(range(50))), 60, 10)
+    return picker, Need("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
 
 
 def test_the_last_decisions_are_kept_and_no_more() -> None:

@@ -1,0 +1,36 @@
+"""The hot routes in the OpenAPI document: they bypass FastAPI, so what it would have read off them is added here."""
+
+from typing import Any
+
+import msgspec
+
+from router.decision import DecisionRecord
+from router.openai import ChatRequest, TextRequest
+
+_REFERENCE = "#/components/schemas/{name}"
+
+
+def with_hot_routes(document: dict[str, Any], chat_path: str, text_path: str, route_path: str) -> dict[str, Any]:
+    """FastAPI's document with the three raw routes and the forms they read; fields that are not listed pass through."""
+    (chat, text, decision), forms = msgspec.json.schema_components([ChatRequest, TextRequest, DecisionRecord], ref_template=_REFERENCE)
+    document.setdefault("components", {}).setdefault("schemas", {}).update(forms)
+    answer = "OpenAI's answer, whole or as server-sent events; its decision's id is in the header x-roost-decision-id"
+    document["paths"] |= {
+        chat_path: _post("Chat completion", chat, answer, {}),
+        text_path: _post("Completion", text, answer, {}),
+        route_path: _post("Decide and explain without running", {"anyOf": [chat, text]}, "The decision", decision),
+    }
+    return document
+
+
+def _post(summary: str, body: dict[str, Any], answer: str, form: dict[str, Any]) -> dict[str, Any]:
+    errors = {"400": "Bad request, with the field's name", "401": "No valid API key", "404": "Unknown model", "413": "Body too large"}
+    errors |= {"429": "Every rank is saturated", "503": "No engine lives"}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "responses": {"200": {"description": answer, "content": {"application/json": {"schema": form}}}}
+            | {status: {"description": said} for status, said in errors.items()},
+        }
+    }
