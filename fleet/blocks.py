@@ -6,9 +6,10 @@ signed arrays or signed OpenTelemetry attributes.
 """
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 SEED = 1337
@@ -21,7 +22,10 @@ _PAIR = struct.Struct("<QQ")
 def local_hashes(tokens: Sequence[int], block_size: int = BLOCK_SIZE) -> list[int]:
     """u64 local hash of each *full* block of `tokens`; a partial last block has none."""
     full = len(tokens) // block_size
-    raw = np.asarray(tokens[: full * block_size], dtype="<u4").tobytes()
+    words = array("I", tokens[: full * block_size])  # three times as fast as numpy for a list; OverflowError beyond u32
+    if sys.byteorder == "big":
+        words.byteswap()
+    raw = words.tobytes()
     width = 4 * block_size
     return [xxhash.xxh3_64_intdigest(raw[at : at + width], SEED) for at in range(0, len(raw), width)]
 

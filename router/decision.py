@@ -1,6 +1,6 @@
 """One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from router.candidates import Candidates
 from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
-from router.roster import Excluded, Roster, Target
+from router.roster import Excluded, Roster, Target, columns
 from router.scoring import Scores, Weights, score, uncached_tokens
 
 
@@ -90,7 +90,7 @@ class Decision:
             seed=str(self.ask.seed),
             candidates=[self._candidate(at) for at in order],
             excluded=list(self.excluded),
-            weights=self.weights._asdict(),
+            weights=asdict(self.weights),
             epochs=Epochs(
                 placement={target.engine.engine: target.epoch for target in self.roster.targets},
                 profile=self.roster.profile_version,
@@ -193,8 +193,8 @@ def decide(
     """
     if not len(found.at):
         raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of model {ask.model!r}")
-    overlap = overlap_blocks[found.at]
-    uncached = uncached_tokens(ask.prompt_tokens, overlap, roster.block_size[found.at])
+    overlap, load = columns(overlap_blocks, found.at), columns(load, found.at)
+    uncached = uncached_tokens(ask.prompt_tokens, overlap, columns(roster.block_size, found.at))
     scores = score(roster, found.at, load, uncached, ask.output_tokens, weights)
     totals = scores.total.tolist()
     best = min(totals)
@@ -206,7 +206,7 @@ def decide(
         at=found.at,
         overlap_blocks=overlap,
         uncached=uncached,
-        load=load[:, found.at],
+        load=load,
         scores=scores,
         chosen=chosen,
         runner_up=_best_other(totals, chosen),

@@ -33,8 +33,10 @@ class Prefixes:
         """A prompt (by sequence hashes) went to a rank. Later blocks are older in the eviction order than the ones they depend on."""
         blocks = self._blocks.setdefault(rank, OrderedDict())
         for block in reversed(chained[: self._capacity]):
-            blocks[block] = None
-            blocks.move_to_end(block)
+            if block in blocks:
+                blocks.move_to_end(block)
+            else:
+                blocks[block] = None
         limit = min(self._capacity, capacity or self._capacity)
         while len(blocks) > limit:
             blocks.popitem(last=False)

@@ -1,7 +1,7 @@
 """The ranks that may serve one model, as columns: an immutable snapshot, rebuilt when membership, placement or profile change. Pure."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,6 +12,8 @@ from fleet.experts import RankId
 
 Dialect = Literal["ids", "text"]
 """How a model's ranks are spoken to: with token ids (a broken stream can be continued), or with the client's own text."""
+
+_Kind = TypeVar("_Kind", bound=np.generic)
 
 RankKey = tuple[int, int]
 """(worker_id, rank): the identity of a target; a worker_id is one incarnation of an engine."""
@@ -41,6 +43,11 @@ class Target(NamedTuple):
     @property
     def rank_id(self) -> RankId:
         return RankId(self.engine.engine, self.rank)
+
+
+def columns(table: NDArray[_Kind], at: NDArray[np.intp]) -> NDArray[_Kind]:
+    """The columns `at` (ascending) of a table [..., targets]; the table itself when that is all of them, which is the usual case and free."""
+    return table if len(at) == table.shape[-1] else table[..., at]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What a request would cost on each candidate, in milliseconds, term by term. Pure numpy."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -7,18 +9,24 @@ from numpy.typing import NDArray
 
 from fleet.timing import decode_seconds, dispatch_seconds, prefill_seconds, queue_seconds
 from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
-from router.roster import Roster
+from router.roster import Roster, columns
 
 TERMS = ("prefill", "queue", "decode", "experts")
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True)
+class Weights:
     """One factor per term, from the configuration; 1: the time model's own word."""
 
     prefill: float = 1.0
     queue: float = 1.0
     decode: float = 1.0
     experts: float = 1.0
+
+    @cached_property
+    def factors(self) -> NDArray[np.float64]:
+        """float64 [TERMS, 1]: what makes weighted milliseconds of seconds."""
+        return 1000.0 * np.array([[self.prefill], [self.queue], [self.decode], [self.experts]])
 
 
 class Scores(NamedTuple):
@@ -34,17 +42,18 @@ def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block
 
 
 def score(roster: Roster, at: NDArray[np.intp], load: Amounts, uncached: NDArray[np.int64], output_tokens: int, weights: Weights) -> Scores:
-    """Price the candidates `at` (indices into the roster). load: int64 [AMOUNTS, targets]; uncached: int64 [candidates].
+    """Price the candidates `at` (indices into the roster). load: int64 [AMOUNTS, candidates]; uncached: int64 [candidates].
 
     prefill: computing the uncached prompt. queue: prefill promised before it. decode: what the running sequences add to
     `output_tokens` steps. experts: sending each token, computed or emitted, to the expected number of distinct remote ranks.
     """
-    token_s = roster.prefill_token_s[at]
+    token_s = columns(roster.prefill_token_s, at)
+    sequence_s, block_s = columns(roster.decode_sequence_s, at), columns(roster.decode_block_s, at)
     terms = np.empty((len(TERMS), len(at)))
     terms[0] = prefill_seconds(token_s, uncached)
-    terms[1] = queue_seconds(token_s, load[PREFILL, at])
-    terms[2] = decode_seconds(roster.decode_sequence_s[at], roster.decode_block_s[at], load[SEQUENCES, at], load[BLOCKS, at], output_tokens)
-    terms[3] = dispatch_seconds(roster.dispatch_s[at], uncached + output_tokens, roster.remote_ranks[at])
-    terms *= 1000.0 * np.array(weights)[:, None]
+    terms[1] = queue_seconds(token_s, load[PREFILL])
+    terms[2] = decode_seconds(sequence_s, block_s, load[SEQUENCES], load[BLOCKS], output_tokens)
+    terms[3] = dispatch_seconds(columns(roster.dispatch_s, at), uncached + output_tokens, columns(roster.remote_ranks, at))
+    terms *= weights.factors
     total = terms[0] + terms[1] + terms[2] + terms[3]
     return Scores(terms, total)

@@ -107,14 +107,18 @@ class ModelTokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered conversation: the template wrote its special tokens itself, so none is added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text, special=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a bare prompt, with the beginning-of-text token where the model wants one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids
+        ids = self._ids(text, special=self._adds_special)
         if self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
+        return ids
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        """By the call that does without offsets: half the time of `encode`, same ids."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     @property

@@ -55,7 +55,7 @@ def decided(roster: Roster, load: Any = None, overlap: Any = None, weights: Weig
 
 loads = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500)), min_size=4, max_size=4)
 overlaps = st.lists(st.integers(0, 40), min_size=4, max_size=4)
-weights = st.tuples(*[st.floats(0, 10)] * 4).map(lambda parts: Weights(*parts))
+weights = st.builds(Weights, *[st.floats(0, 10)] * 4)
 
 
 @settings(deadline=None)
