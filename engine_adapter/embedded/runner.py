@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine_adapter.embedded.allocator import keep_freed_memory
 from engine_adapter.embedded.arena import load_arena
 from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
@@ -88,6 +89,7 @@ class Runner:
         if placement.ranks != (1 if group is None else group.ranks):
             raise ValueError(f"runner: {placement!r} does not fit {1 if group is None else group.ranks} ranks")
         torch.set_num_threads(1)
+        keep_freed_memory()
         self.config = checkpoint.config
         self.shape = checkpoint.config.shape(dtype)
         self.placement = placement
