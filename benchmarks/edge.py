@@ -128,7 +128,7 @@ def _joined(name: str, port: int, digest: str) -> EngineJoined:
         max_context=65536,
         max_batch_tokens=8192,
         tokenizer=digest,
-        capabilities=Capabilities(kv_events=False, load=False, experts=False),
+        capabilities=Capabilities(load=False, experts=False),
     )
 
 

@@ -216,8 +216,11 @@ class Runner:
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:
-        """Per token, layer and remote rank: what sending it there and back adds to a dispatch that stays at home."""
-        ranks, tokens = self.placement.ranks, min(64, self.max_tokens)
+        """Per token, layer and remote rank: what sending it there and back adds to a dispatch that stays at home.
+
+        With as many tokens as a step takes: what a few tokens add drowns in the fixed cost of a collective.
+        """
+        ranks, tokens = self.placement.ranks, self.max_tokens
         if ranks == 1:
             return 0.0
         rank_of = slot_table(self.placement, self.rank)[0] // self.placement.slots_per_rank
@@ -231,7 +234,9 @@ class Runner:
             sent = self._dispatch.dispatch(0, x, experts)
             self._dispatch.combine(sent.rows, weights, sent.handle)
 
-        home, remote = (_fastest_seconds(lambda: there_and_back(own), 25), _fastest_seconds(lambda: there_and_back(away), 25))
+        # in turn, so that a machine that grows busy meanwhile slows both
+        pairs = [(_fastest_seconds(lambda: there_and_back(own), 1), _fastest_seconds(lambda: there_and_back(away), 1)) for _ in range(25)]
+        home, remote = (min(taken) for taken in zip(*pairs, strict=True))
         return max(0.0, remote - home) / (tokens * min(ranks - 1, self.config.top_k))
 
 
