@@ -236,7 +236,7 @@ class Runner:
 
         # in turn, so that a machine that grows busy meanwhile slows both
         pairs = [(_fastest_seconds(lambda: there_and_back(own), 1), _fastest_seconds(lambda: there_and_back(away), 1)) for _ in range(25)]
-        home, remote = (min(taken) for taken in zip(*pairs, strict=True))
+        home, remote = min(home for home, _ in pairs), min(remote for _, remote in pairs)
         return max(0.0, remote - home) / (tokens * min(ranks - 1, self.config.top_k))
 
 

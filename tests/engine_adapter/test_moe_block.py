@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import GROUP_ROWS, group_by_slot
-from engine_adapter.embedded.moe import GroupedMatrices, non_empty, route
+from engine_adapter.embedded.moe import GroupedMatrices, NonEmpty, route
 from engine_adapter.embedded.runner import Runner
 from fleet.placement import linear
 
@@ -48,27 +48,27 @@ def test_the_router_chooses_and_weighs_as_transformers_does(normalise):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=80), st.integers(0, 2**32 - 1))
-def test_the_loop_and_torch_grouped_product_agree_in_every_bit(slots, seed):
+def test_grouped_products_are_those_of_torch_bit_for_bit(slots, seed):
     generator = torch.Generator().manual_seed(seed)
     arena = torch.randn(16, 3 * 24, 32, generator=generator)
     groups = group_by_slot(np.array(slots), 16)
     rows = torch.randn(len(groups.pair_of_row), 32, generator=generator)
     ends = torch.from_numpy(groups.ends)
     for matrices, given_rows in ((arena[:, :48].transpose(1, 2), rows), (arena[:, 48:], rows[:, :24])):
-        looped, grouped = (GroupedMatrices(matrices, few_groups=few).product(given_rows, ends, non_empty(ends)) for few in (99, 0))
-        assert torch.equal(looped, grouped)
+        found = GroupedMatrices(matrices).product(given_rows, NonEmpty.of(ends))
+        assert torch.equal(found, torch.nn.functional.grouped_mm(given_rows, matrices, offs=ends))
         slot_of_row = np.searchsorted(groups.ends, np.arange(len(rows)), side="right")
         exact = torch.stack([row.double() @ matrices[slot].double() for row, slot in zip(given_rows, slot_of_row, strict=True)])
-        assert (looped - exact).abs().max() < 1e-4
+        assert (found - exact).abs().max() < 1e-4
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 15), max_size=40))
 def test_the_non_empty_groups_are_listed(slots):
     groups = group_by_slot(np.array(slots, np.int64), 16)
-    listed = non_empty(torch.from_numpy(groups.ends))
-    assert [slot for slot, _, _ in listed] == sorted(set(slots))
-    assert all(end - begin >= GROUP_ROWS for _, begin, end in listed)
+    listed = NonEmpty.of(torch.from_numpy(groups.ends))
+    assert listed.slots == sorted(set(slots))
+    assert listed.sizes == [max(GROUP_ROWS, slots.count(slot)) for slot in listed.slots]
 
 
 def test_an_expert_computes_a_row_to_the_same_bits_in_any_company(runner):
