@@ -121,7 +121,7 @@ class Generation:
         headers = self._exchange.pass_on if span is None else span.headers
         headers = {**headers, "x-request-id": self._exchange.request_id}
         body = _ENCODER.encode(course.request())
-        async with self._service.upstream.call(f"{decision.target.url}/v1/completions", body, headers) as call:
+        async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
 
     async def _stream(self, course: Course, booking: Booking, call: Call, span: AttemptTrace | None) -> None:

@@ -52,7 +52,7 @@ class PlainBackends:
         while True:
             try:
                 models = await self._ask(upstream, url, probe_seconds)
-            except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:  # aiohttp's ClientError is translated in _ask
+            except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:
                 if there is not False:
                     log.warning("backend %s does not answer: %s", url, error)
                 there = False
@@ -65,7 +65,7 @@ class PlainBackends:
             await asyncio.sleep(probe_seconds)
 
     async def _ask(self, upstream: Upstream, url: str, probe_seconds: float) -> _Models:
-        body = await upstream.get(f"{url}/v1/models", self._headers, seconds=max(1.0, probe_seconds), most_bytes=_LIST_BYTES)
+        body = await upstream.get(url, "/v1/models", self._headers, seconds=max(1.0, probe_seconds), most_bytes=_LIST_BYTES)
         return msgspec.json.decode(body, type=_Models)
 
     def _present(self, url: str, models: _Models) -> None:

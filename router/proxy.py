@@ -1,23 +1,24 @@
-"""Speaks HTTP to ranks: one keep-alive client for all, every failure translated at this door."""
+"""Speaks to ranks: one client for all, every failure translated at this door, silence noticed."""
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from fleet.completions import ApiError
 from router.config import RouterConfig
 from router.course import Failure
+from router.wire import Connection, ConnectionLost, HttpClient, Origin, request_bytes
 
 _ERROR_BYTES = 64 * 1024
 """Read of an error's body at most."""
 _DRAIN_SECONDS = 1.0
 """For the end of a stream whose answer is whole; afterwards the connection is closed instead of kept."""
 _DATA = b"data:"
+_Got = TypeVar("_Got")
 
 
 class UpstreamFailed(Exception):
@@ -70,104 +71,102 @@ class Call:
     Entering raises UpstreamFailed, or ApiError when the rank blames the request (4xx but 429).
     """
 
-    def __init__(self, session: aiohttp.ClientSession, config: RouterConfig, url: str, body: bytes, headers: Mapping[str, str]) -> None:
-        self._session = session
+    def __init__(self, client: HttpClient, config: RouterConfig, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        self._client = client
         self._config = config
         self._url = url
+        self._path = path
         self._body = body
         self._headers = headers
+        self._loop = asyncio.get_running_loop()
+        self._origin: Origin
+        self._connection: Connection
         self._read_any = False
         self._clean = False
-        self._response: aiohttp.ClientResponse
-        self._loop = asyncio.get_running_loop()
-        self._silent_at = 0.0
+        self._silent_at = math.inf
         """when the rank will have been silent for too long; inf while nobody waits for it"""
         self._alarm: asyncio.TimerHandle | None = None
         self._gave_up = False
 
     async def __aenter__(self) -> "Call":
         try:
-            async with asyncio.timeout(self._config.first_token_seconds):
-                self._response = await self._session.post(self._url, data=self._body, headers=self._headers)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
-            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error}") from error
+            self._origin = self._client.origin(self._url)
+            self._connection = await self._client.connect(self._origin, self._config.connect_seconds)
         except TimeoutError as error:
-            raise UpstreamFailed(Failure.FIRST_TOKEN_TIMEOUT, f"{self._url}: no answer for {self._config.first_token_seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(Failure.DISCONNECTED, f"{self._url}: {error or type(error).__name__}") from error
+            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._config.connect_seconds:g} s") from error
+        except (OSError, ValueError) as error:
+            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
         try:
+            self._connection.send(request_bytes("POST", self._origin, self._path, {"content-type": "application/json", **self._headers}, self._body))
+            await self._waiting(self._connection.head(), Failure.DISCONNECTED)
             await self._check_status()
         except BaseException:
-            self._response.close()
+            await self.__aexit__(None, None, None)
             raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None and self._clean and not self._connection.complete:
+            await self._drain()
         if self._alarm is not None:
             self._alarm.cancel()
-        if kind is None and self._clean:
-            await self._drain()
-        self._response.close()  # after a whole answer the connection is back in the pool already, and this does nothing
+        self._client.give_back(self._origin, self._connection)
 
     @property
     def status(self) -> int:
-        return self._response.status
+        return self._connection.status
 
     @property
     def content_type(self) -> str:
-        return self._response.headers.get("content-type", "application/json")
+        return self._connection.headers.get(b"content-type", b"application/json").decode("latin-1")
 
     async def read(self) -> bytes:
         """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks."""
-        seconds = self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds
-        self._silent_at = self._loop.time() + seconds
-        if self._alarm is None:
-            self._alarm = self._loop.call_at(self._silent_at, self._look)
-        try:
-            data = await self._response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            if self._gave_up:
-                how = Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT
-                raise UpstreamFailed(how, f"{self._url}: silent for {seconds:g} s") from error
-            raise UpstreamFailed(Failure.BROKEN, f"{self._url}: {error or type(error).__name__}") from error
-        finally:
-            self._silent_at = math.inf
+        data = await self._waiting(self._connection.read(), Failure.BROKEN)
         self._read_any = True
         return data
-
-    def _look(self) -> None:
-        """The alarm went off: give the rank up, or set the alarm again. One timer per call, not one per read: most reads are short."""
-        now = self._loop.time()
-        if now >= self._silent_at:
-            self._gave_up = True
-            self._response.close()  # the waiting read fails at once
-            return
-        waiting = self._silent_at - now if self._silent_at < math.inf else self._config.between_tokens_seconds
-        self._alarm = self._loop.call_later(min(waiting, self._config.between_tokens_seconds), self._look)
 
     def whole(self) -> None:
         """The answer is complete: what is left is the end of the stream, and the connection may be used again."""
         self._clean = True
 
+    async def _waiting(self, coming: Coroutine[None, None, _Got], how: Failure) -> _Got:
+        """Await something of the rank, within the time that holds now. One timer per call, not one per read: most reads are short."""
+        seconds = self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds
+        self._silent_at = self._loop.time() + seconds
+        if self._alarm is None:
+            self._alarm = self._loop.call_at(self._silent_at, self._look)
+        try:
+            return await coming
+        except ConnectionLost as error:
+            if self._gave_up:
+                how = Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT
+            raise UpstreamFailed(how, f"{self._url}: {error}") from error
+        finally:
+            self._silent_at = math.inf
+
+    def _look(self) -> None:
+        """The alarm went off: give the rank up, or set the alarm again."""
+        now = self._loop.time()
+        if now >= self._silent_at:
+            self._gave_up = True
+            self._connection.cut("silent for too long")
+            return
+        self._alarm = self._loop.call_later(min(self._silent_at - now, self._config.between_tokens_seconds), self._look)
+
     async def _drain(self) -> None:
-        content = self._response.content
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
-                while await content.readany():
+                while await self._connection.read():
                     pass
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            self._response.close()
+        except (TimeoutError, ConnectionLost):
+            self._connection.cut("the answer was whole, but its end did not come")
 
     async def _check_status(self) -> None:
-        status = self._response.status
+        status = self._connection.status
         if status < 400:
             return
-        try:
-            async with asyncio.timeout(self._config.between_tokens_seconds):
-                body = await self._response.content.read(_ERROR_BYTES)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(Failure.BROKEN, f"{self._url}: HTTP {status}, then {error or type(error).__name__}") from error
-        refused = api_error(status, body)
+        refused = api_error(status, await self._error_body())
         if status == 429 or refused.code == "overloaded":
             raise UpstreamFailed(Failure.BUSY, f"{self._url}: {refused.message}")
         if status >= 500:
@@ -175,6 +174,12 @@ class Call:
         if status in (401, 403):
             raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the server refused the router's key; set backend_key_file")
         raise refused
+
+    async def _error_body(self) -> bytes:
+        body = b""
+        while len(body) <= _ERROR_BYTES and (data := await self._waiting(self._connection.read(), Failure.BROKEN)):
+            body += data
+        return body
 
 
 def api_error(status: int, body: bytes) -> ApiError:
@@ -190,49 +195,53 @@ def api_error(status: int, body: bytes) -> ApiError:
 
 
 class Upstream:
-    """The client behind all calls. Open it once, on the loop that uses it; closing closes every connection."""
+    """The client behind all calls. Usable between entering and leaving, on one loop; leaving closes idle connections."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._session: aiohttp.ClientSession | None = None
+        self._client: HttpClient | None = None
 
     async def __aenter__(self) -> "Upstream":
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._config.keepalive_seconds)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._config.connect_seconds),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("user-agent", "accept-encoding"),
-            headers={"content-type": "application/json"},
-        )
+        self._client = HttpClient(self._config.keepalive_seconds)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def call(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Call:
+        """POST a body to a path below a base URL."""
+        return Call(self._opened, self._config, url, path, body, headers)
+
+    async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
+        """The body of a GET. OSError (also for other statuses than 200), TimeoutError, or ValueError when it is too long."""
+        client = self._opened
+        origin = client.origin(url)
+        connection = await client.connect(origin, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                connection.send(request_bytes("GET", origin, path, headers, b""))
+                await connection.head()
+                body = b""
+                while data := await connection.read():
+                    body += data
+                    if len(body) > most_bytes:
+                        raise ValueError(f"{url}{path} answered with more than {most_bytes} bytes")
+        except ConnectionLost as error:
+            raise OSError(str(error)) from error
+        finally:
+            client.give_back(origin, connection)
+        if connection.status != 200:
+            raise OSError(f"HTTP {connection.status}: {api_error(connection.status, body).message}")
+        return body
+
+    def prune(self) -> None:
+        """Close connections that have been idle for too long; to be called now and then."""
+        self._opened.prune()
 
     @property
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _opened(self) -> HttpClient:
+        if self._client is None:
             raise ApiError(503, "the router is starting or stopping", code="not_ready", retry_after=1.0)
-        return self._session
-
-    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Call:
-        return Call(self.session, self._config, url, body, headers)
-
-    async def get(self, url: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
-        """The body of a GET. OSError (also for other statuses than 200), TimeoutError, or ValueError when it is too long."""
-        try:
-            async with asyncio.timeout(seconds), self.session.get(url, headers=headers) as response:
-                body = await response.content.read(most_bytes + 1)
-                while not response.content.at_eof() and len(body) <= most_bytes:
-                    body += await response.content.read(most_bytes + 1 - len(body))
-                if response.status != 200:
-                    raise OSError(f"HTTP {response.status}: {api_error(response.status, body).message}")
-        except aiohttp.ClientError as error:
-            raise OSError(str(error) or type(error).__name__) from error
-        if len(body) > most_bytes:
-            raise ValueError(f"{url} answered with more than {most_bytes} bytes")
-        return body
+        return self._client

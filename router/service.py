@@ -139,5 +139,6 @@ class RouterService:
         while True:
             for worker_id in self.view.sweep(self.clock(), dead_after, config.forget_after_seconds):
                 self.forget_worker(worker_id)
+            self.upstream.prune()
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
             await asyncio.sleep(_SWEEP_SECONDS)

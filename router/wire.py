@@ -1,0 +1,255 @@
+"""A small HTTP/1.1 client for many short requests to few servers: kept connections, answers read as they come, nothing else.
+
+Written because a general client costs more than everything else the router does to a request together. It sends requests
+with a whole body and reads answers by length, in chunks or until the connection closes; no redirects, cookies, proxies
+or compression. The parser is the one that serves the router's own clients.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+MOST_HEAD_BYTES = 64 * 1024
+"""A longer head of an answer is refused."""
+BUFFERED_BYTES = 1024 * 1024
+"""Unread bytes of an answer at which reading pauses."""
+_IDLE_PER_ORIGIN = 1024
+_MOST_ORIGINS = 4096
+_FORBIDDEN = frozenset("\r\n\0")
+
+
+class ConnectionLost(Exception):
+    """The connection closed, was cut, or carried something else than HTTP; the text says which."""
+
+
+class Origin(NamedTuple):
+    """Where a URL leads; `path` is what the URL has behind the host, without a slash at the end."""
+
+    host: str
+    port: int
+    tls: bool
+    path: str
+    header: bytes
+    """the Host header"""
+
+    @classmethod
+    def of(cls, url: str) -> "Origin":
+        """ValueError for what is no http(s) URL."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or any(sign in url for sign in " \r\n\t"):
+            raise ValueError(f"{url!r} is no http:// or https:// URL")
+        name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        port = parts.port or (443 if tls else 80)
+        return cls(parts.hostname, port, tls, parts.path.rstrip("/"), (f"{name}:{parts.port}" if parts.port else name).encode())
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one request at a time: `send`, `head`, then `read` until it returns nothing."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._parser: httptools.HttpResponseParser | None = None
+        self._parts: list[bytes] = []
+        self._buffered = 0
+        self._head_bytes = 0
+        self._paused = False
+        self._lost: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._until_closed = False
+        self._keep = False
+        self._overrun = False
+        self.status = 0
+        """0 until the head of the answer is there"""
+        self.headers: dict[bytes, bytes] = {}
+        """names in lower case"""
+        self.complete = False
+        self.idle_since = 0.0
+
+    # What its user does
+
+    def send(self, request: bytes) -> None:
+        """A whole request. Nothing of an earlier answer is left."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts.clear()
+        self._buffered = self._head_bytes = self.status = 0
+        self.headers = {}
+        self.complete = self._until_closed = self._keep = self._overrun = False
+        self._transport.write(request)
+
+    async def head(self) -> None:
+        """Wait for `status` and `headers`. ConnectionLost when they do not come."""
+        while not self.status:
+            await self._more()
+
+    async def read(self) -> bytes:
+        """What has come of the body since; b"" at its end. ConnectionLost when it breaks off; what came before is given out first."""
+        while not self._parts:
+            if self.complete:
+                return b""
+            await self._more()
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._buffered = 0
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    def cut(self, why: str) -> None:
+        """Close at once; whoever waits learns why. The server sees the connection go."""
+        self._lost = self._lost or why
+        self._transport.abort()
+        self._wake()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the answer is whole and the server keeps the connection open."""
+        return self.complete and self._keep and not self._overrun and self._lost is None and not self._transport.is_closing()
+
+    async def _more(self) -> None:
+        if self._lost is not None:
+            raise ConnectionLost(self._lost)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What the event loop says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # in form; uvloop's is no subclass of asyncio's
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self.complete:
+            self.cut("the server sent what nobody had asked for")
+            return
+        self._head_bytes += 0 if self.status else len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.cut(f"the answer is not HTTP: {error}")
+            return
+        if not self.status and self._head_bytes > MOST_HEAD_BYTES:
+            self.cut(f"the head of the answer exceeds {MOST_HEAD_BYTES} bytes")
+            return
+        if self._buffered > BUFFERED_BYTES and not self._paused and not self.complete:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.status and self._until_closed and error is None and self._lost is None:
+            self.complete = True
+        self._lost = self._lost or (str(error) if error else "the server closed the connection")
+        self._wake()
+
+    # What the parser finds
+
+    def on_message_begin(self) -> None:
+        self._overrun = self.complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if status >= 200 and not self.complete:
+            self.status = status
+            self._until_closed = b"content-length" not in self.headers and b"transfer-encoding" not in self.headers
+            self._keep = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._parts.append(body)
+            self._buffered += len(body)
+
+    def on_message_complete(self) -> None:
+        if self.status:
+            self.complete = True
+        else:
+            self.headers = {}  # an interim answer (1xx); the real one follows
+
+
+class HttpClient:
+    """Connections by origin, those idle used again, the youngest first. `keepalive_seconds`: idle for longer means closed."""
+
+    def __init__(self, keepalive_seconds: float) -> None:
+        self._keepalive = keepalive_seconds
+        self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
+        self._origins: dict[str, Origin] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    def origin(self, url: str) -> Origin:
+        """ValueError for what is no http(s) URL."""
+        known = self._origins.get(url)
+        if known is None:
+            if len(self._origins) >= _MOST_ORIGINS:
+                self._origins.clear()
+            known = self._origins[url] = Origin.of(url)
+        return known
+
+    async def connect(self, origin: Origin, seconds: float) -> Connection:
+        """A kept connection, or a new one. OSError (also for certificates) or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        idle = self._idle.get(origin[:3])
+        while idle:
+            kept = idle.pop()
+            if self._fresh(kept):
+                return kept
+            kept.cut("idle for too long")
+        if origin.tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        async with asyncio.timeout(seconds):
+            _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None)
+        return connection
+
+    def give_back(self, origin: Origin, connection: Connection) -> None:
+        """Keep a connection whose answer is whole, or close it."""
+        idle = self._idle.setdefault(origin[:3], [])
+        if connection.reusable and len(idle) < _IDLE_PER_ORIGIN:
+            connection.idle_since = asyncio.get_running_loop().time()
+            idle.append(connection)
+        else:
+            connection.cut("not kept")
+
+    def prune(self) -> None:
+        """Forget idle connections that are too old or closed, and origins without any. To be called now and then."""
+        for key, idle in list(self._idle.items()):
+            for connection in [connection for connection in idle if not self._fresh(connection)]:
+                idle.remove(connection)
+                connection.cut("idle for too long")
+            if not idle:
+                del self._idle[key]
+
+    def _fresh(self, connection: Connection) -> bool:
+        return connection.reusable and asyncio.get_running_loop().time() - connection.idle_since < self._keepalive
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.cut("the client is closing")
+        self._idle.clear()
+
+
+def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    """A request as it goes over the wire. Headers that would break its form (line ends in a value) are left out."""
+    lines = [f"{method} {origin.path}{path} HTTP/1.1\r\nhost: ".encode(), origin.header, b"\r\ncontent-length: ", str(len(body)).encode(), b"\r\n"]
+    for name, value in headers.items():
+        if _FORBIDDEN.isdisjoint(value):
+            lines.append(f"{name}: {value}\r\n".encode("latin-1", "replace"))
+    return b"".join([*lines, b"\r\n", body])
