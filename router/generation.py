@@ -130,7 +130,10 @@ class Generation:
         waiting = True
         over = False
         while not over:
-            choices, over, failure = await _taken(course, splitter, call)
+            try:
+                choices, over, failure = _taken(course, splitter, await call.read())
+            except UpstreamFailed as failed:
+                choices, over, failure = [], True, failed
             if waiting and choices:
                 waiting = False
                 self._exchange.first_token(self._service.clock())
@@ -187,20 +190,17 @@ class Generation:
         )
 
 
-async def _taken(course: Course, splitter: EventSplitter, call: Call) -> tuple[list[Choice], bool, UpstreamFailed | None]:
-    """Read once: what that adds to a course, whether the stream is over, and the failure that ended it after that."""
+def _taken(course: Course, splitter: EventSplitter, data: bytes) -> tuple[list[Choice], bool, UpstreamFailed | None]:
+    """What new bytes add to a course, whether the stream is over, and the failure that ended it after that."""
     choices: list[Choice] = []
     event = b""
     try:
-        data = await call.read()
         for event in splitter.feed(data):
             if event == _DONE:
                 return choices, True, None
             choice = course.take(_CHUNK.decode(event))
             if choice is not None:
                 choices.append(choice)
-    except UpstreamFailed as failure:
-        return choices, True, failure
     except msgspec.ValidationError:
         return choices, True, UpstreamFailed(Failure.BROKEN, f"the rank said {api_error(500, event).message!r}")
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError

@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,6 @@ _ERROR_BYTES = 64 * 1024
 _DRAIN_SECONDS = 1.0
 """For the end of a stream whose answer is whole; afterwards the connection is closed instead of kept."""
 _DATA = b"data:"
-_Got = TypeVar("_Got")
 
 
 class UpstreamFailed(Exception):
@@ -98,7 +97,8 @@ class Call:
             raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
         try:
             self._connection.send(request_bytes("POST", self._origin, self._path, {"content-type": "application/json", **self._headers}, self._body))
-            await self._waiting(self._connection.head(), Failure.DISCONNECTED)
+            while not self._connection.status:
+                await self._more(Failure.DISCONNECTED)
             await self._check_status()
         except BaseException:
             await self.__aexit__(None, None, None)
@@ -122,7 +122,9 @@ class Call:
 
     async def read(self) -> bytes:
         """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks."""
-        data = await self._waiting(self._connection.read(), Failure.BROKEN)
+        connection = self._connection
+        while (data := connection.take()) is None:
+            await self._more(Failure.BROKEN)
         self._read_any = True
         return data
 
@@ -130,14 +132,14 @@ class Call:
         """The answer is complete: what is left is the end of the stream, and the connection may be used again."""
         self._clean = True
 
-    async def _waiting(self, coming: Coroutine[None, None, _Got], how: Failure) -> _Got:
-        """Await something of the rank, within the time that holds now. One timer per call, not one per read: most reads are short."""
+    async def _more(self, how: Failure) -> None:
+        """Wait for the rank, within the time that holds now. One timer per call, not one per wait: most are short."""
         seconds = self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds
         self._silent_at = self._loop.time() + seconds
         if self._alarm is None:
             self._alarm = self._loop.call_at(self._silent_at, self._look)
         try:
-            return await coming
+            await self._connection.more()
         except ConnectionLost as error:
             if self._gave_up:
                 how = Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT
@@ -177,7 +179,7 @@ class Call:
 
     async def _error_body(self) -> bytes:
         body = b""
-        while len(body) <= _ERROR_BYTES and (data := await self._waiting(self._connection.read(), Failure.BROKEN)):
+        while len(body) <= _ERROR_BYTES and (data := await self.read()):
             body += data
         return body
 

@@ -86,14 +86,18 @@ class Connection(asyncio.Protocol):
     async def head(self) -> None:
         """Wait for `status` and `headers`. ConnectionLost when they do not come."""
         while not self.status:
-            await self._more()
+            await self.more()
 
     async def read(self) -> bytes:
         """What has come of the body since; b"" at its end. ConnectionLost when it breaks off; what came before is given out first."""
-        while not self._parts:
-            if self.complete:
-                return b""
-            await self._more()
+        while (data := self.take()) is None:
+            await self.more()
+        return data
+
+    def take(self) -> bytes | None:
+        """As `read`, without waiting: None when nothing has come yet."""
+        if not self._parts:
+            return b"" if self.complete else None
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._buffered = 0
@@ -101,6 +105,13 @@ class Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
         return data
+
+    def more(self) -> asyncio.Future[None]:
+        """Await this until something has changed. ConnectionLost when nothing can."""
+        if self._lost is not None:
+            raise ConnectionLost(self._lost)
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def cut(self, why: str) -> None:
         """Close at once; whoever waits learns why. The server sees the connection go."""
@@ -112,15 +123,6 @@ class Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether the answer is whole and the server keeps the connection open."""
         return self.complete and self._keep and not self._overrun and self._lost is None and not self._transport.is_closing()
-
-    async def _more(self) -> None:
-        if self._lost is not None:
-            raise ConnectionLost(self._lost)
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
