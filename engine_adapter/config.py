@@ -1,5 +1,6 @@
 """What can be set about the embedded engine; read once, by the composition root."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from fleet.blocks import BLOCK_SIZE
 
 DTYPES = ("float32", "bfloat16")
 """What the embedded engine computes in."""
+_MOST_THREADS = 4
+"""Beyond, threads wait for each other's Python more than they compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class EmbeddedConfig:
     """tokens, prompt and completion together; None: the model's, or what fits into kv_blocks if that is less"""
     max_batch_tokens: int = 512
     """tokens a rank computes in one step"""
+    threads: int | None = None
+    """threads that share the large steps of an engine of one rank, and compute the same bits; None: one per core, up to 4"""
     max_running: int = 64
     """sequences a rank runs at once"""
     max_waiting: int = 256
@@ -49,6 +54,7 @@ class EmbeddedConfig:
         least = 2 * self.block_size
         _need(self.kv_blocks * self.block_size >= least, "kv_blocks", self.kv_blocks, f"hold at least {least} tokens")
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"use one of {', '.join(DTYPES)}")
+        _need(self.threads is None or self.threads >= 1, "threads", self.threads, "use 1 or more, or leave it out")
         for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
         _need(self.checkpoint is None or self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json")
@@ -59,6 +65,13 @@ class EmbeddedConfig:
         if self.checkpoint is None:
             raise ValueError("embedded engine: checkpoint is not set: name a folder with config.json, *.safetensors and tokenizer.json")
         return self.checkpoint
+
+    @property
+    def crew(self) -> int:
+        """Threads of a rank: with several ranks one each, since they share the cores already."""
+        if self.ranks > 1:
+            return 1
+        return self.threads or min(os.cpu_count() or 1, _MOST_THREADS)
 
     @property
     def served_model(self) -> str:

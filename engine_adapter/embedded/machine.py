@@ -63,7 +63,9 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
                 kv_pages=config.kv_blocks,
                 dtype=config.dtype,
                 max_tokens=config.max_batch_tokens,
+                threads=config.crew,
             )
+        opened.callback(runner.close)
         speed = runner.measure_speed()
         return Machine(
             shape=runner.shape,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine_adapter.embedded.allocator import keep_freed_memory
 from engine_adapter.embedded.arena import load_arena
 from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
+from engine_adapter.embedded.crew import Crew, share
 from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, slot_table
 from engine_adapter.embedded.lockstep import RankGroup
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
@@ -34,7 +36,7 @@ class Work:
     start: int
     """position of tokens[0]; the KV of every earlier position is already in `pages`"""
     pages: Sequence[int]
-    """ids of the pages that cover positions 0 .. start + len(tokens) - 1, in order; more are allowed"""
+    """ids of the pages that cover positions 0 .. start + len(tokens) - 1, in order; more are allowed. Those of `tokens` are this work's own"""
     wants_logits: bool
     """whether the logits behind the last of `tokens` are wanted"""
 
@@ -64,6 +66,8 @@ class _Layer:
 class Runner:
     """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which it holds to one torch thread.
 
+    An engine of one rank may share large steps among several threads, by sequences; ranks share them by nature.
+
     With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results are the same bits
     whatever else is in the batch, and wherever its experts live.
     """
@@ -78,11 +82,13 @@ class Runner:
         kv_pages: int = 1024,
         dtype: str = "float32",
         max_tokens: int = 2048,
+        threads: int = 1,
     ) -> None:
         """Load this rank's weights (of the experts only its own) and make `kv_pages` pages of KV. The checkpoint may be closed afterwards.
 
-        group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. CheckpointError when
-        a tensor cannot be read; ValueError when placement, group or sizes do not fit the model.
+        group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. threads: how many share
+        a large step of an engine of one rank; close() ends them. CheckpointError when a tensor cannot be read; ValueError when placement,
+        group or sizes do not fit the model.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
             raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
@@ -98,7 +104,11 @@ class Runner:
         self.max_tokens = max_tokens
         self.arena = load_arena(checkpoint, placement, rank, dtype)
         self._dtype = RUN_DTYPES[dtype]
-        self._dispatch: Dispatch = LocalDispatch(placement, max_tokens) if group is None else GlooDispatch(group, placement, max_tokens)
+        self._crew = Crew(threads if group is None else 1)
+        # one per thread, since a dispatch is open until its combine; the first is asked for the whole step
+        self._dispatches: list[Dispatch] = (
+            [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)] if group is None else [GlooDispatch(group, placement, max_tokens)]
+        )
         self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
         self._rotary = Rotary(self.config, self._dtype)
         self._embedding = checkpoint.tensor("model.embed_tokens.weight", self._dtype)
@@ -135,7 +145,10 @@ class Runner:
         )
         return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
 
-    @torch.inference_mode()
+    def close(self) -> None:
+        """End the threads that share large steps."""
+        self._crew.close()
+
     def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         """Compute one step. All ranks call it for the same step; a rank without work gives an empty sequence.
 
@@ -145,23 +158,33 @@ class Runner:
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # a setting of each thread that was running before the runner was made
         self._check(work)
+        counts = [len(one.tokens) for one in work]
+        self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
+        parts = [work[part] for part in share(counts, self._crew.threads)]
+        found = self._crew.run([partial(self._compute, part, dispatch) for part, dispatch in zip(parts, self._dispatches, strict=False)])
+        if len(found) == 1:
+            return found[0]
+        return Forward(torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found]))
+
+    @torch.inference_mode()
+    def _compute(self, work: Sequence[Work], dispatch: Dispatch) -> Forward:
+        """One thread's part of a step: all of it, or some of its sequences."""
         ids = list(chain.from_iterable(one.tokens for one in work))
-        self._dispatch.begin_step(len(ids), tokens_by_rank)
         rows = max(len(ids), GROUP_ROWS) if ids else 0
         spans = [Span(len(one.tokens), one.start, one.pages) for one in work]
         plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
         hidden = self._embedding.index_select(0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64))
         routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
         for layer in range(self.config.layers):
-            routed[:, layer] = self._layer(layer, hidden, len(ids), plan)
+            routed[:, layer] = self._layer(layer, hidden, len(ids), plan, dispatch)
         return Forward(self._logits(hidden, work), routed)
 
-    def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan) -> NDArray[Any]:
+    def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch) -> NDArray[Any]:
         """Run one layer on the residual stream [rows, H], in place; the experts chosen, [tokens, k]."""
         layer = self._layers[at]
         if tokens:
             hidden += layer.attention.forward(self._normed(hidden, layer.attention_norm), plan, self.kv[at])
-        mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, self._dispatch)
+        mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, dispatch)
         hidden[:tokens] += mixed.to(hidden.dtype)
         return experts
 
@@ -230,9 +253,9 @@ class Runner:
         def there_and_back(candidates: NDArray[np.int64]) -> None:
             experts = np.resize(candidates, (tokens, self.config.top_k))
             weights = torch.ones((tokens, self.config.top_k))
-            self._dispatch.begin_step(tokens, [tokens] * ranks)
-            sent = self._dispatch.dispatch(0, x, experts)
-            self._dispatch.combine(sent.rows, weights, sent.handle)
+            self._dispatches[0].begin_step(tokens, [tokens] * ranks)
+            sent = self._dispatches[0].dispatch(0, x, experts)
+            self._dispatches[0].combine(sent.rows, weights, sent.handle)
 
         # in turn, so that a machine that grows busy meanwhile slows both
         pairs = [(_fastest_seconds(lambda: there_and_back(own), 1), _fastest_seconds(lambda: there_and_back(away), 1)) for _ in range(25)]

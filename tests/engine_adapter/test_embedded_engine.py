@@ -294,6 +294,7 @@ async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engi
         ({"block_size": 32}, "block_size"),
         ({"max_batch_tokens": 64, "max_running": 64}, "max_batch_tokens"),
         ({"max_context": 1}, "max_context"),
+        ({"threads": 0}, "threads"),
         ({"dtype": "float16"}, "dtype"),
         ({"step_timeout_seconds": 0.0}, "step_timeout_seconds"),
         ({"join_timeout_seconds": -1.0}, "join_timeout_seconds"),

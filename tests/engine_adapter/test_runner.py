@@ -80,6 +80,21 @@ def test_the_tap_shows_the_experts_transformers_chose(runner):
         begin += len(prompt)
 
 
+def test_threads_share_large_steps_and_change_no_bit(runner, decodes):
+    used = {page for work in decodes for page in work.pages}
+    free = iter([page for page in range(runner.kv_pages) if page not in used])
+    prompts = [Work(TEXT[at : at + length], 0, [next(free) for _ in range(-(-length // 16))], at % 2 == 0) for at, length in enumerate((130, 97, 16, 75, 201))]
+    work = [*decodes[:3], *prompts]
+    with Checkpoint(DEMO) as checkpoint:
+        shared = Runner(checkpoint, runner.placement, kv_pages=runner.kv_pages, max_tokens=1024, threads=3)
+    shared.kv.copy_(runner.kv)
+    alone, together = runner.forward(work), shared.forward(work)
+    shared.close()
+    assert torch.equal(alone.logits, together.logits)
+    assert np.array_equal(alone.routed, together.routed)
+    assert torch.equal(runner.kv, shared.kv)
+
+
 def test_a_step_without_work_is_empty(runner):
     found = runner.forward([])
     assert found.logits.shape == (0, runner.config.vocabulary)
@@ -114,9 +129,9 @@ def test_more_tokens_than_a_step_takes_are_refused(runner):
         runner.forward([Work([1] * 1025, 0, range(65), wants_logits=False)])
 
 
-@pytest.mark.parametrize("wrong", [{"kv_pages": 0}, {"max_tokens": 0}, {"dtype": "float64"}])
+@pytest.mark.parametrize("wrong", [{"kv_pages": 0}, {"max_tokens": 0}, {"dtype": "float64"}, {"threads": 0}])
 def test_impossible_settings_are_refused(wrong):
-    with Checkpoint(DEMO) as checkpoint, pytest.raises(ValueError, match="runner: "):
+    with Checkpoint(DEMO) as checkpoint, pytest.raises(ValueError, match=r"^(runner|crew): "):
         Runner(checkpoint, linear(layers=4, experts=32, ranks=1), **wrong)
 
 
