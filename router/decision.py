@@ -59,11 +59,6 @@ class Decision:
         return self.roster.targets[int(self.at[self.chosen])]
 
     @property
-    def row(self) -> int:
-        """The chosen rank's column in the load tables."""
-        return int(self.roster.rows[self.at[self.chosen]])
-
-    @property
     def cached_tokens(self) -> int:
         """Prompt tokens the chosen rank is believed to hold already."""
         return self.ask.prompt_tokens - int(self.uncached[self.chosen])

@@ -105,7 +105,7 @@ class Picker:
         self._kept[decision.id] = decision
         if len(self._kept) > self._config.kept_decisions:
             self._kept.popitem(last=False)
-        return self.reservations.book(decision.row, (int(decision.uncached[decision.chosen]), 1, blocks), now)
+        return self.reservations.book(target.key, (int(decision.uncached[decision.chosen]), 1, blocks), now)
 
     def kept(self, decision_id: str) -> Decision | None:
         """A decision that was booked, if it is among the last ones."""

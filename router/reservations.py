@@ -6,6 +6,7 @@ the two readings the larger is taken, never their sum. Without a fresh report th
 """
 
 from collections.abc import Hashable, Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,114 +21,111 @@ Amounts = NDArray[np.int64]
 class Booking:
     """Load promised to one rank for one request. Belongs to `Reservations`, which alone changes it."""
 
-    __slots__ = ("amounts", "booked_at", "group", "row")
+    __slots__ = ("amounts", "booked_at", "counted_in", "rank")
 
-    def __init__(self, row: int, amounts: Amounts, booked_at: float, group: "NDArray[np.int64] | None") -> None:
-        self.row = row
+    def __init__(self, rank: "_Rank", amounts: list[int], booked_at: float) -> None:
+        self.rank: _Rank | None = rank
+        """None: the booking has ended"""
         self.amounts = amounts
         self.booked_at = booked_at
-        self.group = group
-        """the table that counts this booking beside the report; None: the report speaks for it"""
+        self.counted_in: list[int] | None = rank.since
+        """the sums that count this booking beside the report; None: the report speaks for it"""
+
+
+class _Rank:
+    """One rank's sums, each [AMOUNTS]."""
+
+    __slots__ = ("open", "own", "reported", "row", "since", "stale_at", "young")
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.reported = [0] * AMOUNTS
+        self.young = [0] * AMOUNTS
+        """bookings that the last report may or may not contain"""
+        self.since = [0] * AMOUNTS
+        """bookings since the last report"""
+        self.own = [0] * AMOUNTS
+        """all open bookings"""
+        self.stale_at = -inf
+        """when the last report stops counting; -inf: there is none that counts"""
+        self.open: set[Booking] = set()
+
+    @property
+    def load(self) -> list[int]:
+        if self.stale_at == -inf:
+            return self.own
+        return [max(reported, young) + since for reported, young, since in zip(self.reported, self.young, self.since, strict=True)]
 
 
 class Reservations:
-    """State: one column per rank in each table [AMOUNTS, rows]; open bookings per row. Columns of ranks that left are used again."""
+    """State: ranks by key, and a table [AMOUNTS, rows] of what their sums amount to, kept with every change, so that a decision only
+    reads it. Columns of ranks that left are used again."""
 
     def __init__(self, *, settle_seconds: float, stale_seconds: float) -> None:
         self._settle = settle_seconds
         self._stale = stale_seconds
-        self._rows: dict[Hashable, int] = {}
+        self._ranks: dict[Hashable, _Rank] = {}
         self._free: list[int] = []
-        self._open: list[set[Booking]] = []
-        self._reported = np.zeros((AMOUNTS, 0), np.int64)
-        self._young = np.zeros((AMOUNTS, 0), np.int64)
-        """bookings that the last report may or may not contain"""
-        self._since = np.zeros((AMOUNTS, 0), np.int64)
-        """bookings since the last report"""
-        self._own = np.zeros((AMOUNTS, 0), np.int64)
-        """all open bookings"""
         self._load = np.zeros((AMOUNTS, 0), np.int64)
-        """what the tables above amount to; kept with every change, so that a decision only reads it"""
-        self._stale_at = np.zeros(0)
-        """when the last report stops counting; -inf: there is none that counts"""
-        self._first_stale = np.inf
-        """the earliest of those to come"""
+        self._first_stale = inf
+        """when the earliest report stops counting"""
 
-    def add_rank(self, rank: Hashable) -> int:
+    def add_rank(self, key: Hashable) -> int:
         """The column of a rank; the same one when it is known already."""
-        if rank in self._rows:
-            return self._rows[rank]
-        if not self._free:
-            self._grow()
-        row = self._rows[rank] = self._free.pop()
-        for table in self._tables:
-            table[:, row] = 0
-        self._stale_at[row] = -np.inf
-        self._open[row] = set()
-        return row
+        known = self._ranks.get(key)
+        if known is None:
+            if not self._free:
+                self._grow()
+            known = self._ranks[key] = _Rank(self._free.pop())
+            self._load[:, known.row] = 0
+        return known.row
 
-    def remove_rank(self, rank: Hashable) -> None:
+    def remove_rank(self, key: Hashable) -> None:
         """Forget a rank; its open bookings end."""
-        row = self._rows.pop(rank, None)
-        if row is None:
-            return
-        for booking in self._open[row]:
-            booking.row = -1
-        self._open[row] = set()
-        self._free.append(row)
+        rank = self._ranks.pop(key, None)
+        if rank is not None:
+            for booking in rank.open:
+                booking.rank = None
+            self._free.append(rank.row)
 
-    def report(self, rank: Hashable, amounts: Sequence[int], now: float) -> bool:
+    def report(self, key: Hashable, amounts: Sequence[int], now: float) -> bool:
         """A rank's own word on its load ([AMOUNTS]); False when the rank is unknown."""
-        row = self._rows.get(rank)
-        if row is None:
+        rank = self._ranks.get(key)
+        if rank is None:
             return False
-        self._since[:, row] = 0
-        self._young[:, row] = 0
-        for booking in self._open[row]:
-            if booking.group is not None:
+        rank.since, rank.young = [0] * AMOUNTS, [0] * AMOUNTS
+        for booking in rank.open:
+            if booking.counted_in is not None:
                 contained = now - booking.booked_at >= self._settle
-                booking.group = None if contained else self._young
+                booking.counted_in = None if contained else rank.young
                 if not contained:
-                    self._young[:, row] += booking.amounts
-        self._reported[:, row] = np.maximum(amounts, 0)
-        self._stale_at[row] = now + self._stale
-        self._first_stale = min(self._first_stale, now + self._stale)
-        self._add_up(row)
+                    _add(rank.young, booking.amounts)
+        rank.reported = [max(amount, 0) for amount in amounts]
+        rank.stale_at = now + self._stale
+        self._first_stale = min(self._first_stale, rank.stale_at)
+        self._load[:, rank.row] = rank.load
         return True
 
-    def book(self, row: int, amounts: Sequence[int], now: float) -> Booking:
-        """Promise load ([AMOUNTS], none negative) to a rank from now on."""
-        booking = Booking(row, np.array(amounts, np.int64), now, self._since)
-        self._since[:, row] += booking.amounts
-        self._own[:, row] += booking.amounts
-        self._load[:, row] += booking.amounts
-        self._open[row].add(booking)
+    def book(self, key: Hashable, amounts: Sequence[int], now: float) -> Booking:
+        """Promise load ([AMOUNTS], none negative) to a rank from now on. KeyError when it is unknown."""
+        rank = self._ranks[key]
+        booking = Booking(rank, list(amounts), now)
+        _add(rank.since, booking.amounts)
+        _add(rank.own, booking.amounts)
+        rank.open.add(booking)
+        self._load[:, rank.row] = rank.load
         return booking
 
     def first_token(self, booking: Booking) -> None:
         """The prompt is computed: its tokens wait no more."""
-        part = np.zeros(AMOUNTS, np.int64)
-        part[PREFILL] = booking.amounts[PREFILL]
-        self._subtract(booking, part)
+        self._subtract(booking, [booking.amounts[PREFILL], 0, 0])
 
     def release(self, booking: Booking) -> None:
         """The request is over, whichever way. Idempotent."""
-        if booking.row >= 0:
-            self._subtract(booking, booking.amounts.copy())
-            self._open[booking.row].discard(booking)
-            booking.row = -1
-
-    def _subtract(self, booking: Booking, part: Amounts) -> None:
-        row = booking.row
-        if row < 0:
-            return
-        booking.amounts -= part
-        self._own[:, row] -= part
-        if booking.group is None:
-            self._reported[:, row] = np.maximum(self._reported[:, row] - part, 0)
-        else:
-            booking.group[:, row] -= part
-        self._add_up(row)
+        self._subtract(booking, list(booking.amounts))
+        if booking.rank is not None:
+            booking.rank.open.discard(booking)
+            booking.rank = None
 
     def load(self, rows: NDArray[np.intp], now: float) -> Amounts:
         """int64 [AMOUNTS, len(rows)]: the load a request that came now would meet. A copy."""
@@ -135,36 +133,39 @@ class Reservations:
             self._expire(now)
         return self._load.take(rows, axis=1)
 
-    def _expire(self, now: float) -> None:
-        """Reports that are too old stop counting."""
-        counting = np.isfinite(self._stale_at)
-        for row in np.flatnonzero(counting & (self._stale_at < now)):
-            self._stale_at[row] = -np.inf
-            self._add_up(int(row))
-        self._first_stale = float(min(self._stale_at[np.isfinite(self._stale_at)], default=np.inf))
-
-    def _add_up(self, row: int) -> None:
-        if self._stale_at[row] == -np.inf:
-            self._load[:, row] = self._own[:, row]
-        else:
-            self._load[:, row] = np.maximum(self._reported[:, row], self._young[:, row]) + self._since[:, row]
-
-    @property
-    def _tables(self) -> tuple[Amounts, ...]:
-        return self._reported, self._young, self._since, self._own, self._load
-
     @property
     def open_bookings(self) -> int:
-        return sum(len(bookings) for bookings in self._open)
+        return sum(len(rank.open) for rank in self._ranks.values())
+
+    def _subtract(self, booking: Booking, part: list[int]) -> None:
+        rank = booking.rank
+        if rank is None:
+            return
+        less = [-amount for amount in part]
+        _add(booking.amounts, less)
+        _add(rank.own, less)
+        if booking.counted_in is None:
+            rank.reported = [max(reported - amount, 0) for reported, amount in zip(rank.reported, part, strict=True)]
+        else:
+            _add(booking.counted_in, less)
+        self._load[:, rank.row] = rank.load
+
+    def _expire(self, now: float) -> None:
+        """Reports that are too old stop counting."""
+        for rank in self._ranks.values():
+            if -inf < rank.stale_at < now:
+                rank.stale_at = -inf
+                self._load[:, rank.row] = rank.load
+        self._first_stale = min((rank.stale_at for rank in self._ranks.values() if rank.stale_at > -inf), default=inf)
 
     def _grow(self) -> None:
-        """Double the columns. Bookings refer to tables, so the tables are replaced and the references moved."""
-        old = self._reported.shape[1]
+        """Double the columns."""
+        old = self._load.shape[1]
         more = max(8, old)
-        tables = {id(table): np.pad(table, ((0, 0), (0, more))) for table in self._tables}
-        for booking in (booking for bookings in self._open for booking in bookings):
-            booking.group = None if booking.group is None else tables[id(booking.group)]
-        self._reported, self._young, self._since, self._own, self._load = (tables[id(table)] for table in self._tables)
-        self._stale_at = np.pad(self._stale_at, (0, more), constant_values=-np.inf)
-        self._open += [set() for _ in range(more)]
+        self._load = np.pad(self._load, ((0, 0), (0, more)))
         self._free += range(old + more - 1, old - 1, -1)
+
+
+def _add(sums: list[int], amounts: Sequence[int]) -> None:
+    for at, amount in enumerate(amounts):
+        sums[at] += amount
