@@ -3,15 +3,14 @@
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from migration.config import MigrationConfig
-from migration.service import MigrationService
-
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.orders import tell
 from deploy.process import alongside, first_failure, until_ready
+from migration.config import MigrationConfig
+from migration.service import MigrationService
 
 EXPECTED = (BusError,)
 
