@@ -125,13 +125,11 @@ def _decodes(spans: Sequence[Span], rows: NDArray[np.int64], kv_heads: int, page
     for group in groups:
         width = int(counts[group].max())
         members = [spans[sequence] for sequence in group.tolist()]
-        table = np.empty((len(members), width), np.int64)
-        for row, span, count in zip(table, members, counts[group].tolist(), strict=True):
-            row[:count] = span.pages[:count]
-            row[count:] = span.pages[0]  # its own, so that no sequence ever reads another's values, not even to multiply them by zero
+        # padded with its own, so that no sequence ever reads another's values, not even to multiply them by zero
+        table = [[*span.pages[:count], *[span.pages[0]] * (width - count)] for span, count in zip(members, counts[group].tolist(), strict=True)]
         last = torch.tensor([span.start for span in members]).unsqueeze(1)
         mask = torch.zeros((len(members), width * page_tokens), dtype=dtype).masked_fill_(torch.arange(width * page_tokens) > last, -torch.inf)
-        pages, mask = torch.from_numpy(table.reshape(-1)), mask.repeat(kv_heads, 1).unsqueeze(1)
+        pages, mask = torch.tensor(table).view(-1), mask.repeat(kv_heads, 1).unsqueeze(1)
         in_order = np.array_equal(rows[group], np.arange(len(members)))
         yield Decodes(None if in_order else torch.from_numpy(rows[group]), len(members), pages, mask)
 
@@ -170,8 +168,8 @@ class Attention:
         rows = len(hidden)
         qkv = F.linear(hidden, self.qkv, self.qkv_bias).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         rotated = self.heads + self.kv_heads
-        qk = F.rms_norm(qkv[:, :rotated], (self.head_dim,), None, self.rms_eps) * self.qk_norm
-        qkv[:, :rotated] = qk * plan.cos + qk.roll(self.head_dim // 2, dims=-1) * plan.sin
+        qk = F.rms_norm(qkv[:, :rotated], (self.head_dim,), None, self.rms_eps).mul_(self.qk_norm)
+        torch.addcmul(qk * plan.cos, qk.roll(self.head_dim // 2, dims=-1), plan.sin, out=qkv[:, :rotated])
         tokens = len(plan.cells)
         kv.view(2 * self.kv_heads, -1, self.head_dim).index_copy_(1, plan.cells, qkv[:tokens, self.heads :].transpose(0, 1))
         mixed = self._mix(qkv[:, : self.heads], plan, kv)

@@ -143,15 +143,15 @@ class Dispatch(Protocol):
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows [T * k, H], weights fp32 [T, k]: fp32 [T, H], added in k order.
+    """rows [T * k, H], weights fp32 [T, k]: fp32 [T, H], added in k order. The rows are used up.
 
     Products and sums are separate, exactly rounded operations, so that vectorisation cannot change a bit.
     """
     tokens, k = weights.shape
-    products = rows.view(tokens, k, rows.shape[1]).to(torch.float32) * weights.unsqueeze(-1)
+    products = rows.view(tokens, k, rows.shape[1]).to(torch.float32).mul_(weights.unsqueeze(-1))
     total = products[:, 0]
     for at in range(1, k):
-        total = total + products[:, at]
+        total += products[:, at]
     return total
 
 

@@ -41,7 +41,8 @@ class NonEmpty(NamedTuple):
     @classmethod
     def of(cls, ends: torch.Tensor) -> "NonEmpty":
         """From int32 [slots] ends."""
-        sizes = np.diff(ends.numpy(), prepend=0)
+        sizes = ends.numpy().copy()
+        sizes[1:] -= ends.numpy()[:-1]
         slots = np.flatnonzero(sizes)
         return cls(slots.tolist(), sizes[slots].tolist())
 
