@@ -18,6 +18,7 @@ _ERROR_BYTES = 64 * 1024
 _DRAIN_SECONDS = 1.0
 """For the end of a stream whose answer is whole; afterwards the connection is closed instead of kept."""
 _DATA = b"data:"
+_LEAN = b"data: "
 
 
 class UpstreamFailed(Exception):
@@ -48,6 +49,8 @@ class EventSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of every event that is complete now; comments and other fields are left out."""
+        if not self._rest and data.startswith(_LEAN) and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+            return [data[len(_LEAN) : -2]]  # one whole event, as ranks write it
         if self._rest:
             data = self._rest + data
         if b"\r" in data:
