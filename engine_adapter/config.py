@@ -30,7 +30,8 @@ class EmbeddedConfig:
     max_batch_tokens: int = 512
     """tokens a rank computes in one step"""
     threads: int | None = None
-    """threads that share the large steps of an engine of one rank, and compute the same bits; None: one per core, up to 4"""
+    """threads that share the large steps of an engine of one rank, and compute the same bits; None: one per core, up to 4.
+    Set 1 where several engines share a machine: threads that wait for a core make a step longer"""
     max_running: int = 64
     """sequences a rank runs at once"""
     max_waiting: int = 256
