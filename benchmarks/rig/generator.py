@@ -68,7 +68,7 @@ def serve_transformers(threads: int) -> None:
 
 async def _one(engine: EmbeddedEngine, prompt: list[int], tokens: int) -> list[int]:
     answer = await engine.submit(GenerationRequest(prompt=prompt, max_tokens=tokens, ignore_eos=True))
-    return [token async for delta in answer for token in delta.token_ids]
+    return (await answer.rest()).token_ids  # as `generate`, which hands over whole answers too
 
 
 async def serve_roost(rank: int, ranks: int, run_directory: Path) -> None:

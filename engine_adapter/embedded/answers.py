@@ -95,6 +95,8 @@ class Answer:
         self._unread: Delta | None = None
         self._error: Exception | None = None
         self._over = False
+        self._patient = False
+        """whether the reader wants to be woken at the end only"""
         self._news = asyncio.Event()
 
     @property
@@ -112,7 +114,8 @@ class Answer:
             self._unread.absorb(delta)
         self._over = delta.outcome is not None
         self.outcome = delta.outcome
-        self._news.set()
+        if self._over or not self._patient:
+            self._news.set()
 
     def fail(self, error: Exception, outcome: Outcome) -> None:
         """The engine gives the request up."""
@@ -128,6 +131,20 @@ class Answer:
             self._over = True
             self._news.set()
             self.outcome = self._cancel(self)
+
+    async def rest(self) -> Delta:
+        """All that is unread, once the engine is done: one wake instead of one a step, which the step thread would wait for.
+
+        Raises as reading does.
+        """
+        self._patient = True
+        while not self._over:
+            self._news.clear()
+            await self._news.wait()
+        whole = Delta()
+        async for delta in self:
+            whole.absorb(delta)
+        return whole
 
     def __aiter__(self) -> "Answer":
         return self

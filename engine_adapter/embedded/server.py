@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
+_Read = TypeVar("_Read")
 
 MOST_BODY_BYTES = 8 * 1024 * 1024
 LONG_TEXT = 4096
@@ -155,9 +156,7 @@ class RankApp:
             raise _unavailable(error) from error
 
     async def _whole(self, answer: Answer, reply: _Reply, send: Send) -> None:
-        whole = Delta()
-        while (delta := await _next(answer)) is not None:
-            whole.absorb(delta)
+        whole = await _read(answer.rest())
         if whole.outcome is not None:
             await _respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
 
@@ -165,7 +164,7 @@ class RankApp:
         """The status goes out with the first piece, so that an engine that fails before it is a 503; later it is an error event."""
         begun = False
         try:
-            while (delta := await _next(answer)) is not None:
+            while (delta := await _read(anext(answer, None))) is not None:
                 events = b"".join(reply.events(delta))
                 if not events:
                     continue
@@ -179,10 +178,10 @@ class RankApp:
             await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": False})
 
 
-async def _next(answer: Answer) -> Delta | None:
-    """The next piece, None behind the last; what ended the answer early becomes an ApiError."""
+async def _read(reading: Awaitable[_Read]) -> _Read:
+    """What reading an answer gives; what ended the answer early becomes an ApiError."""
     try:
-        return await anext(answer, None)
+        return await reading
     except (EngineFailed, Overloaded) as error:
         raise _unavailable(error) from error
     except ValueError as error:

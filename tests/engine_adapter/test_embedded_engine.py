@@ -163,6 +163,26 @@ async def test_a_slow_reader_holds_nobody_up_and_finds_its_pieces_joined(pretend
         assert pieces[0].token_ids == started.runner.alone(PROMPT, 50)
 
 
+async def test_a_patient_reader_gets_the_whole_answer_at_once(pretend_engine: Starter) -> None:
+    async with pretend_engine() as started:
+        streamed = await ask(started.engine)
+        whole = await (await started.engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=20))).rest()
+        assert (whole.token_ids, whole.text) == (streamed.token_ids, streamed.text)
+        assert whole.outcome is not None
+        assert whole.outcome.completion_tokens == 20
+
+
+async def test_a_patient_reader_is_told_when_the_engine_fails(pretend_engine: Starter) -> None:
+    async with pretend_engine() as started:
+        answer = await started.engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=400))
+        await anext(answer)
+        started.runner.failure = ArithmeticError("no numbers")
+        with pytest.raises(EngineFailed, match="no numbers"):
+            await answer.rest()
+        with pytest.raises(EngineFailed, match="no numbers"):
+            await started.run
+
+
 async def test_more_than_may_wait_are_refused_with_a_type_of_their_own(pretend_engine: Starter) -> None:
     async with pretend_engine(max_running=2, max_waiting=3) as started:
         started.runner.hold = threading.Event()
