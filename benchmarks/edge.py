@@ -202,7 +202,7 @@ async def router(door: str, tracing: bool, nats_url: str, mocks: list[int]) -> A
 
 
 async def run(quick: bool, report: Report) -> dict[Cell, Measured]:
-    rounds, requests = (3, 200) if quick else (5, 1000)
+    rounds, requests = (3, 200) if quick else (3, 500)
     results: dict[Cell, Measured] = {}
     subjects = Subjects()
     mocks, nats_port = [free_port() for _ in range(MOCKS)], free_port()
