@@ -12,7 +12,7 @@ from bus import BlobLost, BusError, BusTimeout, Claim, Message, Received
 from bus.codec import Refused, Rejected
 from bus.config import BusConfig
 from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
-from bus.nats.link import Link, because
+from bus.nats.link import Link, because, whole
 from bus.nats.storage import Storage
 from bus.subjects import Subjects
 
@@ -82,7 +82,7 @@ class NatsBus:
         try:
             async with asyncio.timeout(seconds):
                 await self._link.standing()
-                answer = await self._link.client.request(subject, raw, timeout=seconds)
+                answer = await whole(self._link.client.request(subject, raw, timeout=seconds))
         except errors.NoRespondersError as error:
             raise BusTimeout(f"nobody serves {subject!r}") from error
         except TimeoutError as error:

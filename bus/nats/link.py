@@ -49,6 +49,22 @@ def because(error: BaseException | None) -> str:
     return f"{str(error) or type(error).__name__}; {remedy}"
 
 
+async def whole(exchange: Awaitable[T]) -> T:
+    """The answer of an exchange of nats-py's, unless this task was cancelled meanwhile.
+
+    nats-py waits with `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives together with the answer: the
+    task would run on for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "nats-py is awaited outside a task"
+    before = task.cancelling()
+    try:
+        return await exchange
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
 @dataclass(eq=False)
 class _Feed:
     """One subscription, so that it can be made again on a new connection."""
@@ -177,7 +193,7 @@ class Link:
                 while True:
                     await self.standing()
                     try:
-                        return await attempt()
+                        return await whole(attempt())
                     except TRANSIENT as error:
                         if is_full(error):
                             raise BusError(f"{what}: {because(error)}") from error

@@ -23,7 +23,7 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost
-from bus.nats.link import GONE, Link, because, is_full
+from bus.nats.link import GONE, Link, because, is_full, whole
 from bus.subjects import Subjects, check_key
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ class Storage:
     async def _changed(self, key: str, revision: int | None, change: Awaitable[T]) -> T:
         """One attempt only: repeating a compare-and-set whose answer was lost would fight with itself."""
         try:
-            return await change
+            return await whole(change)
         except js_errors.APIError as error:
             if isinstance(error, js_errors.KeyWrongLastSequenceError) or error.err_code in WRONG_REVISION:
                 raise _lost(key, revision) from error

@@ -117,7 +117,7 @@ async def test_a_server_that_takes_only_small_messages_is_refused_with_the_remed
 async def test_rights_that_are_missing_are_named(server_with: Any) -> None:
     server = server_with("authorization: {user: a, password: b}")
     with pytest.raises(BusError, match=r"(?i)authorization"):
-        await NatsBus.connect(server.url, Subjects(), replace(CONFIG, connect_seconds=1.0))
+        await NatsBus.connect(server.url, Subjects(), replace(CONFIG, connect_seconds=2.5))
 
 
 async def test_what_exists_with_other_limits_is_used_and_gets_the_subjects_it_lacks(nats_url: str) -> None:
@@ -283,3 +283,25 @@ async def test_a_server_that_stands_still_is_noticed_and_blocks_neither_publishi
             await bus.close()
         nats_server.send(signal.SIGCONT)
     gc.collect()  # a socket left open would be an error now
+
+
+async def test_a_cancellation_that_arrives_together_with_an_answer_still_ends_the_reader(nats_url: str) -> None:
+    """nats-py waits with asyncio.wait_for, which before Python 3.12 drops a cancellation when the answer is there at that moment."""
+    async with connected(nats_url, Subjects("cancelled")) as bus:
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asking = asyncio.create_task(bus._link.until_done("asking", 5.0, lambda: asyncio.wait_for(answer, 4.0)))
+        await asyncio.sleep(0.05)
+        answer.set_result(1)
+        asking.cancel()
+        await asyncio.wait([asking], timeout=5)
+        assert asking.cancelled()
+
+
+async def test_followers_end_at_once_whenever_they_are_cancelled(nats_url: str) -> None:
+    async with connected(nats_url, Subjects("ended")) as bus:
+        for attempt in range(60):
+            following = asyncio.create_task(numbers(bus.replay(bus._storage._subjects[0], latest=True)))
+            await asyncio.sleep(attempt * 0.0002)
+            following.cancel()
+            await asyncio.wait([following], timeout=5)
+            assert following.cancelled(), attempt
