@@ -73,6 +73,35 @@ class Subjects:
         return f"{self._engines}.experts"
 
     @property
+    def requests_profiled(self) -> str:
+        """What requests activated, by the ranks that served them."""
+        return f"{self._engines}.requests"
+
+    @property
+    def requests_finished(self) -> str:
+        """What routers knew and expected of requests that are over."""
+        return f"{self._roost}.router.requests"
+
+    @property
+    def imports(self) -> str:
+        """Counts from other systems."""
+        return f"{self._roost}.tracker.import"
+
+    @property
+    def clusters(self) -> str:
+        return f"{self._roost}.tracker.clusters"
+
+    @property
+    def tables(self) -> str:
+        """Prediction tables and their changes."""
+        return f"{self._roost}.tracker.tables"
+
+    @property
+    def shifts(self) -> str:
+        """That popularity shifted, or settled."""
+        return f"{self._roost}.tracker.shift"
+
+    @property
     def profiles(self) -> str:
         return f"{self._roost}.tracker.profile"
 
@@ -82,7 +111,7 @@ class Subjects:
 
     @property
     def describe_profile(self) -> str:
-        """Request: the tracker's profile of a model."""
+        """Request: what the tracker knows of a model (profile, clusters, tables or all of it for people)."""
         return f"{self._roost}.tracker.describe"
 
     def describe_engine(self, worker_id: int) -> str:

@@ -32,7 +32,7 @@ from fleet.events import (
     KvSnapshotRequested,
     RoutedKvEvent,
 )
-from fleet.popularity import ExpertTable
+from fleet.popularity import ExpertCounts
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Agent:
                     seconds=seconds,
                     tokens=activations.tokens,
                     cached_tokens=activations.cached_tokens,
-                    counts=ExpertTable.of(activations.counts),
+                    counts=ExpertCounts.of(activations.counts),
                 )
             )
 

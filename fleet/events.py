@@ -11,7 +11,8 @@ import msgspec
 from fleet.experts import ModelShape
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
-from fleet.popularity import ExpertTable
+from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.signatures import ClusterRecord
 from fleet.timing import EngineSpeed
 
 
@@ -89,7 +90,159 @@ class ExpertsActivated(Event, frozen=True, kw_only=True):
     tokens: int
     """computed tokens: the exposure of `counts`"""
     cached_tokens: int
-    counts: ExpertTable
+    counts: ExpertCounts
+
+
+class CountsImported(Event, frozen=True, kw_only=True):
+    """Counts of another system (a recorder's dump, a load matrix, routings in responses), taken into a model's profile once. Not stored."""
+
+    model: str
+    digest: str
+    """identity of what was imported: a second import of it changes nothing"""
+    tokens: int
+    counts: ExpertCounts
+
+
+class SampledProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole request counted, prompt and completion apart: what the tracker learns clusters from. Only some requests carry one."""
+
+    prompt: ExpertCounts
+    """computed prompt tokens; reused ones activate nothing"""
+    completion: ExpertCounts
+
+
+class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request activated, as a signature over the clusters of `RequestsProfiled.clusters`."""
+
+    decision: str
+    """id of the routing decision that brought it; empty when nobody said"""
+    tokens: int
+    """computed tokens, prompt and completion"""
+    cached_tokens: int
+    signature: bytes
+    """`fleet.signatures.pack`; of the computed tokens"""
+    local: float | None = None
+    """share of the computed (token, k) pairs whose expert has a replica on this rank; None: nothing was computed"""
+    parent: int | None = None
+    """sequence hash of the block before the first of `blocks`; None: they begin the prompt"""
+    blocks: bytes = b""
+    """u64 little endian [n]: sequence hashes of consecutive full blocks, all computed here"""
+    block_signatures: bytes = b""
+    """[n] packed signatures of the blocks, each of its own tokens alone"""
+    block_size: int = 0
+    sample: SampledProfile | None = None
+
+
+class RequestsProfiled(Event, frozen=True, kw_only=True):
+    """Requests that a rank finished, whoever asked for them. Not stored. Requests without a cluster model are not reported."""
+
+    engine: str
+    worker_id: int
+    rank: int
+    model: str
+    epoch: int
+    """placement epoch that `local` is about"""
+    clusters: int
+    """version of the cluster model the signatures are over; 0: none yet, and only samples are of use"""
+    requests: tuple[RequestProfile, ...]
+
+
+class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router knew of a request when it chose, and what it expected. Keys are hashes: nobody's name travels."""
+
+    decision: str
+    worker_id: int
+    rank: int
+    prefix: int
+    """sequence hash of the last block of the longest known prefix; 0: none"""
+    tokens: bytes
+    """u32 little endian: the prompt ids that the token table was asked about"""
+    session: int
+    tenant: int
+    predicted: bytes
+    """the packed signature that was predicted"""
+    predicted_local: float | None
+    """share of pairs that was expected to find its expert on the chosen rank; None where every rank is as near (TP)"""
+    prior_local: float | None
+    """the same under the traffic's mix, without any knowledge of the request"""
+
+
+class RequestsFinished(Event, frozen=True, kw_only=True):
+    """Requests a router has seen to their end, for the tracker to learn from. Not stored."""
+
+    model: str
+    tables: int
+    """version of the tables that were predicted from"""
+    clusters: int
+    requests: tuple[RequestOutcome, ...]
+
+
+class ClustersPublished(Event, frozen=True, kw_only=True):
+    """The tracker's cluster model of a model. Not stored; asked for with `DescribeClusters`."""
+
+    model: str
+    record: ClusterRecord
+
+
+class DescribeClusters(Event, frozen=True, kw_only=True):
+    """Request to the tracker: answer with the `ClustersPublished` of a model; `RequestRefused` when it has none yet."""
+
+    model: str
+
+
+class KeyedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a table: `keys` u64 little endian [n], `rows` [n, fleet.prediction.ROW] bytes. Later ones replace earlier ones of a key."""
+
+    keys: bytes = b""
+    rows: bytes = b""
+
+
+class TablesPublished(Event, frozen=True, kw_only=True):
+    """Prediction tables of a model, whole or what changed since `base`. Not stored; asked for with `DescribeTables`."""
+
+    model: str
+    version: int
+    base: int | None = None
+    """version this is a change to; None: whole. A reader whose version is another asks for the whole"""
+    clusters: int
+    """version of the cluster model"""
+    shares: bytes
+    """float32 [clusters]: the traffic's mix now"""
+    trust: dict[str, float]
+    """by source"""
+    reliability: dict[str, float]
+    """by source: share of the way from the mix to hindsight that it goes, in [0, 1]"""
+    gain: float
+    """in [0, 1]: what the expert term is worth at present"""
+    buckets: int
+    """rows of the token table; a token's row is its id modulo this"""
+    token_rows: bytes = b""
+    """u32 little endian [n]: the rows of the token table that are told"""
+    token_ratios: bytes = b""
+    """float16 little endian [n, clusters]"""
+    blocks: KeyedRows = KeyedRows()
+    sessions: KeyedRows = KeyedRows()
+    tenants: KeyedRows = KeyedRows()
+
+
+class DescribeTables(Event, frozen=True, kw_only=True):
+    """Request to the tracker: answer with the whole `TablesPublished` of a model; `RequestRefused` when it has none yet."""
+
+    model: str
+
+
+class PopularityShifted(Event, frozen=True, kw_only=True):
+    """What is popular now differs from what was, beyond sampling noise (`settled` False); later, that it no longer does. Not stored."""
+
+    model: str
+    version: int
+    settled: bool
+    divergence: float
+    """Jensen-Shannon divergence of the fast from the slow profile, nats, mean over layers"""
+    threshold: float
+    """what noise alone would hardly exceed"""
+    layers: tuple[int, ...]
+    """the layers that moved, most first"""
 
 
 class ProfilePublished(Event, frozen=True, kw_only=True):
@@ -103,7 +256,7 @@ class ProfilePublished(Event, frozen=True, kw_only=True):
 
 
 class DemandPublished(Event, frozen=True, kw_only=True):
-    """Tokens per second that requests living on one rank send to each expert. Not stored."""
+    """Tokens per second that requests living on one rank send to each expert (fast time constant). Not stored."""
 
     engine: str
     worker_id: int
@@ -112,6 +265,8 @@ class DemandPublished(Event, frozen=True, kw_only=True):
     version: int
     tokens_per_second: float
     demand: ExpertTable
+    remote: float | None = None
+    """share of the demand whose expert has no replica on this rank; None: placement unknown, or nothing is wanted"""
 
 
 class PlacementCommitted(Event, frozen=True, kw_only=True):
@@ -135,6 +290,71 @@ class DescribeProfile(Event, frozen=True, kw_only=True):
     `RequestRefused` for a model that no engine has named."""
 
     model: str
+
+
+class DescribePopularity(Event, frozen=True, kw_only=True):
+    """Request to the tracker: answer with the `PopularityDescribed` of a model."""
+
+    model: str
+
+
+class RankPopularity(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: what its requests want and what it holds. Experts as (layer, expert, tokens per second), most first."""
+
+    engine: str
+    rank: int
+    tokens_per_second: float
+    remote: float | None
+    wanted_remote: tuple[tuple[int, int, float], ...] = ()
+    """wanted here, held elsewhere"""
+    local_idle: tuple[tuple[int, int, float], ...] = ()
+    """held here, least wanted here"""
+
+
+class ClusterPopularity(msgspec.Struct, frozen=True, kw_only=True):
+    """One cluster: its share of the traffic, and how far it is from the mix (Jensen-Shannon, nats, mean over layers)."""
+
+    cluster: int
+    share: float
+    distance: float
+
+
+class SourceQuality(msgspec.Struct, frozen=True, kw_only=True):
+    """How good one source of prediction has been."""
+
+    source: str
+    requests: int
+    """outcomes in which it had something to say"""
+    trust: float
+    reliability: float
+
+
+class PopularityDescribed(Event, frozen=True, kw_only=True):
+    """Everything the tracker knows of a model, for people and for `roost popularity`."""
+
+    model: str
+    tokens: float
+    """decayed exposure behind the slow profile"""
+    tokens_per_second: float
+    fast: ExpertTable
+    """probabilities per layer, over the last seconds"""
+    slow: ExpertTable
+    ranks: tuple[RankPopularity, ...]
+    clusters: tuple[ClusterPopularity, ...]
+    shifted: bool
+    divergence: float | None
+    """of fast from slow, nats, mean over layers; None: too little was seen"""
+    threshold: float | None
+    sources: tuple[SourceQuality, ...]
+    gain: float
+    outcomes: int
+    """requests whose prediction was compared with what they did"""
+    recall: float | None
+    """mass of the true most popular half of a layer's experts that was predicted / its whole mass, mean over sampled requests"""
+    prior_recall: float | None
+    """the same for the mix"""
+    stored_blocks: int
+    stored_bytes: int
 
 
 class KvSnapshotRequested(Event, frozen=True, kw_only=True):
@@ -227,11 +447,21 @@ AnyEvent = (
     | EngineLeft
     | EngineHeartbeat
     | ExpertsActivated
+    | CountsImported
+    | RequestsProfiled
+    | RequestsFinished
+    | ClustersPublished
+    | TablesPublished
+    | PopularityShifted
+    | PopularityDescribed
     | ProfilePublished
     | DemandPublished
     | PlacementCommitted
     | DescribeEngine
     | DescribeProfile
+    | DescribeClusters
+    | DescribeTables
+    | DescribePopularity
     | KvSnapshotRequested
     | KvSnapshot
     | RequestRefused

@@ -30,6 +30,31 @@ class ExpertTable(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
 
+class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """A [layers, experts] table of counts as it travels: unsigned little endian integers of the narrowest `width` (1, 2, 4 or 8 bytes)."""
+
+    layers: int
+    experts: int
+    width: int
+    values: bytes
+
+    @classmethod
+    def of(cls, counts: NDArray[Any]) -> "ExpertCounts":
+        """Pack a [layers, experts] array of integers >= 0; ValueError when one is negative."""
+        layers, experts = counts.shape
+        if counts.size and counts.min() < 0:
+            raise ValueError(f"expert counts: {counts.min()} is negative")
+        most = int(counts.max()) if counts.size else 0
+        width = next(width for width in (1, 2, 4, 8) if most < 1 << 8 * width)
+        return cls(layers=int(layers), experts=int(experts), width=width, values=np.ascontiguousarray(counts, f"<u{width}").tobytes())
+
+    def array(self) -> NDArray[np.unsignedinteger[Any]]:
+        """unsigned [layers, experts], read-only. ValueError when the bytes do not fit."""
+        if self.layers < 1 or self.experts < 1 or self.width not in (1, 2, 4, 8) or len(self.values) != self.width * self.layers * self.experts:
+            raise ValueError(f"expert counts: {len(self.values)} bytes do not make [{self.layers}, {self.experts}] of width {self.width}")
+        return np.frombuffer(self.values, f"<u{self.width}").reshape(self.layers, self.experts)
+
+
 def profile(counts: NDArray[Any], prior_tokens: float = 1.0) -> NDArray[np.float64]:
     """Probability [layers, experts] that a routed (token, k) pair goes to an expert; every layer sums to 1.
 

@@ -159,9 +159,7 @@ class ChatStream(_Streamed):
         if not choice.text and choice.finish_reason is None and choice.logprobs is None:
             return begin
         delta = Delta(content=choice.text or None)
-        return begin + self._chunk(
-            ChatChunkChoice(index=index, delta=delta, logprobs=ChatLogprobs.of(choice.logprobs), finish_reason=choice.finish_reason)
-        )
+        return begin + self._chunk(ChatChunkChoice(index=index, delta=delta, logprobs=ChatLogprobs.of(choice.logprobs), finish_reason=choice.finish_reason))
 
     def end(self, usage: Usage) -> bytes:
         last = b"" if self._usage is msgspec.UNSET else self._last(usage)
@@ -245,9 +243,7 @@ class _Whole:
 class ChatWhole(_Whole):
     def end(self, usage: Usage) -> bytes:
         choices = [
-            ChatChoice(
-                index=at, message=Message(content=one.text), logprobs=ChatLogprobs.of(one.joined_logprobs), finish_reason=one.finish_reason
-            )
+            ChatChoice(index=at, message=Message(content=one.text), logprobs=ChatLogprobs.of(one.joined_logprobs), finish_reason=one.finish_reason)
             for at, one in enumerate(self._choices)
         ]
         return msgspec.json.encode(ChatCompletion(id=self._head.id, created=self._head.created, model=self._head.model, choices=choices, usage=usage))

@@ -108,9 +108,7 @@ class Decision:
             overlap_blocks=int(self.overlap_blocks[at]),
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
             uncached_tokens=int(self.uncached[at]),
-            load=Load(
-                prefill_tokens=int(self.load[PREFILL, at]), requests=int(self.load[SEQUENCES, at]), blocks=int(self.load[BLOCKS, at])
-            ),
+            load=Load(prefill_tokens=int(self.load[PREFILL, at]), requests=int(self.load[SEQUENCES, at]), blocks=int(self.load[BLOCKS, at])),
             experts_note=target.note,
         )
 
@@ -179,9 +177,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None
 
 
-def decide(
-    ask: Ask, roster: Roster, found: Candidates, overlap_blocks: NDArray[np.int64], load: Amounts, weights: Weights, view_version: int
-) -> Decision:
+def decide(ask: Ask, roster: Roster, found: Candidates, overlap_blocks: NDArray[np.int64], load: Amounts, weights: Weights, view_version: int) -> Decision:
     """Pick the candidate that costs least; equals are told apart by `ask.seed`.
 
     overlap_blocks: int64 [targets]; load: int64 [AMOUNTS, targets]. ValueError without any candidate.

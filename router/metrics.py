@@ -28,9 +28,7 @@ class RouterMetrics:
         self.prompt = Counter("roost_router_prompt_tokens", "Prompt tokens routed", ["model"], registry=registry)
         self.cached = Counter("roost_router_cached_tokens", "Prompt tokens believed cached where they were routed", ["model"], registry=registry)
         self.output = Counter("roost_router_output_tokens", "Tokens sent to clients", ["model"], registry=registry)
-        self.lost = Counter(
-            "roost_router_overlap_blocks_lost", "Cached blocks passed by because another term weighed more", ["model"], registry=registry
-        )
+        self.lost = Counter("roost_router_overlap_blocks_lost", "Cached blocks passed by because another term weighed more", ["model"], registry=registry)
         self.engines_live = Gauge("roost_router_engines_live", "Engines that requests are routed to", registry=registry)
         self.in_flight = Gauge("roost_router_requests_in_flight", "Requests being answered", registry=registry)
         self.kv_events = Counter("roost_router_kv_events_applied", "KV events applied to the index", registry=registry)

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-UNKNOWN = -1
-"""Expert of a position that was not computed here: reused from the prefix cache, which activates nothing."""
+from fleet.routings import UNKNOWN, count_pairs
 
 
 class RoutedTrace:
@@ -40,11 +39,3 @@ class RoutedTrace:
         blocks = len(chosen) // block_size
         by_block = chosen[: blocks * block_size].reshape(blocks, block_size, *chosen.shape[1:])
         return np.array([count_pairs(block, self.experts) for block in by_block], np.int64).reshape(blocks, chosen.shape[1], self.experts)
-
-
-def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:
-    """int64 [layers, experts] pairs in chosen: int [tokens, layers, k], UNKNOWN ones left out."""
-    layers = chosen.shape[1]
-    places = chosen.astype(np.int64) + np.arange(layers)[None, :, None] * experts
-    flat = places.ravel() if chosen.dtype.kind == "u" else places[chosen != UNKNOWN]
-    return np.bincount(flat, minlength=layers * experts).astype(np.int64, copy=False).reshape(layers, experts)

@@ -20,12 +20,13 @@ from engine_adapter.embedded.facts import FactLog
 from engine_adapter.embedded.kv_cache import KvCache
 from engine_adapter.embedded.lockstep import StepHeader
 from engine_adapter.embedded.machine import Machine
-from engine_adapter.embedded.routed import RoutedTrace, count_pairs
+from engine_adapter.embedded.routed import RoutedTrace
 from engine_adapter.embedded.runner import Work
 from engine_adapter.embedded.sampling import Draw, logprobs, sample
 from engine_adapter.embedded.scheduler import Generation, Overloaded, Scheduler, Slice
 from engine_adapter.embedded.text import TextStream
 from engine_adapter.engine import Load
+from fleet.routings import count_pairs
 
 LEAVING = 1
 """Step header flag: this rank stops after the step, so the engine does."""
@@ -90,9 +91,7 @@ class StepLoop:
         self._facts = facts
         self._report = report
         self._cache = KvCache(config.kv_blocks, config.block_size)
-        self._scheduler = Scheduler(
-            self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting
-        )
+        self._scheduler = Scheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
         self._seats: dict[Generation, Seat] = {}
         self._orders: deque[_Order] = deque()
         self._step = 0

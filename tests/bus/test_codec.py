@@ -39,6 +39,7 @@ from fleet.events import (
     EngineLeft,
     Event,
     ExpertsActivated,
+    KeyedRows,
     KvBlock,
     KvChange,
     KvEvent,
@@ -46,12 +47,18 @@ from fleet.events import (
     KvRemoved,
     KvSnapshot,
     KvStored,
+    RequestOutcome,
+    RequestProfile,
+    RequestsFinished,
+    RequestsProfiled,
     RoutedKvEvent,
+    SampledProfile,
+    TablesPublished,
 )
 from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import Placement, linear
-from fleet.popularity import ExpertTable
+from fleet.popularity import ExpertCounts, ExpertTable
 
 U64 = st.integers(0, (1 << 64) - 1)
 NAMES = st.text(max_size=20)
@@ -64,6 +71,33 @@ KV_CHANGES = st.one_of(
 KV_EVENTS = st.builds(KvEvent, event_id=U64, data=KV_CHANGES, dp_rank=st.integers(0, 1000))
 SIZES = st.integers(1, 9)
 TABLES = st.builds(lambda layers, experts, fill: ExpertTable.of(np.full((layers, experts), fill)), SIZES, SIZES, st.floats(0, 1e9, width=32))
+COUNTS = st.builds(lambda layers, experts, fill: ExpertCounts.of(np.full((layers, experts), fill)), SIZES, SIZES, st.integers(0, 1 << 40))
+PROFILES = st.builds(
+    RequestProfile,
+    decision=NAMES,
+    tokens=U64,
+    cached_tokens=U64,
+    signature=st.binary(max_size=9),
+    local=st.none() | st.floats(0, 1),
+    parent=st.none() | U64,
+    blocks=st.binary(max_size=16),
+    block_signatures=st.binary(max_size=16),
+    block_size=U64,
+    sample=st.none() | st.builds(SampledProfile, prompt=COUNTS, completion=COUNTS),
+)
+OUTCOMES = st.builds(
+    RequestOutcome,
+    decision=NAMES,
+    worker_id=U64,
+    rank=st.integers(0, 9),
+    prefix=U64,
+    tokens=st.binary(max_size=16),
+    session=U64,
+    tenant=U64,
+    predicted=st.binary(max_size=9),
+    predicted_local=st.none() | st.floats(0, 1),
+    prior_local=st.none() | st.floats(0, 1),
+)
 EVENTS: st.SearchStrategy[Message] = st.one_of(
     st.builds(EngineLeft, engine=NAMES, worker_id=U64, reason=NAMES),
     st.builds(EngineHeartbeat, engine=NAMES, worker_id=U64, epoch=U64),
@@ -77,7 +111,7 @@ EVENTS: st.SearchStrategy[Message] = st.one_of(
         seconds=st.floats(0, 1e6),
         tokens=U64,
         cached_tokens=U64,
-        counts=TABLES,
+        counts=COUNTS,
     ),
     st.builds(
         DemandPublished,
@@ -88,6 +122,30 @@ EVENTS: st.SearchStrategy[Message] = st.one_of(
         version=U64,
         tokens_per_second=st.floats(0, 1e9),
         demand=TABLES,
+    ),
+    st.builds(
+        RequestsProfiled,
+        engine=NAMES,
+        worker_id=U64,
+        rank=st.integers(0, 9),
+        model=NAMES,
+        epoch=U64,
+        clusters=U64,
+        requests=st.lists(PROFILES, max_size=3).map(tuple),
+    ),
+    st.builds(RequestsFinished, model=NAMES, tables=U64, clusters=U64, requests=st.lists(OUTCOMES, max_size=3).map(tuple)),
+    st.builds(
+        TablesPublished,
+        model=NAMES,
+        version=U64,
+        base=st.none() | U64,
+        clusters=U64,
+        shares=st.binary(max_size=9),
+        trust=st.dictionaries(NAMES, st.floats(0, 9)),
+        reliability=st.dictionaries(NAMES, st.floats(0, 1)),
+        gain=st.floats(0, 1),
+        buckets=U64,
+        blocks=st.builds(KeyedRows, keys=st.binary(max_size=9), rows=st.binary(max_size=9)),
     ),
     st.builds(
         KvSnapshot,

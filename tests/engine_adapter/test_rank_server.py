@@ -329,9 +329,10 @@ async def test_a_real_server_streams_and_notices_a_closed_connection(pretend_eng
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-                assert "".join(one.choices[0].text for one in events_of(await complete(client, max_tokens=9, stream=True)) if one.choices) == bytes(
-                    started.runner.alone(IDS, 9)
-                ).decode()
+                assert (
+                    "".join(one.choices[0].text for one in events_of(await complete(client, max_tokens=9, stream=True)) if one.choices)
+                    == bytes(started.runner.alone(IDS, 9)).decode()
+                )
                 async with client.stream("POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 450, "stream": True}) as response:
                     await anext(response.aiter_bytes())
             async with asyncio.timeout(2):

@@ -24,11 +24,7 @@ class PretendModel:
 
     def step(self, scheduler: Scheduler, slices: Sequence[Slice], budget: int) -> list[Generation]:
         assert sum(one.count for one in slices) <= budget
-        written = [
-            (one.generation.table.pages[position // SIZE], position % SIZE)
-            for one in slices
-            for position in range(one.start, one.start + one.count)
-        ]
+        written = [(one.generation.table.pages[position // SIZE], position % SIZE) for one in slices for position in range(one.start, one.start + one.count)]
         assert len(set(written)) == len(written), "two sequences write one place"
         for one in slices:
             for offset, token in enumerate(one.tokens):

@@ -53,9 +53,7 @@ def bpe(vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator([SCRIPT * 3, "user: assistant: words words row"], trainer)
     return tokenizer
 
@@ -310,9 +308,7 @@ def engine_joined(engine: str, urls: Sequence[str], tokenizer: str | None, *, wo
         "capabilities": Capabilities(kv_events=False),
         **about,
     }
-    return EngineJoined(
-        engine=engine, worker_id=worker_id or 2**64 - 1 - sum(engine.encode()), node="here", urls=tuple(urls), tokenizer=tokenizer, **values
-    )
+    return EngineJoined(engine=engine, worker_id=worker_id or 2**64 - 1 - sum(engine.encode()), node="here", urls=tuple(urls), tokenizer=tokenizer, **values)
 
 
 @contextlib.asynccontextmanager

@@ -84,9 +84,7 @@ def test_more_overlap_never_raises_a_score(load: Any, overlap: list[int], more: 
     at = np.arange(4)
     grown = [blocks + more if one == which else blocks for one, blocks in enumerate(overlap)]
     table = np.array(load).T
-    before, after = (
-        score(roster, at, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), 10, Weights()).total for blocks in (overlap, grown)
-    )
+    before, after = (score(roster, at, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), 10, Weights()).total for blocks in (overlap, grown))
     assert after[which] <= before[which]
     assert (np.delete(after, which) == np.delete(before, which)).all()
 

@@ -134,9 +134,7 @@ async def test_a_stream_that_nobody_can_continue_ends_in_an_error_event(house: H
     assert outcomes()[0]["outcome"] == "broken"
 
 
-async def test_ids_are_never_given_to_an_engine_with_another_tokenizer(
-    house: House, serve_rank: Serve, byte_archive: bytes, bpe_archive: bytes
-) -> None:
+async def test_ids_are_never_given_to_an_engine_with_another_tokenizer(house: House, serve_rank: Serve, byte_archive: bytes, bpe_archive: bytes) -> None:
     first, other = await serve_rank(MockRank(bpe_archive)), await serve_rank(MockRank(byte_archive))
     joined = await house.join("first", [first.url], bpe_archive, worker_id=1)
     stranger = engine_joined("other", [other.url], await house.bus.put_blob(byte_archive), worker_id=2)
@@ -192,9 +190,7 @@ async def test_choices_of_one_request_survive_a_death_each_on_its_own(house: Hou
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_vanishes_cancels_the_rank_at_once(
-    house: House, serve_rank: Serve, bpe_archive: bytes, outcomes: Any, *, stream: bool
-) -> None:
+async def test_a_client_that_vanishes_cancels_the_rank_at_once(house: House, serve_rank: Serve, bpe_archive: bytes, outcomes: Any, *, stream: bool) -> None:
     rank = await serve_rank(MockRank(bpe_archive))
     await house.join("alone", [rank.url], bpe_archive)
     rank.hold_after = 2

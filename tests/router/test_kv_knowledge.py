@@ -328,4 +328,3 @@ async def test_a_chore_waits_once_and_room_is_bounded() -> None:
     await asyncio.sleep(0)
     chores.ask(1)
     assert await waiting == 1
-

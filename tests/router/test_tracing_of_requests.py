@@ -82,9 +82,7 @@ async def test_a_request_is_one_trace_under_the_clients_own(house: House, traces
     assert (server.start_time or 0) <= (decide.start_time or 0)
 
 
-async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
-    house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes
-) -> None:
+async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
     await engines(house, serve_rank, byte_archive, 3)
     answer = await house.post(CHAT, chat())
     await traces.server()

@@ -23,7 +23,7 @@ from fleet.events import (
     ProfilePublished,
 )
 from fleet.experts import ModelShape
-from fleet.popularity import ExpertTable
+from fleet.popularity import ExpertCounts
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 
@@ -50,7 +50,7 @@ def joined(worker_id: int = 1, engine: str = "a") -> EngineJoined:
 def report(worker_id: int = 1, rank: int = 0, expert: int = 0, **fields: Any) -> ExpertsActivated:
     counts = np.zeros((2, 4))
     counts[:, expert] = 20
-    plain = {"engine": "a", "model": "m", "epoch": 0, "seconds": 1.0, "tokens": 10, "cached_tokens": 0, "counts": ExpertTable.of(counts)}
+    plain = {"engine": "a", "model": "m", "epoch": 0, "seconds": 1.0, "tokens": 10, "cached_tokens": 0, "counts": ExpertCounts.of(np.asarray(counts, np.int64))}
     return ExpertsActivated(worker_id=worker_id, rank=rank, **{**plain, **fields})
 
 
@@ -185,8 +185,8 @@ async def test_garbage_and_impossible_reports_are_counted_and_the_tracker_lives_
         await reports.publish(report(seconds=float("nan")))
         await reports.publish(report(tokens=-1))
         await reports.publish(report(rank=7))
-        await reports.publish(report(counts=ExpertTable.of(np.full((2, 4), -1.0))))
-        await reports.publish(report(counts=ExpertTable.of(np.ones((3, 4)))))
+        await reports.publish(report(counts=ExpertCounts(layers=2, experts=4, width=3, values=b"")))
+        await reports.publish(report(counts=ExpertCounts.of(np.ones((3, 4), np.int64))))
         await reports.publish(EngineLeft(engine="a", worker_id=9, reason="not a report"))
         await reports.publish(DescribeEngine(worker_id=1))
         await reports.publish(report())

@@ -1,0 +1,151 @@
+"""Predicting what a request will activate, before it runs: several sources of evidence, combined by shrinkage. Pure.
+
+Each source s gives log-ratios r_s[k] = log(w_s[k] / share[k]) over the clusters, shrunk towards 0 when it has little evidence.
+The prediction is w[k] ~ share[k] * exp(sum_s trust_s * r_s[k]): a logarithmic opinion pool (Genest & Zidek 1986, Combining
+Probability Distributions) around the traffic's present mix. The trusts are learnt from outcomes; a source that does not help
+has trust 0, and with no trust at all the prediction is the mix.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.signatures import PACKED, Weights, unpack
+
+SOURCES = ("prefix", "session", "tokens", "tenant")
+"""Best first; an index into the columns of `trust`, `reliability` and `ratios`."""
+PREFIX, SESSION, TOKENS, TENANT = range(len(SOURCES))
+MOST_TOKENS = 256
+"""Prompt tokens that are looked up in the token table: those after the longest known prefix."""
+SHRINK = (16.0, 64.0, 64.0, 512.0)
+"""Tokens of evidence at which a source counts half."""
+FLOOR = 0.01
+"""Share of a source's weights that is replaced by the mix, so that nothing is ever called impossible."""
+
+_ROW = struct.Struct(f"<{PACKED}BI")
+ROW = _ROW.size
+"""Bytes of a row: a packed signature and the tokens behind it (u32)."""
+
+
+def row(packed: bytes, tokens: float) -> bytes:
+    """A row of a table: a packed signature [PACKED] and its evidence."""
+    return packed + min(int(tokens), 0xFFFFFFFF).to_bytes(4, "little")
+
+
+class Query(NamedTuple):
+    """What is known of a request. `prefix`: sequence hashes of its full blocks; `tokens`: its prompt ids; keys 0: none."""
+
+    prefix: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    block_size: int = 16
+    session: int = 0
+    tenant: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What the tracker has learnt of one model, at one version. The mappings give rows (`row`); the replica's owner may replace them.
+
+    blocks: by sequence hash, the signature of the whole prefix that ends there. tokens: float32 [buckets, K] log-ratios, id modulo
+    buckets. trust, reliability: float32 [sources]. gain: in [0, 1], what the expert term is multiplied with.
+    """
+
+    version: int
+    clusters: int
+    """version of the cluster model"""
+    shares: Weights
+    blocks: Mapping[int, bytes]
+    sessions: Mapping[int, bytes]
+    tenants: Mapping[int, bytes]
+    tokens: NDArray[np.float32]
+    trust: NDArray[np.float32]
+    reliability: NDArray[np.float32]
+    gain: float = 0.0
+
+    @cached_property
+    def log_shares(self) -> NDArray[np.float32]:
+        with np.errstate(divide="ignore"):
+            return np.log(self.shares)
+
+    @cached_property
+    def inverse_shares(self) -> NDArray[np.float32]:
+        """1 / share, 0 where the share is 0."""
+        return np.divide(1.0, self.shares, out=np.zeros_like(self.shares), where=self.shares > 0)
+
+
+class Known(NamedTuple):
+    """What the sources say of one request. ratios: float32 [sources, K]; evidence: tokens behind each; blocks: length of the known prefix;
+    hash: of its last block, 0 without; looked_up: prompt tokens that were read from the token table."""
+
+    ratios: NDArray[np.float32]
+    evidence: tuple[float, ...]
+    blocks: int
+    hash: int
+    looked_up: slice
+
+
+class Prediction(NamedTuple):
+    """weights: float32 [K]. confidence: in [0, 1], by source and of all together."""
+
+    weights: Weights
+    known: Known
+    confidences: tuple[float, ...]
+    confidence: float
+
+
+def predict(tables: Tables, query: Query) -> Prediction:
+    """The clusters a request will activate; the mix of the traffic when nothing is known of it."""
+    known = know(tables, query)
+    logits = tables.log_shares + tables.trust @ known.ratios
+    likely = np.exp(logits - logits.max())
+    confidences = tuple(reliability * seen / (seen + half) for reliability, seen, half in zip(tables.reliability.tolist(), known.evidence, SHRINK, strict=True))
+    doubt = 1.0
+    for confidence in confidences:
+        doubt *= 1.0 - confidence
+    return Prediction(likely / likely.sum(), known, confidences, 1.0 - doubt)
+
+
+def know(tables: Tables, query: Query) -> Known:
+    """Ask every source."""
+    ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
+    evidence = [0.0] * len(SOURCES)
+    blocks, found = longest_known(tables.blocks, query.prefix)
+    for source, held in ((PREFIX, found), (SESSION, tables.sessions.get(query.session)), (TENANT, tables.tenants.get(query.tenant))):
+        if held is not None:
+            *packed, tokens = _ROW.unpack(held)
+            evidence[source] = tokens
+            ratios[source] = _shrunk(tables, unpack(packed, tables.shares), tokens / (tokens + SHRINK[source]))
+    start = blocks * query.block_size
+    looked_up = slice(start, start + MOST_TOKENS)
+    ids = np.asarray(query.tokens[looked_up], np.int64)
+    if len(ids) and len(tables.tokens):
+        evidence[TOKENS] = len(ids)
+        ratios[TOKENS] = tables.tokens[ids % len(tables.tokens)].sum(axis=0)
+    return Known(ratios, tuple(evidence), blocks, query.prefix[blocks - 1] if blocks else 0, looked_up)
+
+
+def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int]) -> tuple[int, bytes | None]:
+    """How many leading blocks are known, and the row of the last of them.
+
+    By bisection: whoever keeps blocks lets go of a prefix's end first. Where that does not hold, a shorter prefix is found.
+    """
+    low, high, best = 0, len(prefix), None
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = blocks.get(prefix[middle - 1])
+        if found is None:
+            high = middle - 1
+        else:
+            low, best = middle, found
+    return low, best
+
+
+def _shrunk(tables: Tables, weights: Weights, share: float) -> NDArray[np.float32]:
+    """float32 [K]: log(w / share) of weights that count for `share` of the whole, the mix for the rest."""
+    believed = np.float32(share * (1.0 - FLOOR))
+    return np.asarray(np.log(believed * (weights * tables.inverse_shares) + (np.float32(1.0) - believed)), np.float32)

@@ -1,0 +1,59 @@
+"""Which experts tokens were routed to, as engines say it: token by token, or counted. Pure numpy."""
+
+import base64
+import binascii
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNKNOWN = -1
+"""Expert of a position that was not computed here: reused from the prefix cache, which activates nothing."""
+MOST_EXPERTS = 1 << 15
+
+
+def count_pairs(chosen: NDArray[Any], experts: int) -> NDArray[np.int64]:
+    """int64 [layers, experts] pairs in chosen: int [tokens, layers, k], UNKNOWN ones left out."""
+    layers = chosen.shape[1]
+    places = chosen.astype(np.int64) + np.arange(layers)[None, :, None] * experts
+    flat = places.ravel() if chosen.dtype.kind == "u" else places[chosen != UNKNOWN]
+    return np.bincount(flat, minlength=layers * experts).astype(np.int64, copy=False).reshape(layers, experts)
+
+
+def from_vllm(text: str, experts: int | None = None) -> NDArray[np.int32]:
+    """vLLM's `routed_experts` (base64 of a .npy): int32 [tokens, layers, k].
+
+    ValueError for what is no such array, or names an expert outside 0..experts - 1.
+    """
+    try:
+        table = np.load(io.BytesIO(_decoded(text)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"routed_experts: not the base64 of a .npy file ({error})") from error
+    if not isinstance(table, np.ndarray) or table.dtype.kind not in "iu":
+        raise ValueError("routed_experts: the .npy holds no integers")
+    return _checked(table, experts)
+
+
+def from_sglang(text: str, layers: int, top_k: int, experts: int | None = None) -> NDArray[np.int32]:
+    """SGLang's `routed_experts` (base64 of raw little-endian int32, row-major): int32 [tokens, layers, k]. ValueError as `from_vllm`."""
+    raw = _decoded(text)
+    if layers < 1 or top_k < 1 or len(raw) % (4 * layers * top_k):
+        raise ValueError(f"routed_experts: {len(raw)} bytes are no rows of {layers} layers x {top_k} int32")
+    return _checked(np.frombuffer(raw, "<i4").reshape(-1, layers, top_k), experts)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"routed_experts: not base64 ({error})") from error
+
+
+def _checked(table: NDArray[Any], experts: int | None) -> NDArray[np.int32]:
+    if table.ndim != 3 or 0 in table.shape[1:]:
+        raise ValueError(f"routed_experts: shape {table.shape}; expected [tokens, layers, k]")
+    most = MOST_EXPERTS if experts is None else experts
+    if table.size and (table.min() < 0 or table.max() >= most):
+        raise ValueError(f"routed_experts: ids run from {table.min()} to {table.max()}; expected 0 to {most - 1}")
+    return table.astype(np.int32)

@@ -1,0 +1,136 @@
+"""Signatures: what a request (or a prefix) activates, as weights over a few learnt clusters; and the clusters themselves. Pure.
+
+A cluster is an expert profile [layers, experts]. A profile of counts is read as a draw from one cluster: with shares s_k and
+profiles c_k, its signature is the tempered posterior w_k ~ s_k * exp(sharpness * sum counts * log(c_k / c)), c = sum_k s_k c_k.
+The temper stands for the dependence between the draws (tokens of one text, layers of one token), which a plain multinomial
+ignores. Signatures add up linearly: that of a prefix is the token-weighted mean over its blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Weights = NDArray[np.float32]
+"""float32 [..., K] on the simplex"""
+MOST_CLUSTERS = 64
+NAMED = 4
+"""Clusters that a packed signature names; what is left of the mass goes to all in proportion to their shares."""
+PACKED = 2 * NAMED
+"""Bytes of a packed signature: NAMED times (cluster, weight in 1/255)."""
+LEAST = 1e-6
+"""Floor of a cluster's probabilities, so that logarithms stay finite."""
+
+
+def pack(weights: NDArray[Any]) -> NDArray[np.uint8]:
+    """uint8 [..., PACKED]: the NAMED heaviest of weights [..., K], in falling order."""
+    wide = np.asarray(weights, np.float64)
+    heaviest = np.argsort(-wide, axis=-1, kind="stable")[..., :NAMED]
+    packed = np.zeros((*wide.shape[:-1], NAMED, 2), np.uint8)
+    count = heaviest.shape[-1]
+    packed[..., :count, 0] = heaviest
+    packed[..., :count, 1] = np.floor(255.0 * np.take_along_axis(wide, heaviest, axis=-1) + 0.5)
+    return packed.reshape(*wide.shape[:-1], PACKED)
+
+
+def unpack(packed: Sequence[int], shares: Weights) -> Weights:
+    """float32 [K] of one packed signature. Clusters that no longer exist, and the mass nobody is named for, are spread by `shares`."""
+    named = [(packed[at], packed[at + 1]) for at in range(0, PACKED, 2) if packed[at + 1] and packed[at] < len(shares)]
+    total = sum(weight for _, weight in named)
+    scale = 1.0 / max(255, total)
+    weights = shares * np.float32(1.0 - total * scale)
+    for cluster, weight in named:
+        weights[cluster] += weight * scale
+    return weights
+
+
+class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster model as it travels: `profiles` float16 [clusters, layers, experts], `shares` float32 [clusters], little endian."""
+
+    version: int
+    layers: int
+    experts: int
+    clusters: int
+    sharpness: float
+    shares: bytes
+    profiles: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterModel:
+    """The clusters of one model at one version. Slots keep their meaning from version to version; an unused slot has share 0.
+
+    profiles: float32 [K, layers, experts], rows sum to 1. shares: float32 [K], sum 1: the traffic's present mix.
+    """
+
+    version: int
+    profiles: NDArray[np.float32]
+    shares: Weights
+    sharpness: float
+
+    @property
+    def clusters(self) -> int:
+        return len(self.shares)
+
+    @cached_property
+    def mean(self) -> NDArray[np.float32]:
+        """float32 [layers, experts]: the profile of the whole traffic."""
+        return np.asarray(np.tensordot(self.shares, self.profiles, 1), np.float32)
+
+    @cached_property
+    def log_ratios(self) -> NDArray[np.float32]:
+        """float32 [layers * experts, K]: log(c_k / c)."""
+        ratios = np.log(np.maximum(self.profiles, LEAST)) - np.log(np.maximum(self.mean, LEAST))
+        return np.ascontiguousarray(ratios.reshape(self.clusters, -1).T, np.float32)
+
+    def signature(self, counts: NDArray[Any]) -> Weights:
+        """float32 [..., K] of counts [..., layers, experts] of (token, k) pairs; no counts give the shares."""
+        flat = np.asarray(counts, np.float32).reshape(*counts.shape[:-2], -1)
+        return posterior(self.shares, self.sharpness * (flat @ self.log_ratios))
+
+    def expected(self, weights: Weights) -> NDArray[np.float32]:
+        """float32 [layers, experts]: the profile that weights [K] stand for."""
+        return np.asarray(np.tensordot(weights, self.profiles, 1), np.float32)
+
+    def record(self) -> ClusterRecord:
+        clusters, layers, experts = self.profiles.shape
+        return ClusterRecord(
+            version=self.version,
+            layers=layers,
+            experts=experts,
+            clusters=clusters,
+            sharpness=self.sharpness,
+            shares=self.shares.astype("<f4").tobytes(),
+            profiles=self.profiles.astype("<f2").tobytes(),
+        )
+
+    @classmethod
+    def from_record(cls, record: ClusterRecord) -> "ClusterModel":
+        """ValueError when the bytes do not fit or are no probabilities."""
+        shape = (record.clusters, record.layers, record.experts)
+        if not 1 <= record.clusters <= MOST_CLUSTERS or min(shape) < 1 or len(record.shares) != 4 * record.clusters:
+            raise ValueError(f"cluster model: {record.clusters} clusters and {len(record.shares)} bytes of shares; 1 to {MOST_CLUSTERS} are allowed")
+        if len(record.profiles) != 2 * record.clusters * record.layers * record.experts:
+            raise ValueError(f"cluster model: {len(record.profiles)} bytes do not make profiles of shape {shape}")
+        shares = np.frombuffer(record.shares, "<f4").astype(np.float32)
+        profiles = np.frombuffer(record.profiles, "<f2").astype(np.float32).reshape(shape)
+        sums = profiles.sum(axis=2, keepdims=True)
+        if not (np.isfinite(sums).all() and (profiles >= 0).all() and (sums > 0).all()):
+            raise ValueError("cluster model: profiles must be probabilities")
+        if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
+            raise ValueError("cluster model: shares must be probabilities")
+        if not 0 < record.sharpness < float("inf"):
+            raise ValueError(f"cluster model: sharpness must be finite and above 0, not {record.sharpness}")
+        return cls(record.version, profiles / sums, shares / shares.sum(), record.sharpness)
+
+
+def posterior(shares: Weights, ratios: NDArray[Any]) -> Weights:
+    """float32 [..., K]: shares * exp(ratios), normalised; clusters of share 0 stay at 0."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(shares) + ratios
+    likely = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(likely / likely.sum(axis=-1, keepdims=True), np.float32)
