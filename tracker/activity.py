@@ -142,7 +142,7 @@ class Activity:
             raise Refused(Fault.SHAPE, f"counts of worker {report.worker_id} have shape [{layers}, {experts}]; model {report.model!r} has {known}")
         self._workers[report.worker_id] = worker
         worker.heard_at = model.used_at = model.reported_at = now
-        rank = worker.windows.setdefault(report.rank, _Rank(Window(layers, experts, self._config.demand_seconds)))
+        rank = worker.windows.setdefault(report.rank, _Rank(Window(layers, experts, self._config.fast_seconds)))
         rank.window.observe(counts, report.tokens, report.seconds, now, lost=lost)
         model.window.observe(counts, report.tokens, report.seconds, now)
         rank.reported = model.changed = True
@@ -183,7 +183,7 @@ class Activity:
         for worker in self._workers.values():
             if worker.model == name:
                 worker.windows.clear()
-        self._models[name] = _Model(Window(layers, experts, self._config.profile_seconds), now)
+        self._models[name] = _Model(Window(layers, experts, self._config.slow_seconds), now)
         return self._models[name]
 
     def _evict_model(self) -> None:

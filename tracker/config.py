@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 class TrackerConfig:
     """Time constants, publishing, and the limits of what is kept. ValueError names the field that is out of range."""
 
-    demand_seconds: float = 60.0
-    """time constant of the demand of a rank: what was asked this long ago counts 1/e"""
-    profile_seconds: float = 600.0
-    """time constant of a model's profile"""
+    fast_seconds: float = 20.0
+    """the short time constant: what was asked this long ago counts 1/e in the demand of a rank"""
+    slow_seconds: float = 900.0
+    """the long time constant: that of a model's profile, and of everything learnt"""
     publish_seconds: float = 2.0
     """what changed is published so often"""
     prior_pairs: float = 64.0
@@ -36,5 +36,7 @@ class TrackerConfig:
                 raise ValueError(f"tracker.{field.name} must be finite and above 0, not {value}")
         if self.shortest_interval_seconds > self.longest_interval_seconds:
             raise ValueError(f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest {self.longest_interval_seconds}")
+        if self.fast_seconds >= self.slow_seconds:
+            raise ValueError(f"tracker.fast_seconds {self.fast_seconds} must be below tracker.slow_seconds {self.slow_seconds}")
         if self.change >= 1:
             raise ValueError(f"tracker.change is a share and must be below 1, not {self.change}")

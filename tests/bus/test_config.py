@@ -19,7 +19,7 @@ from tracker.config import TrackerConfig
         (BusConfig, {"stream_days": float("inf")}, r"bus\.stream_days"),
         (BusConfig, {"stream_bytes": -1}, r"bus\.stream_bytes"),
         (BusConfig, {"reconnect_most_seconds": 0.01}, r"bus\.reconnect_most_seconds"),
-        (TrackerConfig, {"demand_seconds": -1.0}, r"tracker\.demand_seconds"),
+        (TrackerConfig, {"fast_seconds": -1.0}, r"tracker\.fast_seconds"),
         (TrackerConfig, {"change": 1.0}, r"tracker\.change"),
         (TrackerConfig, {"shortest_interval_seconds": 1e9}, r"tracker\.shortest_interval_seconds"),
         (MigrationConfig, {"retry_seconds": 0.0}, r"planner\.retry_seconds"),
