@@ -52,20 +52,40 @@ def decode_seconds(sequence_s: NDArray[Any], block_s: NDArray[Any], running: NDA
     return np.asarray(output_tokens * (sequence_s * running + block_s * blocks), np.float64)
 
 
-def expected_remote_ranks(profile: NDArray[np.float64], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    """Expected number of distinct remote ranks a token must reach, summed over layers, per home rank: float64 [ranks].
+def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
+    """Expected number of distinct remote ranks a token must reach, summed over layers, per home rank: float64 [..., ranks].
 
-    profile: [layers, experts] probability of an expert per routed pair. share: [layers, ranks, experts] of an expert's
+    profile: [..., layers, experts] probability of an expert per routed pair. share: [layers, ranks, experts] of an expert's
     tokens that a rank serves. A rank that holds a replica serves its own tokens itself (local first). A token's k
     experts are taken as independent draws, so a rank of mass m is reached with probability 1 - (1 - m)^k.
     """
-    ranks = share.shape[1]
-    remote = np.zeros(ranks)
-    for home in range(ranks):
-        away = np.where(share[:, home : home + 1, :] > 0, 0.0, share)
-        mass = np.einsum("le,lre->lr", profile, away)
-        remote[home] = (1.0 - (1.0 - np.clip(mass, 0.0, 1.0)) ** top_k).sum()
-    return remote
+    layers, ranks, experts = share.shape
+    wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
+    held = share > 0
+    remote = np.zeros((len(wanted), ranks))
+    for layer in range(layers):
+        mass = wanted[:, layer] @ share[layer].T
+        several = held[layer].sum(axis=0) > 1
+        if not several.any():  # nobody's own experts are served by others: the mass of a rank is the same for every home
+            reached = _reached(mass, top_k)
+            remote += reached.sum(axis=1, keepdims=True) - reached
+            continue
+        for home in range(ranks):
+            here = np.flatnonzero(several & held[layer, home])
+            away = _reached(mass - wanted[:, layer, here] @ share[layer][:, here].T, top_k)
+            remote[:, home] += away.sum(axis=1) - away[:, home]
+    return remote.reshape(*profile.shape[:-2], ranks)
+
+
+def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
+    return np.asarray(1.0 - (1.0 - np.clip(mass, 0.0, 1.0)) ** top_k)
+
+
+def expected_local_share(profile: NDArray[Any], share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Expected share of routed pairs whose expert has a replica on the home rank, mean over layers: float64 [..., ranks]. Arguments as above."""
+    layers, ranks, experts = share.shape
+    held = (share > 0).transpose(0, 2, 1).reshape(layers * experts, ranks)
+    return np.asarray(np.asarray(profile, np.float64).reshape(*profile.shape[:-2], -1) @ held / layers)
 
 
 def dispatch_seconds(dispatch_s: NDArray[Any], tokens: NDArray[Any], remote_ranks: NDArray[Any]) -> Seconds:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fleet.experts import ExpertId
-from fleet.placement import linear
+from fleet.placement import Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
-from fleet.timing import EngineSpeed, expected_remote_ranks
+from fleet.timing import EngineSpeed, expected_local_share, expected_remote_ranks
 
 
 def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws() -> None:
@@ -21,6 +21,32 @@ def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws()
             ranks = {placement.holders(ExpertId(layer, e))[0] for e in draws} - {home}
             exact += float(np.prod([wanted[layer, e] for e in draws])) * len(ranks)
         assert expected_remote_ranks(wanted, placement.share, 3)[home] == pytest.approx(exact)
+
+
+def _with_replicas(rng: np.random.Generator, layers: int, experts: int, ranks: int, extra: int) -> Placement:
+    """Every expert somewhere, and `extra` further ones on each rank."""
+    slots = experts // ranks + extra
+    table = np.full((layers, ranks, slots), -1, np.int16)
+    for layer in range(layers):
+        table[layer, :, : experts // ranks] = rng.permutation(experts).reshape(ranks, -1)
+        for rank in range(ranks):
+            table[layer, rank, experts // ranks :] = rng.choice(np.setdiff1d(np.arange(experts), table[layer, rank]), extra, replace=False)
+    return Placement(table.reshape(layers, -1), experts=experts, ranks=ranks)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_many_profiles_are_priced_at_once_as_each_alone_and_by_the_definition(extra: int) -> None:
+    rng = np.random.default_rng(extra)
+    profiles = rng.dirichlet(np.ones(12), size=(5, 3))
+    share = _with_replicas(rng, 3, 12, 4, extra).share
+    remote, local = expected_remote_ranks(profiles, share, 4), expected_local_share(profiles, share)
+    assert remote.shape == local.shape == (5, 4)
+    for at, home in itertools.product(range(5), range(4)):
+        held = share[:, home] > 0
+        assert local[at, home] == pytest.approx(float((profiles[at] * held).sum()) / 3)
+        mass = np.einsum("le,lre->lr", profiles[at], np.where(held[:, None], 0.0, share))
+        assert remote[at, home] == pytest.approx(float((1 - (1 - mass) ** 4).sum()))
+        assert expected_remote_ranks(profiles[at], share, 4)[home] == pytest.approx(remote[at, home])
 
 
 def test_one_rank_reaches_nobody_and_more_ranks_cost_more() -> None:
