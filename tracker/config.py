@@ -13,6 +13,16 @@ class TrackerConfig:
     """the long time constant: that of a model's profile, and of everything learnt"""
     publish_seconds: float = 2.0
     """what changed is published so often"""
+    shift_floor: float = 0.002
+    """nats; a divergence of the fast from the slow profile below this is no shift, however certain"""
+    shift_sigmas: float = 4.75
+    """how far out in sampling noise a divergence must be to be a shift; 4.75: one look in a million"""
+    shift_settle: float = 0.5
+    """a shift is settled when the divergence stays below this share of the threshold"""
+    shift_warmup_seconds: float = 180.0
+    """seconds of traffic before the first shift can be told"""
+    shift_cooldown_seconds: float = 120.0
+    """seconds of traffic between two shifts, and before one is settled"""
     prior_pairs: float = 64.0
     """(token, k) pairs per layer that speak for the uniform profile before anything was observed"""
     change: float = 0.1
@@ -38,5 +48,7 @@ class TrackerConfig:
             raise ValueError(f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest {self.longest_interval_seconds}")
         if self.fast_seconds >= self.slow_seconds:
             raise ValueError(f"tracker.fast_seconds {self.fast_seconds} must be below tracker.slow_seconds {self.slow_seconds}")
+        if self.shift_settle >= 1:
+            raise ValueError(f"tracker.shift_settle is a share and must be below 1, not {self.shift_settle}")
         if self.change >= 1:
             raise ValueError(f"tracker.change is a share and must be below 1, not {self.change}")

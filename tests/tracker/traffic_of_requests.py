@@ -1,0 +1,124 @@
+"""Traffic of whole requests, second by second, as engines report it: what drift detection is tried on."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.demo_model import DOMAINS, routings_path
+from tracker.config import TrackerConfig
+from tracker.drift import Drift, Shift
+
+Mix = Callable[[float], NDArray[np.float64]]
+"""shares of the domains at a time"""
+
+
+class Requests(NamedTuple):
+    """Requests to draw from. pieces: float32 [requests, pieces, layers * experts] counts, the first of the prompt; tokens [requests, pieces]."""
+
+    pieces: NDArray[np.float32]
+    tokens: NDArray[np.float64]
+    of_domain: tuple[NDArray[np.int64], ...]
+    layers: int
+    experts: int
+
+
+def of_the_demo_model(pieces: int = 8) -> Requests:
+    """Those recorded of the demo model: 192 prompt tokens at once, 192 more in pieces."""
+    with np.load(routings_path()) as recorded:
+        chosen, domain, prompt = recorded["experts"], recorded["domain"], int(recorded["prompt"])
+    requests, length, layers, _ = chosen.shape
+    experts = 32
+    cuts = [0, prompt, *(prompt + (length - prompt) * (piece + 1) // pieces for piece in range(pieces))]
+    places = chosen.astype(np.int64) + experts * np.arange(layers)[:, None]
+    table = np.zeros((requests, len(cuts) - 1, layers * experts), np.float32)
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        flat = places[:, start:end].reshape(requests, -1) + layers * experts * np.arange(requests)[:, None]
+        table[:, number] = np.bincount(flat.ravel(), minlength=requests * layers * experts).reshape(requests, -1)
+    tokens = np.broadcast_to(np.diff(cuts).astype(np.float64), (requests, len(cuts) - 1))
+    return Requests(table, tokens, tuple(np.flatnonzero(domain == number) for number in range(len(DOMAINS))), layers, experts)
+
+
+def synthetic(chance: np.random.Generator, layers: int, experts: int, domains: int, *, apart: float = 1.0, per_domain: int = 24, pieces: int = 4) -> Requests:
+    """Log-normal popularity (sigma 0.5), domains `apart`, requests 0.5 from their domain, lengths log-normal; multinomial draws of top 8."""
+    popular = 0.5 * chance.standard_normal((layers, experts))
+    tables, tokens = [], []
+    for _ in range(domains):
+        of_domain = popular + apart * chance.standard_normal((layers, experts))
+        for _ in range(per_domain):
+            logits = of_domain + 0.5 * chance.standard_normal((layers, experts))
+            likely = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+            sizes = np.maximum(8, np.array([400.0, *[400.0 / pieces] * pieces]) * np.exp(0.7 * chance.standard_normal())).astype(np.int64)
+            tables.append([chance.poisson(8 * size * likely).ravel() for size in sizes])
+            tokens.append(sizes)
+    numbers = np.arange(domains * per_domain).reshape(domains, per_domain)
+    return Requests(np.array(tables, np.float32), np.array(tokens, np.float64), tuple(numbers), layers, experts)
+
+
+def seconds_of(
+    requests: Requests, mix: Mix, rate: Callable[[float], float], seconds: int, chance: np.random.Generator, shortest: float = 5.0, longest: float = 20.0
+) -> Iterator[tuple[int, NDArray[np.float64], float]]:
+    """Yield second, counts [layers, experts] and tokens computed in it: Poisson arrivals, prompts at once, the rest over 5 to 20 s."""
+    count = requests.pieces.shape[1]
+    flat = requests.pieces.reshape(-1, requests.pieces.shape[2])
+    sizes = requests.tokens.ravel()
+    due: list[list[NDArray[np.int64]]] = [[] for _ in range(seconds + int(longest) + 3)]
+    for second in range(seconds):
+        arrived = int(chance.poisson(rate(second)))
+        if arrived:
+            domains = chance.choice(len(requests.of_domain), arrived, p=mix(second))
+            chosen = np.array([chance.choice(requests.of_domain[domain]) for domain in domains])
+            lasting = chance.uniform(shortest, longest, arrived)
+            begun = chance.uniform(0.0, 1.0, arrived)
+            at = np.floor(begun[:, None] + lasting[:, None] * np.arange(count)[None, :] / max(1, count - 1)).astype(np.int64)
+            for later in range(at.max() + 1):
+                rows, columns = np.nonzero(at == later)
+                if len(rows):
+                    due[second + later].append(chosen[rows] * count + columns)
+        now = np.concatenate(due[second]) if due[second] else np.zeros(0, np.int64)
+        due[second] = []
+        yield second, flat[now].sum(axis=0, dtype=np.float64).reshape(requests.layers, requests.experts), float(sizes[now].sum())
+
+
+class Course(NamedTuple):
+    """What a detector said: (second, Shift), and per second its divergence and threshold (nan: no verdict)."""
+
+    said: list[tuple[int, Shift]]
+    divergence: NDArray[np.float64]
+    threshold: NDArray[np.float64]
+
+    @property
+    def alarms(self) -> list[int]:
+        return [second for second, shift in self.said if not shift.settled]
+
+    @property
+    def settled(self) -> list[int]:
+        return [second for second, shift in self.said if shift.settled]
+
+
+def watch(drift: Drift, traffic: Iterator[tuple[int, NDArray[np.float64], float]], judge_every: int = 2) -> Course:
+    """Let a detector watch traffic."""
+    said, divergences, thresholds = [], [], []
+    for second, counts, tokens in traffic:
+        drift.observe(counts, tokens, float(second))
+        if second % judge_every == 0 and (shift := drift.judge(float(second) + 0.5)) is not None:
+            said.append((second, shift))
+        divergences.append(np.nan if drift.divergence is None else drift.divergence)
+        thresholds.append(np.nan if drift.threshold is None else drift.threshold)
+    return Course(said, np.array(divergences), np.array(thresholds))
+
+
+def constant(*shares: float) -> Mix:
+    """The same mix always; shares need not add up to 1."""
+    fixed = np.array(shares) / sum(shares)
+    return lambda _: fixed
+
+
+def flipped(before: Mix, after: Mix, second: float) -> Mix:
+    return lambda now: before(now) if now < second else after(now)
+
+
+def detector(requests: Requests, **settings: float) -> Drift:
+    return Drift(TrackerConfig(**settings), requests.layers, requests.experts)  # type: ignore[arg-type]

@@ -1,0 +1,402 @@
+"""Notices when what is popular changes, and when it is settled again. Pure: the time is an argument.
+
+Compared are a fast and a slow profile of all the traffic, by the Jensen-Shannon divergence of each layer (Lin 1991), in nats,
+mean over layers. The threshold comes from sampling noise, and noise is not that of independent draws: the tokens of a request
+share a domain, its layers agree, it lasts many reports, and few requests fall into one fast window. So:
+
+1. To second order the divergence of two samples of one source is a quadratic form in their difference, so its mean falls as
+   1 / n, and it is distributed like mean * chi2(d) / d (Box 1954; Satterthwaite 1946). n is the effective number of tokens of the
+   difference fast - slow: 1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It follows the
+   rate of traffic at once; what is left, the noise y = n * divergence, depends on the kind of traffic alone.
+2. The mean of y and its degrees of freedom d are learnt from the past while nothing shifts: d from mean(log y) - log(mean y)
+   (Thom 1958, shape of a gamma), which no single large y spoils, and shrunk to few: a mix of two kinds of requests has but one.
+   Values are learnt some time after they were seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
+3. The mean itself is known from few windows, b so far, so that y / mean is F(d, d * b); its quantile by Paulson's (1942) cube-root
+   normal approximation. At `shift_sigmas` = 4.75 one independent look in a million exceeds it.
+4. A shift smaller than `shift_floor` is too small to matter. Where noise alone could diverge by more than MOST_NOISE, or nothing
+   was heard for a fast time constant, there is no evidence, and no verdict: what was said last stands.
+
+After an alarm a second slow profile begins afresh (the reference). It stands for what is new, so a further change is noticed
+long before the slow profile has caught up; an alarm needs both the slow profile and the reference to differ from the fast one.
+A shift is settled when fast and slow have agreed (divergence under `shift_settle` of the threshold) for a fast time constant.
+"""
+
+from collections import deque
+from math import exp, log, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracker.config import TrackerConfig
+
+Table = NDArray[np.float64]
+"""float64 [layers, experts]"""
+LUMP_SECONDS = 0.25
+"""Counts that arrive within this time are weighed as one."""
+MOST_NOISE = 0.1
+"""nats; where noise alone diverges so far, nothing can be said"""
+SAMPLES = 4.0
+"""Noise is sampled so often in a fast time constant."""
+LAG = 6.0
+"""Noise is learnt so many fast time constants after it was seen."""
+LOOK = 1.5
+"""Fast time constants from one independent look to the next: the window's own memory, and the length of requests."""
+MEMORY = 4.0
+"""Slow time constants over which noise is remembered."""
+YOUNG = 3.0
+"""A slow profile is compared with once it holds so many fast time constants of traffic."""
+OLD = 5.0
+"""Slow time constants after which a reference no longer differs from the slow profile."""
+PRIOR_SPREAD = 0.5772
+"""log(mean) - mean(log) of two degrees of freedom (Euler's constant)"""
+PRIOR_LOOKS = 8.0
+"""That is believed as if so many looks had shown it."""
+
+
+class Shift(NamedTuple):
+    """Popularity shifted (`settled` False) or settled. divergence, threshold: nats, mean over layers; layers: those that moved, most first."""
+
+    settled: bool
+    divergence: float
+    threshold: float
+    layers: tuple[int, ...]
+
+
+class _Faded:
+    """Counts [layers, experts] and the tokens behind them, fading with one time constant."""
+
+    def __init__(self, layers: int, experts: int, constant: float) -> None:
+        self.constant = constant
+        self.counts: Table = np.zeros((layers, experts))
+        self.tokens = 0.0
+        self.squares = 0.0
+        """tokens, each weighed by its weight squared"""
+        self.shared = 0.0
+        """tokens, each weighed by its weight here times that in the fast window"""
+
+    def fade(self, seconds: float, fast: float) -> None:
+        kept = exp(-seconds / self.constant)
+        self.counts *= kept
+        self.tokens *= kept
+        self.squares *= kept * kept
+        self.shared *= kept * exp(-seconds / fast)
+
+    def add(self, counts: Table, tokens: float) -> None:
+        self.counts += counts
+        self.tokens += tokens
+        self.squares += tokens
+        self.shared += tokens
+
+    def state(self) -> dict[str, Any]:
+        return {"counts": self.counts.astype("<f8").tobytes(), "sums": [self.tokens, self.squares, self.shared]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.counts = _array(state["counts"], self.counts.shape)
+        self.tokens, self.squares, self.shared = _numbers(state["sums"], 3)
+
+
+class _Noise:
+    """What y = tokens * divergence was while nothing shifted: by layer and over all, decayed."""
+
+    def __init__(self, layers: int) -> None:
+        self.weight = 0.0
+        self.mean = 0.0
+        self.mean_log = 0.0
+        self.by_layer = np.zeros(layers)
+
+    def learn(self, seconds: float, memory: float, by_layer: NDArray[np.float64]) -> None:
+        kept = exp(-seconds / memory)
+        value = float(by_layer.mean())
+        weight = self.weight * kept + 1.0
+        self.mean += (value - self.mean) / weight
+        self.mean_log += (log(value) - self.mean_log) / weight
+        self.by_layer += (by_layer - self.by_layer) / weight
+        self.weight = weight
+
+    @property
+    def looks(self) -> float:
+        """Independent looks at the noise so far."""
+        return self.weight / (SAMPLES * LOOK)
+
+    def freedom(self) -> float:
+        """Degrees of freedom of y."""
+        spread = max(log(self.mean) - self.mean_log, 1e-6)
+        share = self.looks / (self.looks + PRIOR_LOOKS)
+        return 2.0 * _shape(share * spread + (1.0 - share) * PRIOR_SPREAD)
+
+    def ratio(self, sigmas: float) -> float:
+        """What y / mean hardly exceeds: the quantile of F(d, d * looks)."""
+        freedom = self.freedom()
+        return _f_quantile(sigmas, freedom, max(freedom * self.looks, 2.0))
+
+
+class Drift:
+    """One model's traffic, all ranks together. `now` is seconds of one clock that never goes back."""
+
+    def __init__(self, config: TrackerConfig, layers: int, experts: int) -> None:
+        self._config = config
+        self.layers = layers
+        self.experts = experts
+        self.shifted = False
+        self.divergence: float | None = None
+        """of the fast from the slow profile, nats, mean over layers, when last judged; None: no evidence"""
+        self.threshold: float | None = None
+        """what noise alone would hardly exceed; None: no evidence"""
+        self._fast = _Faded(layers, experts, config.fast_seconds)
+        self._slow = _Faded(layers, experts, config.slow_seconds)
+        self._reference: _Faded | None = None
+        self._noise = _Noise(layers)
+        self._pending: Table = np.zeros((layers, experts))
+        self._pending_tokens = 0.0
+        self._began: float | None = None
+        """the reading of the caller's clock at which the own time was 0; None: nothing was heard in this life"""
+        self._at = 0.0
+        """own time to which the windows are brought up"""
+        self._heard_at: float | None = None
+        self._observed = 0.0
+        """seconds in which something was heard"""
+        self._since_alarm = 0.0
+        """of them, since the last alarm"""
+        self._calm_since: float | None = None
+        self._sampled_at: float | None = None
+        self._samples: deque[tuple[float, NDArray[np.float64]]] = deque(maxlen=int(LAG * SAMPLES) + 1)
+
+    def observe(self, counts: NDArray[Any], tokens: float, now: float) -> None:
+        """A report: counts [layers, experts] of (token, k) pairs and the tokens they come from. No tokens change nothing."""
+        if tokens <= 0:
+            return
+        at = self._own_time(now)
+        if at - self._at > LUMP_SECONDS:
+            self._catch_up(at)
+        self._pending += counts
+        self._pending_tokens += tokens
+        self._heard_at = max(at, self._at)
+
+    def judge(self, now: float) -> Shift | None:
+        """Compare; the Shift when the state changed. To be called more often than every quarter of the fast time constant."""
+        at = self._own_time(now)
+        self._catch_up(at)
+        self.divergence = self.threshold = None
+        compared = self._compare(self._slow) if self._audible(at) else None
+        if compared is None:
+            self._calm_since = None
+            return None
+        by_layer, evidence = compared
+        divergence = float(by_layer.mean())
+        if not self.shifted and self._old_enough():
+            self._sample(at, evidence * by_layer)
+        if self._noise.looks < 1.0:
+            return None
+        threshold = self._threshold(evidence)
+        if threshold is None:
+            return None
+        self.divergence, self.threshold = divergence, threshold
+        return self._verdict(by_layer, evidence, at)
+
+    # The windows
+
+    def _own_time(self, now: float) -> float:
+        """Time goes on where it stood before a restart."""
+        if self._began is None:
+            self._began = now - self._at
+        return now - self._began
+
+    def _catch_up(self, now: float) -> None:
+        """Bring the windows up to a moment; what is pending belongs to the one before."""
+        windows = [window for window in (self._fast, self._slow, self._reference) if window is not None]
+        if self._pending_tokens:
+            for window in windows:
+                window.add(self._pending, self._pending_tokens)
+            self._pending[:] = 0.0
+            self._pending_tokens = 0.0
+        passed = now - self._at
+        if passed <= 0:
+            return
+        for window in windows:
+            window.fade(passed, self._config.fast_seconds)
+        heard = min(passed, self._config.fast_seconds) if self._audible(now) else 0.0
+        self._observed += heard
+        self._since_alarm += heard
+        if self._reference is not None and self._since_alarm > OLD * self._config.slow_seconds:
+            self._reference = None
+        self._at = now
+
+    def _audible(self, now: float) -> bool:
+        """Something was heard within a fast time constant."""
+        return self._heard_at is not None and now - self._heard_at <= self._config.fast_seconds
+
+    def _compare(self, slow: _Faded) -> tuple[NDArray[np.float64], float] | None:
+        """Divergence of the fast profile from this one by layer [layers], and the effective tokens of their difference."""
+        fast = self._fast
+        if fast.tokens <= 0.0 or slow.tokens <= 0.0:
+            return None
+        doubt = fast.squares / fast.tokens**2 + slow.squares / slow.tokens**2 - 2.0 * slow.shared / (fast.tokens * slow.tokens)
+        # While the slow window holds little more than the fast one, they do not differ.
+        if doubt < 0.25 * fast.squares / fast.tokens**2:
+            return None
+        return divergence_by_layer(fast.counts, slow.counts), 1.0 / doubt
+
+    def _old_enough(self) -> bool:
+        return self._observed >= YOUNG * self._config.fast_seconds
+
+    # Noise
+
+    def _sample(self, now: float, noise: NDArray[np.float64]) -> None:
+        """Learn what was seen a while ago; in the warm-up, when there is no alarm, at once."""
+        interval = self._config.fast_seconds / SAMPLES
+        if (self._sampled_at is not None and now - self._sampled_at < interval) or not noise.mean() > 0.0:
+            return
+        self._sampled_at = now
+        self._samples.append((now, noise))
+        lag = 0.0 if self._observed < self._config.shift_warmup_seconds else LAG * self._config.fast_seconds
+        while self._samples and self._samples[0][0] <= now - lag:
+            self._noise.learn(interval, MEMORY * self._config.slow_seconds, self._samples.popleft()[1])
+
+    def _threshold(self, evidence: float) -> float | None:
+        """Nats; None where noise alone may be anything."""
+        if self._noise.mean / evidence > MOST_NOISE:
+            return None
+        return max(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * self._noise.mean / evidence)
+
+    # The verdict
+
+    def _verdict(self, by_layer: NDArray[np.float64], evidence: float, now: float) -> Shift | None:
+        assert self.divergence is not None
+        assert self.threshold is not None
+        if self._observed < self._config.shift_warmup_seconds:
+            return None
+        if self.divergence > self.threshold and self._is_new():
+            self._alarm()
+            return Shift(False, self.divergence, self.threshold, self._moved(by_layer, evidence))
+        if self.shifted and self._has_settled(now):
+            self.shifted, self._calm_since = False, None
+            return Shift(True, self.divergence, self.threshold, ())
+        return None
+
+    def _is_new(self) -> bool:
+        """The fast profile differs from what came since the last alarm, too, and that was not just now."""
+        if self._reference is None:
+            return True
+        if self._since_alarm < self._config.shift_cooldown_seconds:
+            return False
+        compared = self._compare(self._reference)
+        if compared is None:
+            return False
+        by_layer, evidence = compared
+        threshold = self._threshold(evidence)
+        return threshold is not None and float(by_layer.mean()) > threshold
+
+    def _alarm(self) -> None:
+        self.shifted = True
+        self._samples.clear()
+        self._calm_since = None
+        self._since_alarm = 0.0
+        self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
+
+    def _has_settled(self, now: float) -> bool:
+        assert self.divergence is not None
+        assert self.threshold is not None
+        if self._since_alarm < self._config.shift_cooldown_seconds or self.divergence > self._config.shift_settle * self.threshold:
+            self._calm_since = None
+            return False
+        if self._calm_since is None:
+            self._calm_since = now
+        return now - self._calm_since >= self._config.fast_seconds
+
+    def _moved(self, by_layer: NDArray[np.float64], evidence: float) -> tuple[int, ...]:
+        """Layers whose divergence exceeds their own noise as the whole must exceed its, most first."""
+        limit = np.maximum(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * self._noise.by_layer / evidence)
+        order = np.argsort(-by_layer, kind="stable")
+        return tuple(int(layer) for layer in order if by_layer[layer] > limit[layer])
+
+    # Across restarts
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes: plain numbers and bytes."""
+        self._catch_up(self._at)
+        noise = self._noise
+        return {
+            "shape": [self.layers, self.experts],
+            "fast": self._fast.state(),
+            "slow": self._slow.state(),
+            "reference": None if self._reference is None else self._reference.state(),
+            "noise": [noise.weight, noise.mean, noise.mean_log],
+            "noise_by_layer": noise.by_layer.astype("<f8").tobytes(),
+            "shifted": self.shifted,
+            "seconds": [self._observed, self._since_alarm, self._at],
+            "moments": [self._heard_at, self._calm_since, self._sampled_at],
+            "samples": [[at, values.astype("<f8").tobytes()] for at, values in self._samples],
+        }
+
+    @classmethod
+    def restore(cls, config: TrackerConfig, state: dict[str, Any]) -> "Drift":
+        """As it was when the state was taken; time goes on with the first call. ValueError for what `state` cannot have given."""
+        try:
+            layers, experts = state["shape"]
+            if not (1 <= int(layers) and 1 <= int(experts) and layers * experts <= config.most_cells):
+                raise ValueError(f"drift: a table of {layers} x {experts}")
+            drift = cls(config, int(layers), int(experts))
+            drift._fast.restore(state["fast"])
+            drift._slow.restore(state["slow"])
+            if state["reference"] is not None:
+                drift._reference = _Faded(drift.layers, drift.experts, config.slow_seconds)
+                drift._reference.restore(state["reference"])
+            noise = drift._noise
+            noise.weight, noise.mean, noise.mean_log = _numbers(state["noise"], 3, signed=True)
+            if noise.weight < 0 or (noise.weight > 0 and noise.mean <= 0):
+                raise ValueError(f"drift: noise of mean {noise.mean} and weight {noise.weight}")
+            noise.by_layer = _array(state["noise_by_layer"], (drift.layers,))
+            drift.shifted = bool(state["shifted"])
+            drift._observed, drift._since_alarm, drift._at = _numbers(state["seconds"], 3)
+            drift._heard_at, drift._calm_since, drift._sampled_at = (None if at is None else float(at) for at in state["moments"])
+            drift._samples.extend((float(at), _array(raw, (drift.layers,))) for at, raw in state["samples"])
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"drift: not a state ({type(error).__name__}: {error})") from error
+        return drift
+
+
+def divergence_by_layer(counts: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [layers]: Jensen-Shannon divergence in nats of the profiles of two tables [layers, experts]; 0 where one is empty."""
+    first, second = counts.sum(axis=1, keepdims=True), others.sum(axis=1, keepdims=True)
+    seen = (first > 0) & (second > 0)
+    p = np.divide(counts, first, out=np.zeros(counts.shape), where=seen)
+    q = np.divide(others, second, out=np.zeros(others.shape), where=seen)
+    return np.maximum(_entropy(0.5 * (p + q)) - 0.5 * (_entropy(p) + _entropy(q)), 0.0)
+
+
+def _entropy(profile: Table) -> NDArray[np.float64]:
+    logs = np.log(profile, out=np.zeros_like(profile), where=profile > 0)
+    return np.asarray(-np.einsum("le,le->l", profile, logs))
+
+
+def _shape(spread: float) -> float:
+    """Shape of the gamma whose log(mean) - mean(log) this is: Thom 1958, in the form of Minka 2002 (to 1.5 %)."""
+    return (3.0 - spread + sqrt((spread - 3.0) ** 2 + 24.0 * spread)) / (12.0 * spread)
+
+
+def _f_quantile(sigmas: float, first: float, second: float) -> float:
+    """Quantile of F(first, second) as many normal standard deviations out: Paulson 1942, solved for the cube root of F."""
+    a, b = 2.0 / (9.0 * first), 2.0 / (9.0 * second)
+    square = (1.0 - b) ** 2 - sigmas**2 * b
+    cross = (1.0 - a) * (1.0 - b)
+    if square <= 0.0:
+        return float("inf")  # too few looks for any quantile so far out
+    root = (cross + sqrt(max(0.0, cross**2 - square * ((1.0 - a) ** 2 - sigmas**2 * a)))) / square
+    return root**3
+
+
+def _array(raw: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    if not isinstance(raw, bytes) or len(raw) != 8 * int(np.prod(shape)):
+        raise ValueError(f"drift: not {shape} numbers")
+    values: NDArray[np.float64] = np.frombuffer(raw, "<f8").reshape(shape).copy()
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError("drift: numbers must be finite and not negative")
+    return values
+
+
+def _numbers(raw: Any, count: int, *, signed: bool = False) -> list[float]:
+    values = [float(value) for value in raw]
+    if len(values) != count or not np.isfinite(values).all() or (not signed and min(values) < 0):
+        raise ValueError(f"drift: {values} are not {count} finite numbers")
+    return values
