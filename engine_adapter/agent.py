@@ -1,7 +1,7 @@
 """Beside one rank of an engine: says on the bus what the rank did, and, on rank 0, that the engine is there.
 
-Every rank publishes its KV events, its load and its activated experts, each under a publisher identity of its own, and
-answers requests for a snapshot of its KV cache. Rank 0 alone speaks membership: it claims the engine's name, records the
+Every rank publishes its KV events, its load, its activated experts and what each ended request activated (`profiling`), each under a
+publisher identity of its own, and answers requests for a snapshot of its KV cache. Rank 0 alone speaks membership: it claims the engine's name, records the
 join, beats, answers descriptions, and leaves. The bus may go away and come back at any time: publishing goes on (the
 sequence numbers show what was lost, and readers repair it by a snapshot), and what was promised is recorded again.
 """
@@ -20,6 +20,7 @@ from engine_adapter.claims import NameClaim
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, Engine, Load
 from engine_adapter.kv_mirror import KvMirror
+from engine_adapter.profiling import Profiling
 from fleet.events import (
     EngineHeartbeat,
     EngineJoined,
@@ -74,6 +75,14 @@ class Agent:
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
         self._experts = bus.publisher(subjects.experts)
+        self._profiling = self._make_profiling()
+
+    def _make_profiling(self) -> Profiling | None:
+        """None for an engine that says nothing of experts: nothing is listened to and nothing kept then."""
+        about, who = self._about, self._identity
+        if about.shape is None or not about.capabilities.experts:
+            return None
+        return Profiling(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config)
 
     def leaving(self, reason: str) -> None:
         """Say why the engine will leave; goes into `EngineLeft`."""
@@ -87,6 +96,8 @@ class Agent:
                 await stack.enter_async_context(self._bus.serve(subject, self._answer_snapshot))
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._report(), name=f"report what rank {self._about.rank} of {self._identity.engine} does")
+            if self._profiling is not None:
+                tasks.create_task(self._profiling.run(), name=f"profile what ends on rank {self._about.rank} of {self._identity.engine}")
             if self._about.rank == 0:
                 tasks.create_task(self._membership(), name=f"keep {self._identity.engine} a member")
             else:
@@ -105,6 +116,8 @@ class Agent:
             await self._say_kv(facts.kv)
             await self._say_load(facts.load, now)
             await self._say_experts(facts.activations, now)
+            if self._profiling is not None and (facts.ended or facts.ended_lost):
+                self._profiling.take(facts.ended, facts.ended_lost, self._engine.placement)
             await asyncio.sleep(self._config.facts_seconds)
 
     async def _say_kv(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:

@@ -101,8 +101,19 @@ class AgentConfig:
     """interval of expert reports; intervals without tokens are silent"""
     farewell_seconds: float = 2.0
     """what leaving may take"""
+    samples_per_second: float = 2.0
+    """how many ended requests a rank reports with their whole counts, from which the tracker learns clusters"""
+    samples_burst: float = 32.0
+    """how many of them at once, after a quiet time"""
+    profile_blocks: int = 1024
+    """KV blocks of a request whose signatures are reported, the first ones behind the prefix that was reused"""
+    profile_queue_bytes: int = 64 * 1024 * 1024
+    """traces of ended requests that may wait to be profiled; beyond, the oldest are left out"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name, least, most in (("samples_burst", 1, 4096), ("profile_blocks", 1, 1 << 14), ("profile_queue_bytes", 1 << 20, 1 << 36)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")

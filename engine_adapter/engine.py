@@ -1,12 +1,14 @@
 """The Engine port: what the agent asks of one rank of any engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
-from fleet.events import Capabilities, KvChange
+from fleet.events import Capabilities, KvBlock, KvChange
 from fleet.experts import ModelShape
 from fleet.layout import Layout
 from fleet.placement import Placement
@@ -54,6 +56,30 @@ class Activations:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EndedRequest:
+    """A request that is over, however it ended, and of which at least one token was computed here.
+
+    A position that was computed twice (after a preemption) is one position. One that was not computed, because the KV cache had it,
+    is UNKNOWN in `routed`: it activated nothing here.
+    """
+
+    decision: str
+    """id of the routing decision that brought it; empty when nobody said"""
+    prompt_tokens: int
+    """positions of the client's prompt; what comes behind is completion, also where a continuation had to compute it again"""
+    routed: NDArray[np.int16]
+    """[positions, layers, k] chosen experts, `fleet.routings.UNKNOWN` where nothing was computed; ends with the last computed position"""
+    blocks: Sequence[KvBlock]
+    """identities of the full blocks from the start of the prompt; perhaps one more than the positions of `routed` fill. Not changed any more"""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this keeps alive, more or less: the table is as large as it had grown."""
+        table = self.routed if self.routed.base is None else self.routed.base
+        return int(table.nbytes) + 64 * len(self.blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Everything that happened on a rank since the last `take_facts`, in order."""
@@ -62,6 +88,10 @@ class Facts:
     """stored and removed blocks in order; the string "cleared" when all are gone"""
     load: Load
     activations: Activations | None
+    ended: tuple[EndedRequest, ...] = ()
+    """requests that ended, in order; bounded in bytes"""
+    ended_lost: int = 0
+    """older ones that had to be let go before they were taken"""
 
 
 class EngineFailed(Exception):

@@ -23,6 +23,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     emitted: int = 0
     """how many of the last ids of `prompt` are output that a client has seen already: a continuation"""
+    decision: str = ""
+    """id of the routing decision that brought it"""
 
 
 class ScoredToken(NamedTuple):

@@ -1,6 +1,7 @@
 """What happened on a rank since the agent last asked: written by the step thread, taken by the event loop, bounded."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -8,19 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.kv_cache import Change
-from engine_adapter.engine import Activations, Facts, Load
+from engine_adapter.engine import Activations, EndedRequest, Facts, Load
 
 NO_LOAD = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
+ENDED_BYTES = 64 * 1024 * 1024
+"""of ended requests that wait to be taken; the last one stays however large it is"""
+MOST_ENDED = 4096
 
 
 class FactLog:
     """Collects facts between two takes.
 
     At most `limit` block identities are kept: when nobody takes them in time, the KV changes are replaced by the whole cache
-    restated ("cleared", then what is there), which is bounded by the cache and leaves a reader with the same knowledge.
+    restated ("cleared", then what is there), which is bounded by the cache and leaves a reader with the same knowledge. Of ended
+    requests the oldest are let go, and counted.
     """
 
-    def __init__(self, layers: int, experts: int, limit: int) -> None:
+    def __init__(self, layers: int, experts: int, limit: int, ended_bytes: int = ENDED_BYTES) -> None:
         self._lock = threading.Lock()
         self._limit = limit
         self._kv: list[Change] = []
@@ -29,6 +34,10 @@ class FactLog:
         self._counts = np.zeros((layers, experts), np.int64)
         self._tokens = 0
         self._cached_tokens = 0
+        self._ended: deque[EndedRequest] = deque()
+        self._ended_limit = ended_bytes
+        self._ended_bytes = 0
+        self._ended_lost = 0
 
     def add_kv(self, changes: list[Change], restated: Callable[[], list[Change]]) -> None:
         """Append changes of the cache; `restated` is asked for its whole contents when there are too many."""
@@ -52,6 +61,15 @@ class FactLog:
         with self._lock:
             self._cached_tokens += tokens
 
+    def add_ended(self, ended: EndedRequest) -> None:
+        """A request is over."""
+        with self._lock:
+            self._ended.append(ended)
+            self._ended_bytes += ended.nbytes
+            while len(self._ended) > MOST_ENDED or (self._ended_bytes > self._ended_limit and len(self._ended) > 1):
+                self._ended_bytes -= self._ended.popleft().nbytes
+                self._ended_lost += 1
+
     def set_load(self, load: Load) -> bool:
         """The load now; returns whether it changed."""
         with self._lock:
@@ -66,7 +84,10 @@ class FactLog:
             activations = Activations(self._counts, self._tokens, self._cached_tokens) if self._tokens or self._cached_tokens else None
             if activations is not None:
                 self._counts, self._tokens, self._cached_tokens = np.zeros_like(self._counts), 0, 0
-            return Facts(kv, self._load, activations)
+            ended, lost = tuple(self._ended), self._ended_lost
+            self._ended.clear()
+            self._ended_bytes = self._ended_lost = 0
+            return Facts(kv, self._load, activations, ended, lost)
 
 
 def _size(change: Change) -> int:

@@ -17,6 +17,7 @@ DEFAULT_MAX_TOKENS = 16
 _DECODER = msgspec.json.Decoder(RankRequest)
 _PLACE = re.compile(r" - at `\$\.?([^`\[]*).*`$")
 """where msgspec says what is wrong: the field, without positions inside a list"""
+_DECISION = re.compile(r"[ -~]{1,64}")
 
 
 def parse(body: bytes) -> RankRequest:
@@ -57,7 +58,12 @@ def stop_strings(request: RankRequest) -> tuple[str, ...]:
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
 
 
-def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: int, max_context: int, seed: int) -> GenerationRequest:
+def decision_id(header: str | None) -> str:
+    """The routing decision a request names: 1 to 64 printable ASCII characters; anything else is nobody's decision, the empty string."""
+    return header if header is not None and _DECISION.fullmatch(header) else ""
+
+
+def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: int, max_context: int, seed: int, decision: str = "") -> GenerationRequest:
     """The engine's form of a checked request. ApiError 400 for ids out of vocabulary and for what exceeds the context."""
     _need(bool(prompt), "prompt", "has no tokens; at least one is needed")
     worst = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < vocabulary), None)
@@ -83,6 +89,7 @@ def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: i
         stop=stop_strings(request),
         ignore_eos=request.ignore_eos,
         emitted=request.emitted,
+        decision=decision,
     )
 
 

@@ -14,6 +14,7 @@ class RoutedTrace:
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.experts = experts
         self._table = np.full((0, layers, top_k), UNKNOWN, np.int16)
+        self._end = 0
 
     def note(self, start: int, routed: NDArray[Any]) -> None:
         """Tokens at positions start, start + 1, ... chose routed: int [n, layers, k]. Computing a position again replaces it."""
@@ -23,19 +24,12 @@ class RoutedTrace:
             grown[: len(self._table)] = self._table
             self._table = grown
         self._table[start:end] = routed
+        self._end = max(self._end, end)
 
     def chosen(self) -> NDArray[np.int16]:
         """int16 [positions, layers, k] up to the last computed position, UNKNOWN where nothing was computed."""
-        known = np.flatnonzero(self._table[:, 0, 0] != UNKNOWN)
-        return self._table[: int(known[-1]) + 1 if len(known) else 0]
+        return self._table[: self._end]
 
     def counts(self) -> NDArray[np.int64]:
         """int64 [layers, experts]: (token, k) pairs of all computed positions; the request's profile."""
         return count_pairs(self.chosen(), self.experts)
-
-    def counts_by_block(self, block_size: int) -> NDArray[np.int64]:
-        """int64 [full blocks, layers, experts]: the same per KV block; a block reused from the cache has none."""
-        chosen = self.chosen()
-        blocks = len(chosen) // block_size
-        by_block = chosen[: blocks * block_size].reshape(blocks, block_size, *chosen.shape[1:])
-        return np.array([count_pairs(block, self.experts) for block in by_block], np.int64).reshape(blocks, chosen.shape[1], self.experts)

@@ -15,7 +15,7 @@ import msgspec
 
 from engine_adapter.embedded.answers import Answer, Delta, Outcome, ScoredToken
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.requests import check, generation_request, parse
+from engine_adapter.embedded.requests import check, decision_id, generation_request, parse
 from engine_adapter.embedded.scheduler import Overloaded
 from engine_adapter.engine import EngineFailed
 from fleet.completions import DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
@@ -29,6 +29,8 @@ _Read = TypeVar("_Read")
 MOST_BODY_BYTES = 8 * 1024 * 1024
 LONG_TEXT = 4096
 """characters from which a prompt is tokenised off the event loop"""
+DECISION_HEADER = b"x-roost-decision-id"
+"""says which routing decision brought a request; what the request activates is reported under it"""
 _RETRY_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -125,7 +127,7 @@ class RankApp:
         request = parse(await _body(scope, receive))
         model = self._engine.description.model
         check(request, model)
-        answer = await self._submit(request)
+        answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER)))
         reply = _Reply(f"cmpl-{uuid.uuid4().hex}", model, int(time.time()), request, self._engine.tokenizer.piece)
         traceparent = _header(scope, b"traceparent")
         failure: ApiError | None = None
@@ -143,13 +145,14 @@ class RankApp:
         if failure is not None:
             raise failure
 
-    async def _submit(self, request: RankRequest) -> Answer:
+    async def _submit(self, request: RankRequest, decision: str) -> Answer:
         engine = self._engine
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(engine.tokenizer.encode, prompt) if len(prompt) > LONG_TEXT else engine.tokenizer.encode(prompt)
         limits = engine.description
-        wanted = generation_request(request, prompt, vocabulary=engine.vocabulary, max_context=limits.max_context, seed=engine.fresh_seed())
+        seed = engine.fresh_seed()
+        wanted = generation_request(request, prompt, vocabulary=engine.vocabulary, max_context=limits.max_context, seed=seed, decision=decision)
         try:
             return await engine.submit(wanted)
         except (EngineFailed, Overloaded) as error:

@@ -25,7 +25,7 @@ from engine_adapter.embedded.runner import Work
 from engine_adapter.embedded.sampling import Draw, logprobs, sample
 from engine_adapter.embedded.scheduler import Generation, Overloaded, Scheduler, Slice
 from engine_adapter.embedded.text import TextStream
-from engine_adapter.engine import Load
+from engine_adapter.engine import EndedRequest, Load
 from fleet.routings import count_pairs
 
 LEAVING = 1
@@ -66,6 +66,13 @@ class Seat:
             routed=self.routed,
             failure=failure,
         )
+
+    def ended(self) -> EndedRequest | None:
+        """What is reported of the request once nothing computes it any more; None when nothing was computed."""
+        chosen = self.routed.chosen()
+        if not len(chosen):
+            return None
+        return EndedRequest(self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, self.generation.blocks)
 
 
 @dataclass(slots=True)
@@ -160,8 +167,7 @@ class StepLoop:
         while self._orders:
             seat, cancel = self._orders.popleft()
             if cancel:
-                self._seats.pop(seat.generation, None)
-                self._scheduler.remove(seat.generation)
+                self._end(seat, report)
                 continue
             try:
                 self._scheduler.submit(seat.generation)
@@ -169,6 +175,13 @@ class StepLoop:
                 report.news.append((seat.answer, refusal))
             else:
                 self._seats[seat.generation] = seat
+
+    def _end(self, seat: Seat, report: Report) -> None:
+        """Free everything a request holds and report what it computed. May be repeated: it can finish and be cancelled at once."""
+        if self._seats.pop(seat.generation, None) is not None and (ended := seat.ended()) is not None:
+            self._facts.add_ended(ended)
+            report.facts = True
+        self._scheduler.remove(seat.generation)
 
     def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: Report) -> None:
         work = [Work(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
@@ -212,8 +225,7 @@ class StepLoop:
             delta.scored = scored.get(row, delta.scored)
             report.news.append((seat.answer, delta))
             if delta.outcome is not None:
-                del self._seats[seat.generation]
-                self._scheduler.remove(seat.generation)
+                self._end(seat, report)
 
     def _score(self, rows: list[Seat], logits: NDArray[np.float32], tokens: NDArray[np.int64]) -> dict[int, list[ScoredToken]]:
         wanted = [(row, seat.request.sampling.logprobs) for row, seat in enumerate(rows)]
@@ -244,6 +256,6 @@ class StepLoop:
             decode_blocks=self._cache.held,
             used_blocks=self._cache.used,
         )
-        report.facts = self._facts.set_load(load) or bool(changes)
+        report.facts = self._facts.set_load(load) or bool(changes) or report.facts
         if report.facts or report.news:
             self._report(report)

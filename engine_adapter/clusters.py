@@ -1,0 +1,102 @@
+"""The tracker's cluster model of one model, kept fresh: heard when it is published, asked for at the start and when the bus was away.
+
+Without a tracker there is none, and nothing else is the worse for it. What comes from the bus is not trusted: a model that cannot be
+used is refused, and the one before it stays.
+"""
+
+import asyncio
+import logging
+
+from bus import Bus, BusError, Received
+from bus.subjects import Subjects
+from fleet.events import ClustersPublished, DescribeClusters
+from fleet.experts import ModelShape
+from fleet.signatures import ClusterModel, ClusterRecord
+
+UNREAD = 4
+"""Publications that may wait to be read; only the newest is of use"""
+LONGEST_PAUSE = 30.0
+"""seconds between two questions to a tracker that does not answer; what it publishes is heard at once"""
+
+log = logging.getLogger(__name__)
+
+
+class ClusterFeed:
+    """Follows the clusters of `model`, an engine of this shape, while `run` runs."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, model: str, shape: ModelShape, look_seconds: float) -> None:
+        """look_seconds: how often the bus is looked at for having been away, and the first pause between two questions."""
+        self._bus = bus
+        self._subjects = subjects
+        self._name = model
+        self._shape = shape
+        self._look_seconds = look_seconds
+        self._model: ClusterModel | None = None
+        self._publisher: int | None = None
+        self._complaint = ""
+        self._turn = asyncio.Lock()  # an answer and a publication are judged one after the other
+
+    @property
+    def model(self) -> ClusterModel | None:
+        """The newest usable one; None before the first."""
+        return self._model
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        async with self._bus.subscribe(self._subjects.clusters, limit=UNREAD) as heard, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_asking(), name=f"ask for the clusters of {self._name}")
+            async for received in heard:
+                await self._hear(received)
+
+    async def _hear(self, received: Received) -> None:
+        told = received.message
+        if isinstance(told, ClustersPublished) and told.model == self._name:
+            restarted = received.publisher_id != self._publisher
+            self._publisher = received.publisher_id
+            await self._adopt(told.record, whatever_version=restarted)
+
+    async def _keep_asking(self) -> None:
+        clock = asyncio.get_running_loop().time
+        answered, pause, due = False, self._look_seconds, clock()
+        while True:
+            if not self._bus.connected:
+                answered, pause, due = False, self._look_seconds, clock()
+            elif not answered and clock() >= due:
+                answered = await self._ask()
+                due, pause = clock() + pause, min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(self._look_seconds)
+
+    async def _ask(self) -> bool:
+        """Whether the tracker knew an answer."""
+        try:
+            told = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=self._name))
+        except BusError as error:
+            log.debug("no clusters of %s yet: %s", self._name, error)
+            return False
+        if isinstance(told, ClustersPublished) and told.model == self._name:
+            await self._adopt(told.record)
+        return True
+
+    async def _adopt(self, record: ClusterRecord, *, whatever_version: bool = False) -> None:
+        """Use the record if it is newer; whatever its version when it comes from a tracker that was not heard before."""
+        async with self._turn:
+            known = None if self._model is None else self._model.version
+            if known == record.version or not (known is None or whatever_version or record.version > known):
+                return
+            try:
+                self._model = await asyncio.to_thread(_usable, record, self._shape)
+                self._complaint = ""
+            except ValueError as error:
+                self._complain(str(error))
+
+    def _complain(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            log.warning("the clusters published for %s are not used: %s", self._name, complaint)
+        self._complaint = complaint
+
+
+def _usable(record: ClusterRecord, shape: ModelShape) -> ClusterModel:
+    """The model of a record; milliseconds for a large one. ValueError when it is none, or not of this shape."""
+    if (record.layers, record.experts) != (shape.layers, shape.experts):
+        raise ValueError(f"they have {record.layers} layers of {record.experts} experts, this engine {shape.layers} of {shape.experts}")
+    return ClusterModel.from_record(record)
