@@ -1,22 +1,25 @@
 """The agent of one rank over the memory bus, beside an engine that does what a test says."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
-from bus import Received, Subscription
+from bus import Message, Received, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from engine_adapter.agent import Agent, Identity
 from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Activations, EngineDescription, Facts, Load
+from engine_adapter.engine import Activations, EndedRequest, EngineDescription, Facts, Load
 from fleet.blocks import sequence_hashes
 from fleet.events import (
     Capabilities,
+    ClustersPublished,
+    DescribeClusters,
     DescribeEngine,
     EngineHeartbeat,
     EngineJoined,
@@ -29,11 +32,13 @@ from fleet.events import (
     KvSnapshot,
     KvSnapshotRequested,
     KvStored,
+    RequestsProfiled,
     RoutedKvEvent,
 )
 from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import Placement, linear
+from fleet.signatures import ClusterModel
 
 WORKER = 2**63 + 5
 SUBJECTS = Subjects()
@@ -55,11 +60,13 @@ class PuppetEngine:
         self._kv: list[KvChange | str] = []
         self._load = IDLE
         self._activations: Activations | None = None
+        self._ended: tuple[EndedRequest, ...] = ()
         self._new = asyncio.Event()
         self.looks = 0
 
-    def did(self, *kv: KvChange | str, load: Load | None = None, activations: Activations | None = None) -> None:
+    def did(self, *kv: KvChange | str, load: Load | None = None, activations: Activations | None = None, ended: tuple[EndedRequest, ...] = ()) -> None:
         self._kv += kv
+        self._ended += ended
         self._load = load or self._load
         self._activations = activations
         self._new.set()
@@ -72,8 +79,8 @@ class PuppetEngine:
     def take_facts(self) -> Facts:
         self._new.clear()
         self.looks += 1
-        facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations)  # type: ignore[arg-type]
-        self._kv, self._activations = [], None
+        facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended)  # type: ignore[arg-type]
+        self._kv, self._activations, self._ended = [], None, ()
         return facts
 
     async def run(self) -> None: ...
@@ -214,6 +221,47 @@ async def test_activated_experts_of_an_interval_are_summed_and_silence_says_noth
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(4 * CONFIG.experts_seconds):
                 await next_of(heard, ExpertsActivated)
+
+
+@asynccontextmanager
+async def tracking(broker: MemoryBroker) -> AsyncIterator[list[Message]]:
+    """A tracker that knows clusters of 2 layers x 4 experts; what it was asked."""
+    asked: list[Message] = []
+    clusters = ClusterModel(3, np.full((2, 2, 4), 0.25, np.float32), np.float32([1, 0]), 0.1)
+
+    async def answer(request: Message) -> Message:
+        asked.append(request)
+        return ClustersPublished(model="m", record=clusters.record())
+
+    async with MemoryBus(broker).serve(SUBJECTS.describe_profile, answer):
+        yield asked
+
+
+async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_any_rank(broker: MemoryBroker) -> None:
+    bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
+    routed = np.array([[[0, 1], [2, 3]]] * 20, np.int16)
+    requests = bus.subscribe(SUBJECTS.requests_profiled)
+    async with tracking(broker) as asked, requests as heard, running(broker, engine, identity(ranks=2)), asyncio.timeout(5):
+        message = None
+        while message is None:
+            engine.did(ended=(EndedRequest("d-1", 12, routed, [KvBlock(77, 7)]),))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(4 * CONFIG.experts_seconds):
+                    message = (await next_of(heard, RequestsProfiled)).message
+    assert isinstance(message, RequestsProfiled)
+    assert (message.engine, message.worker_id, message.rank, message.model, message.epoch, message.clusters) == ("a", WORKER, 1, "m", 0, 3)
+    one = message.requests[0]
+    assert (one.decision, one.tokens, one.cached_tokens, one.local) == ("d-1", 20, 0, 0.5)
+    assert (one.blocks, one.parent, one.block_size) == ((77).to_bytes(8, "little"), None, 16)
+    assert one.sample is not None
+    assert one.sample.prompt.array().tolist() == [[12, 12, 0, 0], [0, 0, 12, 12]]
+    assert asked == [DescribeClusters(model="m")]
+
+
+async def test_an_engine_that_says_nothing_of_experts_never_asks_for_clusters(broker: MemoryBroker) -> None:
+    async with tracking(broker) as asked, running(broker, PuppetEngine(capabilities=Capabilities(experts=False))):
+        await asyncio.sleep(4 * CONFIG.heartbeat_seconds)
+    assert asked == []
 
 
 async def test_what_an_engine_cannot_report_is_not_published(broker: MemoryBroker) -> None:

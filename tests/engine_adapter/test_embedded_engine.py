@@ -15,9 +15,13 @@ import pytest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.answers import Answer, Delta, GenerationRequest
 from engine_adapter.embedded.engine import EmbeddedEngine
+from engine_adapter.embedded.facts import FactLog
+from engine_adapter.embedded.routed import RoutedTrace
 from engine_adapter.embedded.sampling import Sampling
 from engine_adapter.embedded.scheduler import Overloaded
-from engine_adapter.engine import EngineFailed, Facts
+from engine_adapter.engine import EndedRequest, EngineFailed, Facts
+from fleet.blocks import local_hashes, sequence_hashes
+from fleet.routings import UNKNOWN
 
 Starter = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -96,6 +100,84 @@ async def test_a_requests_profile_tells_computed_positions_from_cached_ones(pret
         for position in range(cached, known):
             assert chosen[position].tolist() == started.runner.routing(tokens[position])
         assert routed.counts().sum() == (known - cached) * 2 * 2
+
+
+async def ended_requests(engine: EmbeddedEngine, count: int) -> list[EndedRequest]:
+    """The next so many requests that are reported as ended."""
+    ended: list[EndedRequest] = []
+    while len(ended) < count:
+        ended += (await facts_until(engine, lambda facts: bool(facts.ended))).ended
+    return ended
+
+
+def assert_true(one: EndedRequest, tokens: Sequence[int], routing: Callable[[int], Any]) -> None:
+    """Every computed position is the routing of its token, and the blocks are those of the tokens."""
+    for position in np.flatnonzero(one.routed[:, 0, 0] != UNKNOWN).tolist():
+        assert one.routed[position].tolist() == routing(tokens[position])
+    assert [block.block_hash for block in one.blocks] == sequence_hashes(local_hashes(tokens))[: len(one.blocks)]
+    assert len(one.blocks) >= len(one.routed) // 16
+
+
+async def test_an_ended_request_is_reported_once_with_its_decision_and_what_it_computed(pretend_engine: Starter) -> None:
+    async with pretend_engine() as started:
+        for decision, reused in (("one", 0), ("two", len(PROMPT) // 16 * 16)):
+            whole = await ask(started.engine, max_tokens=10, decision=decision)
+            (one,) = await ended_requests(started.engine, 1)
+            assert (one.decision, one.prompt_tokens, len(one.routed)) == (decision, len(PROMPT), len(PROMPT) + 9)
+            assert (one.routed[:, 0, 0] == UNKNOWN).tolist() == [position < reused for position in range(len(one.routed))]
+            assert_true(one, PROMPT + whole.token_ids, started.runner.routing)
+        assert started.engine.take_facts().ended == ()
+
+
+async def test_a_cancelled_request_reports_what_it_had_computed_and_one_that_computed_nothing_is_not_reported(pretend_engine: Starter) -> None:
+    async with pretend_engine(max_running=1) as started:
+        engine = started.engine
+        gone = await engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=400, decision="gone"))
+        never = await engine.submit(GenerationRequest(prompt=PROMPT, max_tokens=400, decision="never"))
+        assert (await anext(gone)).token_ids
+        never.cancel()
+        gone.cancel()
+        (one,) = await ended_requests(engine, 1)
+        assert (one.decision, one.prompt_tokens) == ("gone", len(PROMPT))
+        assert len(one.routed) >= len(PROMPT)
+        assert_true(one, PROMPT + started.runner.alone(PROMPT, 400), started.runner.routing)
+        await ask(engine, [65] * 5, 1, decision="later")
+        assert [each.decision for each in await ended_requests(engine, 1)] == ["later"]
+
+
+async def test_preempted_requests_are_reported_once_each_and_no_position_twice(pretend_engine: Starter) -> None:
+    prompts = [[65 + one] * (5 + 7 * one) for one in range(12)]
+    async with pretend_engine(kv_blocks=14, max_batch_tokens=9, max_running=6) as started:
+        answers = await asyncio.gather(*(ask(started.engine, prompt, 30, decision=str(at)) for at, prompt in enumerate(prompts)))
+        assert sum(answer.outcome.preemptions for answer in answers) > 0
+        by_decision = {one.decision: one for one in await ended_requests(started.engine, len(prompts))}
+        assert len(by_decision) == len(prompts)
+        for at, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            one = by_decision[str(at)]
+            assert len(one.routed) == len(prompt) + 29
+            assert_true(one, prompt + answer.token_ids, started.runner.routing)
+
+
+async def test_of_a_continuation_the_clients_own_prompt_is_prompt_and_the_rest_completion(pretend_engine: Starter) -> None:
+    async with pretend_engine() as started:
+        emitted = started.runner.alone(PROMPT, 5)
+        whole = await ask(started.engine, PROMPT + emitted, 7, emitted=5)
+        (one,) = await ended_requests(started.engine, 1)
+        assert (one.decision, one.prompt_tokens, len(one.routed)) == ("", len(PROMPT), len(PROMPT) + 5 + 6)
+        assert_true(one, PROMPT + emitted + whole.token_ids, started.runner.routing)
+
+
+async def test_ended_requests_that_nobody_takes_are_bounded_in_bytes_the_oldest_let_go_and_counted() -> None:
+    facts = FactLog(2, 8, 100, ended_bytes=10_000)
+    for at in range(9):
+        trace = RoutedTrace(2, 8, 2)
+        trace.note(0, np.zeros((500, 2, 2), np.uint8))  # 4 kB
+        facts.add_ended(EndedRequest(str(at), 500, trace.chosen(), []))
+    taken = facts.take()
+    assert ([one.decision for one in taken.ended], taken.ended_lost) == (["7", "8"], 7)
+    assert (facts.take().ended, facts.take().ended_lost) == ((), 0)
+    facts.add_ended(EndedRequest("larger than all", 0, np.zeros((5000, 2, 2), np.int16), []))
+    assert [one.decision for one in facts.take().ended] == ["larger than all"]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=11)])

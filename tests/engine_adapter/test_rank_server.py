@@ -116,6 +116,23 @@ async def test_a_continuation_says_only_what_is_new_and_counts_the_clients_own_p
 
 
 @pytest.mark.parametrize(
+    ("header", "decision"),
+    [({"x-roost-decision-id": "d-1 (second try)"}, "d-1 (second try)"), ({"X-Roost-Decision-Id": "~" * 64}, "~" * 64), ({}, "")]
+    + [({"x-roost-decision-id": value}, "") for value in (b"", b"~" * 65, b"two\tparts", "größer".encode(), b"\x7f")],
+)
+async def test_a_request_is_reported_under_the_decision_it_names_unless_that_is_no_id(
+    served: tuple[httpx.AsyncClient, Any], header: dict[str, Any], decision: str
+) -> None:
+    client, started = served
+    response = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers=header)
+    assert response.status_code == 200
+    async with asyncio.timeout(5):
+        while not (ended := started.engine.take_facts().ended):
+            await started.engine.wait_facts()
+    assert [one.decision for one in ended] == [decision]
+
+
+@pytest.mark.parametrize(
     ("body", "field"),
     [
         ({"prompt": 5}, "prompt"),
