@@ -9,10 +9,11 @@ import msgspec
 
 from deploy.commandline import console, fail, table
 from router.decision import Candidate, DecisionRecord
+from router.foresight import PredictionRecord
 
 ASK_SECONDS = 30.0
 TERMS = ("prefill", "queue", "decode", "experts")
-HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "promised")
+HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
 
 
 class RouterDoor:
@@ -68,12 +69,26 @@ def show_decision(answer: bytes) -> None:
         out.print(f"margin over {record.runner_up}: {record.margin_ms:.3f} ms{tie}")
     for excluded in record.excluded:
         out.print(f"excluded: {excluded}")
+    if record.prediction is not None:
+        _show_prediction(record.prediction)
     for note in dict.fromkeys(candidate.experts_note for candidate in record.candidates if candidate.experts_note):
         out.print(f"experts: {note}")
     placements = ", ".join(f"{engine} {epoch if epoch is not None else '-'}" for engine, epoch in record.epochs.placement.items())
-    out.print(f"epochs: placement {placements}; profile {record.epochs.profile if record.epochs.profile is not None else '-'}; view {record.epochs.view}")
+    tables, clusters = ("-" if version is None else version for version in (record.epochs.tables, record.epochs.clusters))
+    out.print(f"epochs: placement {placements}; tables {tables}; clusters {clusters}; view {record.epochs.view}")
     if record.replaces is not None:
         out.print(f"attempt {record.attempt}, in the place of decision {record.replaces}, which failed: {record.cause}")
+
+
+def _show_prediction(foretold: PredictionRecord) -> None:
+    """Which clusters were foretold, who said so and with what evidence, and what that is worth at present."""
+    out = console()
+    clusters = ", ".join(f"{one.cluster} {one.weight:.0%}" for one in foretold.clusters)
+    out.print(f"foretold: clusters {clusters}; confidence {foretold.confidence:.2f}, gain {foretold.gain:.2f}; {foretold.known_blocks} blocks known")
+    for source in foretold.sources:
+        out.print(f"  {source.source}: {source.evidence_tokens:g} tokens of evidence, confidence {source.confidence:.2f}")
+    if not foretold.sources:
+        out.print("  nothing is known of this request: it is taken for the mix of the traffic")
 
 
 def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:
@@ -81,5 +96,6 @@ def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:
     mark = "chosen" if name == record.chosen else "runner-up" if name == record.runner_up else ""
     terms = (f"{getattr(candidate.terms_ms, term):.3f}" for term in TERMS)
     blocks = f"{'~' * candidate.overlap_approximate}{candidate.overlap_blocks}"
+    local = "-" if candidate.local_share is None else f"{candidate.local_share:.1%}"
     promised = f"{candidate.load.requests} requests, {candidate.load.prefill_tokens} tokens"
-    return (mark, name, *terms, f"{candidate.score_ms:.3f}", blocks, str(candidate.uncached_tokens), promised)
+    return (mark, name, *terms, f"{candidate.score_ms:.3f}", blocks, str(candidate.uncached_tokens), local, promised)

@@ -132,16 +132,17 @@ def know(tables: Tables, query: Query) -> Known:
 def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int]) -> tuple[int, bytes | None]:
     """How many leading blocks are known, and the row of the last of them.
 
-    By bisection: whoever keeps blocks lets go of a prefix's end first. Where that does not hold, a shorter prefix is found.
+    By doubling the depth until a block is unknown, then by bisection: little of `prefix` is read when little is known. Whoever keeps
+    blocks lets go of a prefix's end first; where that does not hold, a shorter prefix is found.
     """
-    low, high, best = 0, len(prefix), None
+    low, high, step, best = 0, len(prefix), 1, None
     while low < high:
-        middle = (low + high + 1) // 2
+        middle = min(low + step, high) if step else (low + high + 1) // 2
         found = blocks.get(prefix[middle - 1])
         if found is None:
-            high = middle - 1
+            high, step = middle - 1, 0
         else:
-            low, best = middle, found
+            low, best, step = middle, found, 2 * step
     return low, best
 
 

@@ -1,8 +1,11 @@
 """The router's settings: one frozen value, made at the composition root."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,17 @@ class RouterConfig:
     """file whose first line is sent to plain backends as `Authorization: Bearer`"""
     probe_seconds: float = 2.0
     """how often a plain backend's /v1/models is asked"""
+
+    session_header: str = "x-session-id"
+    """request header that names a conversation; without it, the body's prompt_cache_key"""
+    tenant_header: str = "x-tenant-id"
+    """request header that names who asks; without it, the body's user or safety_identifier"""
+    prediction_bytes: int = 64 * 1024 * 1024
+    """memory for the copy of one model's prediction tables"""
+    outcome_seconds: float = 0.5
+    """finished requests are told to the tracker so often, or sooner when many wait"""
+    most_outcomes_waiting: int = 4096
+    """finished requests that wait to be told; more are dropped and counted"""
 
     prefill_weight: float = 1.0
     queue_weight: float = 1.0
@@ -69,6 +83,9 @@ class RouterConfig:
                 self._check(name, 0, above=True)
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port must be 0..65535 (0: any free one), not {self.port}")
+        for name in ("session_header", "tenant_header"):
+            if not _HEADER.fullmatch(getattr(self, name)):
+                raise ValueError(f"{name} must be a header's name in lower case, not {getattr(self, name)!r}")
         for url in self.backends:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"backends: {url!r} must start with http:// or https://")

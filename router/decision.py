@@ -1,12 +1,14 @@
 """One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
 
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from router.candidates import Candidates
+from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys, PredictionRecord
 from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
 from router.roster import Excluded, Roster, Target, columns
 from router.scoring import Scores, Weights, score, uncached_tokens
@@ -27,6 +29,24 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None = None
     """how it failed"""
     request_id: str = ""
+    keys: Keys = NO_KEYS
+    """hashes of who asks"""
+
+
+class Outlook(NamedTuple):
+    """What is foretold of a request, and what it would meet at each candidate: remote_ranks and local, float64 [candidates], are the
+    expected distinct remote ranks of a token and the expected share of pairs whose expert is on the rank; prior_local is the same share
+    for the traffic's mix. Where `priced`, bool [candidates], is not, they are 0 and mean nothing."""
+
+    forecast: Forecast
+    remote_ranks: NDArray[np.float64]
+    local: NDArray[np.float64]
+    prior_local: NDArray[np.float64]
+    priced: NDArray[np.bool_]
+
+    def of(self, at: NDArray[np.intp]) -> "Outlook":
+        """For some of the candidates."""
+        return Outlook(self.forecast, columns(self.remote_ranks, at), columns(self.local, at), columns(self.prior_local, at), columns(self.priced, at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,8 @@ class Decision:
     excluded: tuple[Excluded, ...]
     weights: Weights
     view_version: int
+    outlook: Outlook | None
+    """None: there are no prediction tables"""
 
     @property
     def id(self) -> str:
@@ -88,9 +110,11 @@ class Decision:
             weights=asdict(self.weights),
             epochs=Epochs(
                 placement={target.engine.engine: target.epoch for target in self.roster.targets},
-                profile=self.roster.profile_version,
+                tables=None if self.outlook is None else self.outlook.forecast.tables,
+                clusters=None if self.outlook is None else self.outlook.forecast.clusters,
                 view=self.view_version,
             ),
+            prediction=None if self.outlook is None else self.outlook.forecast.record(),
             attempt=self.ask.attempt,
             replaces=self.ask.replaces,
             cause=self.ask.cause,
@@ -99,6 +123,7 @@ class Decision:
     def _candidate(self, at: int) -> "Candidate":
         target = self.roster.targets[int(self.at[at])]
         prefill, queue, decode, experts = (float(term) for term in self.scores.terms[:, at])
+        outlook = self.outlook if self.outlook is not None and self.outlook.priced[at] else None
         return Candidate(
             engine=target.engine.engine,
             rank=target.rank,
@@ -109,8 +134,21 @@ class Decision:
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
             uncached_tokens=int(self.uncached[at]),
             load=Load(prefill_tokens=int(self.load[PREFILL, at]), requests=int(self.load[SEQUENCES, at]), blocks=int(self.load[BLOCKS, at])),
-            experts_note=target.note,
+            remote_ranks=None if outlook is None else float(outlook.remote_ranks[at]),
+            local_share=None if outlook is None else float(outlook.local[at]),
+            experts_note=self._note(at),
         )
+
+    def _note(self, at: int) -> str | None:
+        """Why a candidate's expert term is what it is: for the engine's own reasons, or for want of a prediction worth its name."""
+        note = self.roster.targets[int(self.at[at])].note
+        if note is not None:
+            return note
+        if self.outlook is None:
+            return UNKNOWN_MODEL
+        if not self.outlook.priced[at]:
+            return "not priced yet with the present clusters"
+        return None if self.outlook.forecast.gain else NO_GAIN
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +180,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     overlap_approximate: bool
     uncached_tokens: int
     load: Load
+    remote_ranks: float | None
+    """expected distinct remote ranks of a token, summed over MoE layers; None: not priced, `experts_note` says why"""
+    local_share: float | None
+    """share of the request's routed pairs that is expected to find its expert here"""
     experts_note: str | None
 
 
@@ -150,7 +192,9 @@ class Epochs(msgspec.Struct, frozen=True, kw_only=True):
 
     placement: dict[str, int | None]
     """by engine"""
-    profile: int | None
+    tables: int | None
+    """prediction tables; None: there were none"""
+    clusters: int | None
     view: int
 
 
@@ -172,21 +216,33 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     excluded: list[Excluded]
     weights: dict[str, float]
     epochs: Epochs
+    prediction: PredictionRecord | None
     attempt: int
     replaces: str | None
     cause: str | None
 
 
-def decide(ask: Ask, roster: Roster, found: Candidates, overlap_blocks: NDArray[np.int64], load: Amounts, weights: Weights, view_version: int) -> Decision:
+def decide(
+    ask: Ask,
+    roster: Roster,
+    found: Candidates,
+    overlap_blocks: NDArray[np.int64],
+    load: Amounts,
+    weights: Weights,
+    view_version: int,
+    outlook: Outlook | None = None,
+) -> Decision:
     """Pick the candidate that costs least; equals are told apart by `ask.seed`.
 
-    overlap_blocks: int64 [targets]; load: int64 [AMOUNTS, targets]. ValueError without any candidate.
+    overlap_blocks: int64 [targets]; load: int64 [AMOUNTS, targets]; outlook: of all targets. ValueError without any candidate.
     """
     if not len(found.at):
         raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of model {ask.model!r}")
     overlap, load = columns(overlap_blocks, found.at), columns(load, found.at)
     uncached = uncached_tokens(ask.prompt_tokens, overlap, columns(roster.block_size, found.at))
-    scores = score(roster, found.at, load, uncached, ask.output_tokens, weights)
+    outlook = None if outlook is None else outlook.of(found.at)
+    believed = None if outlook is None else outlook.forecast.gain * outlook.remote_ranks
+    scores = score(roster, found.at, load, uncached, ask.output_tokens, weights, believed)
     totals = scores.total.tolist()
     best = min(totals)
     ties = [at for at, total in enumerate(totals) if total == best]
@@ -205,6 +261,7 @@ def decide(ask: Ask, roster: Roster, found: Candidates, overlap_blocks: NDArray[
         excluded=found.excluded,
         weights=weights,
         view_version=view_version,
+        outlook=outlook,
     )
 
 

@@ -45,6 +45,8 @@ WATCH_AFTER_SECONDS = 0.02
 """after a request has come in, its client is watched"""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+SESSION, TENANT = "session", "tenant"
+"""What the configured headers that name a conversation and a tenant are called here."""
 _READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"}
 
 
@@ -60,6 +62,7 @@ class Edge:
         self.keys = keys
         self._tracing = tracing
         self._decoder = RequestDecoder()
+        self._read = _READ | {service.config.session_header.encode(): SESSION, service.config.tenant_header.encode(): TENANT}
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/chat/completions`"""
@@ -79,7 +82,7 @@ class Edge:
         self, scope: Scope, receive: Receive, send: Send, path: str, answer: "Callable[[Exchange, Reply, Headers, bytes], Awaitable[None]]"
     ) -> None:
         service = self.service
-        headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := _READ.get(raw)) is not None}
+        headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
         exchange = self._begin(path, headers)
         fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
         watch = _Watch(receive)
@@ -116,6 +119,7 @@ class Edge:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
+        exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
         if self._tracing is not None:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
             exchange.trace = self._tracing.request(operation, path, headers, time.time_ns())
@@ -161,19 +165,22 @@ class Edge:
     async def _need(self, exchange: Exchange, request: Request, size: int) -> Need:
         """What serving the request's first prompt once would be decided on."""
         roster = self.service.picker.roster(request.model)
+        keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         if roster.dialect == "text":
-            return Need(request.model, TextPrompt(prompt_bytes(request)), 0, self._expected(request), None, exchange.request_id)
+            return Need(request.model, TextPrompt(prompt_bytes(request)), 0, self._expected(request), None, exchange.request_id, keys)
         settings = sampling(request, self.service.config.max_choices)
         prompt_ids = await self._tokenise(request, self._tokenizer(roster), size)
         course = self._courses(request, settings, roster, prompt_ids)[0]
         expected = min(course.max_tokens, self.service.config.expected_output_tokens)
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
-        return Need(request.model, TokenPrompt(course.prompt), context, expected, roster.tokenizer, exchange.request_id)
+        return Need(request.model, TokenPrompt(course.prompt), context, expected, roster.tokenizer, exchange.request_id, keys)
 
     def _note(self, exchange: Exchange, request: Request) -> None:
         exchange.model = request.model
         exchange.stream = bool(request.stream)
+        exchange.session = exchange.session or request.prompt_cache_key
+        exchange.tenant = exchange.tenant or request.user or request.safety_identifier
         if exchange.trace is not None:
             exchange.trace.asked(
                 request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}

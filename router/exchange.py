@@ -8,6 +8,7 @@ import msgspec
 
 from router.course import Failure
 from router.decision import Decision
+from router.foresight import Keys, keys_of
 from router.metrics import RouterMetrics
 from router.tracing import RequestTrace
 
@@ -40,6 +41,9 @@ class Exchange:
         self.decision_id = decision_id
         """of the first decision; later ones add a suffix"""
         self.path = path
+        self.session: str | None = None
+        self.tenant: str | None = None
+        """names of who asks, from headers or body; they leave the router as hashes only"""
         self.started = started
         self.model = ""
         self.stream = False
@@ -59,6 +63,10 @@ class Exchange:
         self.trace: RequestTrace | None = None
         self.pass_on: dict[str, str] = {}
         """headers that go upstream as they came: the client's trace context, while this router does not trace"""
+
+    def keys(self, path: str | None = None) -> Keys:
+        """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""
+        return keys_of(self.session, self.tenant, self.model, path or self.path)
 
     def first_token(self, now: float) -> None:
         if self.first_token_at is None:

@@ -1,4 +1,4 @@
-"""Keeps the view fresh over the bus: who is there, how loaded, what is placed where, what is popular, what is cached."""
+"""Keeps the view fresh over the bus: who is there, how loaded, what is placed where, what is cached, what is foretold."""
 
 import asyncio
 import logging
@@ -8,30 +8,23 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Subscription
 from bus.subjects import Subjects
-from fleet.events import (
-    DescribeEngine,
-    DescribeProfile,
-    EngineHeartbeat,
-    EngineJoined,
-    EngineLeft,
-    KvMetrics,
-    PlacementCommitted,
-    ProfilePublished,
-)
+from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted
 from fleet.placement import Placement
+from fleet.signatures import ClusterModel
 from router.chores import Chores
 from router.kv_feeds import KvFeeds
 from router.lexicon import Lexicon
-from router.locality import as_profile, locality
+from router.locality import locality
 from router.metrics import RouterMetrics
 from router.picker import Picker
-from router.view import Profile, Standing
+from router.tracker_feeds import TrackerFeeds
+from router.view import Standing
 
 log = logging.getLogger(__name__)
 
 _DESCRIBE_PAUSE_SECONDS = 1.0
 _FOLLOW_PAUSE_SECONDS = 1.0
-_PROFILE_SECONDS = 2.0
+_TABLES_WAITING = 256
 
 
 class Feeds:
@@ -60,25 +53,27 @@ class Feeds:
         self.listening = asyncio.Event()
         """set once nothing said on the bus is missed any more"""
         self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
+        self.tracker = TrackerFeeds(picker.foresight, bus, subjects, metrics, threads, clock, self._learnt)
         self._strangers: Chores[int] = Chores(256)
         self._unpriced: Chores[int] = Chores(65_536)
-        self._unprofiled: Chores[str] = Chores(256)
 
     async def run(self) -> None:
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
-            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics, subjects.profiles))
+            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics))
+            foretold = await stack.enter_async_context(self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING))
             self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
             tasks.create_task(self._follow(subjects.placements()), name="follows placements")
-            tasks.create_task(self._listen(said), name="listens to heartbeats, loads and profiles")
+            tasks.create_task(self._listen(said), name="listens to heartbeats and loads")
             tasks.create_task(self._listen_kv(kv), name="listens to KV events")
-            tasks.create_task(self._watch_drops(kv, said), name="counts what was dropped")
+            tasks.create_task(self._watch_drops(kv, said, foretold), name="counts what was dropped, and measures the replicas")
             tasks.create_task(self._meet(), name="asks strangers who they are")
             tasks.create_task(self._price(), name="prices placements")
-            tasks.create_task(self._ask_profiles(), name="asks for profiles")
+            tasks.create_task(self.tracker.listen(foretold), name="takes the tracker's tables and clusters")
+            tasks.create_task(self.tracker.run(), name="asks the tracker for what was missed")
             tasks.create_task(self._lexicon.run(self._bus), name="fetches tokenizers")
             tasks.create_task(self.kv.run(), name="repairs KV feeds")
 
@@ -103,6 +98,7 @@ class Feeds:
     async def _watch_drops(self, *subscriptions: Subscription) -> None:
         while True:
             self._metrics.bus_dropped.set(sum(subscription.dropped for subscription in subscriptions))
+            self.tracker.measure()
             await asyncio.sleep(1.0)
 
     def _heard(self, message: Message) -> None:
@@ -117,8 +113,6 @@ class Feeds:
                     self._beat(message)
                 case KvMetrics():
                     self._load(message)
-                case ProfilePublished():
-                    self._profile(message)
                 case PlacementCommitted():
                     self._placed(message)
                 case _:
@@ -141,8 +135,8 @@ class Feeds:
             for rank in range(len(joined.urls)):
                 self.kv.add((joined.worker_id, rank))
         self._unpriced.ask(joined.worker_id)
-        if joined.shape is not None and self._view.profile(joined.model) is None:
-            self._unprofiled.ask(joined.model)
+        if joined.shape is not None:
+            self.tracker.add(joined.model)
 
     def _beat(self, beat: EngineHeartbeat) -> None:
         known = self._view.engine(beat.worker_id)
@@ -156,10 +150,10 @@ class Feeds:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports an absurd load {amounts}")
         self._picker.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())
 
-    def _profile(self, published: ProfilePublished) -> None:
-        if self._view.learn(published.model, Profile(published.version, as_profile(published.profile.array()))):
+    def _learnt(self, model: str, clusters: ClusterModel) -> None:
+        if self._view.learn(model, clusters):
             for state in self._view.engines():
-                if state.joined.model == published.model:
+                if state.joined.model == model:
                     self._unpriced.ask(state.joined.worker_id)
 
     def _placed(self, committed: PlacementCommitted) -> None:
@@ -194,21 +188,7 @@ class Feeds:
             state = self._view.engine(worker_id)
             if state is None:
                 continue
-            placement, profile = state.placement, self._view.profile(state.joined.model)
-            table = None if profile is None else profile.table
-            ranks = len(state.joined.urls)
-            work = (ranks, state.joined.shape, state.layout, placement, table)
+            placement = state.placement
+            work = (len(state.joined.urls), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
             found = await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
             self._view.price(worker_id, None if placement is None else placement.epoch, found)
-
-    async def _ask_profiles(self) -> None:
-        """Once per model; later ones are published anyway, and without a tracker there is none."""
-        while True:
-            model = await self._unprofiled.next()
-            try:
-                answer = await self._bus.request(self._subjects.describe_profile, DescribeProfile(model=model), _PROFILE_SECONDS)
-            except BusError as error:
-                log.info("no profile of model %s yet: %s", model, error)
-                continue
-            if isinstance(answer, ProfilePublished):
-                self._heard(answer)

@@ -82,7 +82,8 @@ class Generation:
 
     async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one rank; its booking and its span end here, whatever happens."""
-        decision, booking = self._decide(course, attempt, replaces)
+        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt)
+        decision, booking = self._decide(course, prompt, attempt, replaces)
         span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
         ended: str | None = "abandoned"
         try:
@@ -94,14 +95,14 @@ class Generation:
             return decision, failed
         else:
             ended = None
+            self._service.finished(decision, prompt)
             return decision, None
         finally:
             self._service.release(booking)
             if span is not None:
                 span.end(ended)
 
-    def _decide(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
-        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt)
+    def _decide(self, course: Course, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
         left = course.max_tokens - len(course.emitted)
         need = Need(
             model=self._exchange.model,
@@ -110,6 +111,7 @@ class Generation:
             output=min(left, self._service.config.expected_output_tokens),
             tokenizer=self._digest,
             request_id=self._exchange.request_id,
+            keys=self._exchange.keys(),
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
         decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, tuple(course.failures)))
@@ -119,7 +121,7 @@ class Generation:
 
     async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = self._exchange.pass_on if span is None else span.headers
-        headers = {**headers, "x-request-id": self._exchange.request_id}
+        headers = {**headers, "x-request-id": self._exchange.request_id, "x-roost-decision-id": decision.id}
         body = _ENCODER.encode(course.request())
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)

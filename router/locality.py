@@ -1,4 +1,4 @@
-"""What sending tokens to experts costs each rank of an engine: precomputed per placement epoch and profile version. Pure."""
+"""What sending tokens to experts costs each rank of an engine, cluster by cluster: computed once per placement epoch and cluster version. Pure."""
 
 from typing import NamedTuple
 
@@ -8,42 +8,55 @@ from numpy.typing import NDArray
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
-from fleet.popularity import uniform
-from fleet.timing import expected_remote_ranks
+from fleet.signatures import ClusterModel
+from fleet.timing import expected_local_share, expected_remote_ranks
+
+Matrix = NDArray[np.float64]
+
+
+class Prices(NamedTuple):
+    """float64 [ranks, K], of a token of each cluster. remote: expected distinct remote ranks it must reach, summed over MoE layers.
+    local: expected share of its routed pairs whose expert has a replica on the rank."""
+
+    remote: Matrix
+    local: Matrix
 
 
 class Locality(NamedTuple):
-    """remote_ranks: float64 [ranks], expected distinct remote ranks per token, summed over MoE layers; note: why it is what it is, when that needs saying."""
+    """prices: None where no rank is nearer to the experts than another, or where nobody can tell; note: why, when that needs saying."""
 
-    remote_ranks: NDArray[np.float64]
+    prices: Prices | None
     note: str | None
+    clusters: int | None = None
+    """version of the cluster model behind the prices"""
 
 
-def locality(ranks: int, shape: ModelShape | None, layout: Layout | None, placement: Placement | None, profile: NDArray[np.float64] | None) -> Locality:
-    """Price one engine's placement under the global profile ([layers, experts], None: nobody has observed this model yet).
+def locality(ranks: int, shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None) -> Locality:
+    """Price one engine's placement. clusters None: the tracker has not said any of this model yet.
 
-    Zero, with the reason, where no rank is nearer to the experts than another: no shape, no placement, or experts sharded
-    over all ranks. Layers below the layout's boundary are sharded and count for nothing.
+    Layers below the layout's boundary are sharded and count for nothing.
     """
-    nothing = np.zeros(ranks)
-    if shape is None:
-        return Locality(nothing, "the engine reports no experts")
     layout = layout or EP
+    if shape is None:
+        return Locality(None, "the engine reports no experts")
     if layout.attention == "tp" or layout.boundary >= shape.layers:
-        return Locality(nothing, "experts are sharded over all ranks in this layout")
+        return Locality(None, "experts are sharded over all ranks in this layout")
     if placement is None:
-        return Locality(nothing, "the engine's placement is unknown")
+        return Locality(None, "the engine's placement is unknown")
     if (placement.layers, placement.experts, placement.ranks) != (shape.layers, shape.experts, ranks):
-        return Locality(nothing, f"the placement is of another shape: {placement!r}")
-    note = None
-    if profile is None or profile.shape != (shape.layers, shape.experts):
-        profile, note = uniform(shape.layers, shape.experts), "no profile of this model yet: experts taken as equally popular"
-    above = slice(layout.boundary, None)
-    return Locality(expected_remote_ranks(profile[above], placement.share[above], shape.top_k), note)
+        return Locality(None, f"the placement is of another shape: {placement!r}")
+    if clusters is None:
+        return Locality(None, "no clusters of this model yet: experts are not priced")
+    if clusters.profiles.shape[1:] != (shape.layers, shape.experts):
+        return Locality(None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced")
+    return Locality(_prices(clusters, placement.share[layout.boundary :], layout.boundary, shape.top_k), None, clusters.version)
 
 
-def as_profile(table: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Rows that sum to 1, float64 [layers, experts]; a row without any evidence becomes uniform."""
-    wide = table.astype(np.float64)
-    sums = wide.sum(axis=1, keepdims=True)
-    return np.asarray(np.where(sums > 0, wide / np.where(sums > 0, sums, 1.0), 1.0 / wide.shape[1]))
+def _prices(clusters: ClusterModel, share: NDArray[np.float64], boundary: int, top_k: int) -> Prices:
+    """Clusters that nobody uses have the mean's price, which is what they stand for until they are used."""
+    used = np.flatnonzero(clusters.shares > 0)
+    profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])[:, boundary:]
+    which = np.full(clusters.clusters, len(used))
+    which[used] = np.arange(len(used))
+    remote, local = expected_remote_ranks(profiles, share, top_k), expected_local_share(profiles, share)
+    return Prices(np.ascontiguousarray(remote[which].T), np.ascontiguousarray(local[which].T))

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from fleet.prediction import SOURCES
 from router.course import Failure
 from router.decision import Decision
 
@@ -35,6 +36,16 @@ class RouterMetrics:
         self.kv_snapshots = Counter("roost_router_kv_snapshots", "Snapshots asked for, by reason", ["reason"], registry=registry)
         self.bus_refused = Counter("roost_router_bus_messages_refused", "Messages that made no sense to the router", registry=registry)
         self.bus_dropped = Gauge("roost_router_bus_messages_dropped", "Messages dropped because the router read too slowly", registry=registry)
+        self._predictions = Counter("roost_router_predictions", "Booked decisions by the source that foretold most", ["source"], registry=registry)
+        self.outcomes_published = Counter("roost_router_outcomes_published", "Finished requests told to the tracker", registry=registry)
+        self.outcomes_dropped = Counter("roost_router_outcomes_dropped", "Finished requests that could not be told", registry=registry)
+        self.tables_asked = Counter("roost_router_tables_gaps", "Prediction tables asked for anew because a change was missed", registry=registry)
+        self._gain = Gauge("roost_router_prediction_gain", "What the expert term is multiplied with", ["model"], registry=registry)
+        self._tables_version = Gauge("roost_router_tables_version", "Version of the prediction tables", ["model"], registry=registry)
+        self._tables_age = Gauge("roost_router_tables_age_seconds", "Since prediction tables were taken last", ["model"], registry=registry)
+        self._tables_bytes = Gauge("roost_router_tables_bytes", "Memory of the prediction tables", ["model"], registry=registry)
+        self._sources = {source: self._predictions.labels(source) for source in (*SOURCES, "mix", "none")}
+        self._replicas: set[str] = set()
         self.tokenise = self._overhead.labels("tokenise")
         self.deciding = self._overhead.labels("decide")
         self._unknown = _ModelSeries(self, "other")
@@ -50,6 +61,7 @@ class RouterMetrics:
         lost = int(decision.overlap_blocks.max()) - int(decision.overlap_blocks[decision.chosen])
         if lost:
             series.lost.inc(lost)
+        self._sources["none" if decision.outlook is None else decision.outlook.forecast.best].inc()
         self.deciding.observe(seconds)
 
     def failed(self, how: Failure) -> None:
@@ -70,8 +82,24 @@ class RouterMetrics:
             del self._ranks[model, worker, rank]
             self._decisions.remove(model, str(worker), str(rank))
 
+    def replica(self, model: str, version: int, gain: float, stored_bytes: int, age_seconds: float) -> None:
+        """How the copy of one model's prediction tables stands."""
+        self._replicas.add(model)
+        for gauge, value in self._about_tables(version, gain, stored_bytes, age_seconds):
+            gauge.labels(model).set(value)
+
+    def forget_replicas(self, kept: set[str]) -> None:
+        """Drop the series of models that nobody serves any more."""
+        for model in self._replicas - kept:
+            for gauge, _ in self._about_tables():
+                gauge.remove(model)
+        self._replicas &= kept
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+    def _about_tables(self, version: float = 0, gain: float = 0, stored_bytes: float = 0, age: float = 0) -> tuple[tuple[Gauge, float], ...]:
+        return ((self._tables_version, version), (self._gain, gain), (self._tables_bytes, stored_bytes), (self._tables_age, age))
 
     def _rank(self, model: str, worker_id: int, rank: int) -> Counter:
         key = (model, worker_id, rank)

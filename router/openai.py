@@ -35,6 +35,8 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class ChatRequest(_Sampling, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ from fleet.completions import ApiError
 from router.candidates import Candidates, Limits, candidates
 from router.config import RouterConfig
 from router.course import Failure, to_avoid
-from router.decision import Ask, Decision, decide
+from router.decision import Ask, Decision, Outlook, decide
+from router.foresight import NO_KEYS, Foresight, Keys
 from router.kv_index import KvIndex
 from router.prefixes import Prefixes
 from router.prompt import Prompt
@@ -26,7 +27,7 @@ from router.view import View
 class Need(NamedTuple):
     """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
 
-    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text.
+    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Need(NamedTuple):
     output: int
     tokenizer: str | None
     request_id: str = ""
+    keys: Keys = NO_KEYS
 
 
 class Try(NamedTuple):
@@ -49,13 +51,14 @@ FIRST_TRY = Try()
 
 
 class Picker:
-    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others."""
+    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others; `foresight` foretells what a request activates."""
 
     def __init__(self, view: View, reservations: Reservations, kv: KvIndex, prefixes: Prefixes, config: RouterConfig) -> None:
         self.view = view
         self.reservations = reservations
         self.kv = kv
         self.prefixes = prefixes
+        self.foresight = Foresight(config.prediction_bytes)
         self._config = config
         self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds)
         self._weights = Weights(config.prefill_weight, config.queue_weight, config.decode_weight, config.experts_weight)
@@ -92,8 +95,10 @@ class Picker:
             replaces=attempt.replaces,
             cause=attempt.failures[-1][1].value if attempt.failures else None,
             request_id=need.request_id,
+            keys=need.keys,
         )
-        return decide(ask, roster, found, self._overlap(roster, need.prompt), load, self._weights, self.view.version)
+        overlap = self._overlap(roster, need.prompt)
+        return decide(ask, roster, found, overlap, load, self._weights, self.view.version, self._outlook(roster, need))
 
     def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
@@ -101,7 +106,9 @@ class Picker:
         size = target.engine.block_size
         blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
-            self.prefixes.routed(target.key, prompt.chained(size), target.engine.kv_blocks or None)
+            self.prefixes.routed(target.key, prompt.chained(size)[:], target.engine.kv_blocks or None)
+        if decision.outlook is not None:
+            self.foresight.used(decision.ask.model, decision.outlook.forecast, prompt.chained(_block_size(decision.roster)), decision.ask.keys)
         self._kept[decision.id] = decision
         if len(self._kept) > self._config.kept_decisions:
             self._kept.popitem(last=False)
@@ -131,15 +138,35 @@ class Picker:
             raise ApiError(503, said, code="upstream_failed", retry_after=2.0)
         raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
 
+    def _outlook(self, roster: Roster, need: Need) -> Outlook | None:
+        """Of all targets. A prompt that is known as text only is predicted by who asks alone: its hashes are not those of token blocks."""
+        size = _block_size(roster)
+        prefix = need.prompt.chained(size) if need.prompt.ids else ()
+        forecast = self.foresight.predict(need.model, prefix, need.prompt.ids, size, need.keys)
+        if forecast is None:
+            return None
+        prices = self.view.prices(need.model)
+        targets = len(roster.targets)
+        if prices.clusters != len(forecast.weights):
+            nothing = np.zeros(targets)
+            return Outlook(forecast, nothing, nothing, nothing, np.zeros(targets, np.bool_))
+        both = prices.flat @ np.stack((forecast.weights, forecast.shares), axis=1)
+        return Outlook(forecast, both[:targets, 0], both[targets:, 0], both[targets:, 1], prices.priced)
+
     def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:
         """int64 [targets]: leading blocks that each rank holds or, without KV events, probably holds."""
         overlap = np.zeros(len(roster.targets), np.int64)
         for size in roster.block_sizes:
             found = {} if len(roster.guessed) == len(roster.targets) else self.kv.overlap(prompt.hashes(size))
             if roster.guessed:
-                found = {**found, **self.prefixes.overlap(roster.guessed, prompt.chained(size))}
+                found = {**found, **self.prefixes.overlap(roster.guessed, prompt.chained(size)[:])}
             for key, blocks in found.items():
                 at = roster.index.get(key)
                 if at is not None and roster.block_size[at] == size:
                     overlap[at] = blocks
         return overlap
+
+
+def _block_size(roster: Roster) -> int:
+    """Tokens of the blocks that signatures are kept by; where engines differ, the smallest of theirs."""
+    return roster.block_sizes[0]

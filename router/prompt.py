@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, overload
 
-from fleet.blocks import local_hashes, sequence_hashes
+from fleet.blocks import chain, local_hashes
 from router.prefixes import text_hashes
 
 BYTES_PER_TOKEN = 4
@@ -21,9 +21,49 @@ class Prompt(Protocol):
         """u64 local hash of each full block"""
         ...
 
-    def chained(self, block_size: int) -> list[int]:
+    def chained(self, block_size: int) -> "Chain":
         """u64 sequence hash of each full block"""
         ...
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """its token ids; none where nobody can tokenise it"""
+        ...
+
+
+class Chain(Sequence[int]):
+    """u64 sequence hashes of blocks given by their local ones, each computed when it is first asked for, with all before it."""
+
+    def __init__(self, local: Sequence[int]) -> None:
+        self._local = local
+        self._chained: list[int] = []
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self._local))
+            if step != 1:
+                return [self[one] for one in range(start, stop, step)]
+            self._reach(stop)
+            return self._chained[start:stop]
+        if not 0 <= at < len(self._local):
+            raise IndexError(f"block {at} of a prompt of {len(self._local)}")
+        self._reach(at + 1)
+        return self._chained[at]
+
+    def __len__(self) -> int:
+        return len(self._local)
+
+    def _reach(self, depth: int) -> None:
+        chained = self._chained
+        if depth > len(chained):
+            parent = chained[-1] if chained else None
+            for local in self._local[len(chained) : depth]:
+                parent = chain(parent, local)
+                chained.append(parent)
 
 
 class _Hashed(ABC):
@@ -31,16 +71,16 @@ class _Hashed(ABC):
 
     def __init__(self) -> None:
         self._local: dict[int, list[int]] = {}
-        self._chained: dict[int, list[int]] = {}
+        self._chained: dict[int, Chain] = {}
 
     def hashes(self, block_size: int) -> list[int]:
         if block_size not in self._local:
             self._local[block_size] = self._hash(block_size)
         return self._local[block_size]
 
-    def chained(self, block_size: int) -> list[int]:
+    def chained(self, block_size: int) -> Chain:
         if block_size not in self._chained:
-            self._chained[block_size] = sequence_hashes(self.hashes(block_size))
+            self._chained[block_size] = Chain(self.hashes(block_size))
         return self._chained[block_size]
 
     @abstractmethod
@@ -52,14 +92,18 @@ class TokenPrompt(_Hashed):
 
     def __init__(self, ids: Sequence[int]) -> None:
         super().__init__()
-        self.ids = ids
+        self._ids = ids
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._ids
 
     @property
     def tokens(self) -> int:
-        return len(self.ids)
+        return len(self._ids)
 
     def _hash(self, block_size: int) -> list[int]:
-        return local_hashes(self.ids, block_size)
+        return local_hashes(self._ids, block_size)
 
 
 class TextPrompt(_Hashed):
@@ -68,6 +112,10 @@ class TextPrompt(_Hashed):
     def __init__(self, text: bytes) -> None:
         super().__init__()
         self._text = text
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return ()
 
     @property
     def tokens(self) -> int:

@@ -56,7 +56,7 @@ class Relay:
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
-        need = Need(self._exchange.model, self._prompt, 0, self._output, None, self._exchange.request_id)
+        need = Need(self._exchange.model, self._prompt, 0, self._output, None, self._exchange.request_id, self._exchange.keys())
         suffix = f"-a{attempt}" if attempt > 1 else ""
         decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, self._failures))
         self._exchange.decision = decision
@@ -71,6 +71,7 @@ class Relay:
             return decision, failed
         else:
             ended = None
+            self._service.finished(decision, self._prompt)
             return decision, None
         finally:
             self._service.release(booking)
@@ -79,6 +80,7 @@ class Relay:
 
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = {**(self._exchange.pass_on if span is None else span.headers), "x-request-id": self._exchange.request_id}
+        headers["x-roost-decision-id"] = decision.id
         if self._service.backend_key is not None:
             headers["authorization"] = f"Bearer {self._service.backend_key}"
         async with self._service.upstream.call(decision.target.url, self._exchange.path, self._body, headers) as call:

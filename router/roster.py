@@ -1,4 +1,4 @@
-"""The ranks that may serve one model, as columns: an immutable snapshot, rebuilt when membership, placement or profile change. Pure."""
+"""The ranks that may serve one model, as columns: an immutable snapshot, rebuilt when membership or placement change. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
@@ -36,7 +36,7 @@ class Target(NamedTuple):
     key: RankKey
     name: str
     epoch: int | None
-    """placement epoch behind the expert term; None: no placement is known"""
+    """placement epoch that is served; None: no placement is known"""
     note: str | None
     """why the expert term is what it is"""
 
@@ -69,12 +69,10 @@ class Roster:
     decode_sequence_s: NDArray[np.float64]
     decode_block_s: NDArray[np.float64]
     dispatch_s: NDArray[np.float64]
-    remote_ranks: NDArray[np.float64]
     approximate: NDArray[np.bool_]
     """the rank reports no KV events: its overlap is guessed from what was routed there"""
     block_sizes: tuple[int, ...]
     """distinct block sizes"""
-    profile_version: int | None
 
     all_at: NDArray[np.intp]
     """0, 1, 2, ...: every target is a candidate"""

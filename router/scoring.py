@@ -41,11 +41,20 @@ def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block
     return np.asarray(np.maximum(prompt_tokens - overlap_blocks * block_size, 1), np.int64)
 
 
-def score(roster: Roster, at: NDArray[np.intp], load: Amounts, uncached: NDArray[np.int64], output_tokens: int, weights: Weights) -> Scores:
+def score(
+    roster: Roster,
+    at: NDArray[np.intp],
+    load: Amounts,
+    uncached: NDArray[np.int64],
+    output_tokens: int,
+    weights: Weights,
+    remote_ranks: NDArray[np.float64] | None = None,
+) -> Scores:
     """Price the candidates `at` (indices into the roster). load: int64 [AMOUNTS, candidates]; uncached: int64 [candidates].
 
     prefill: computing the uncached prompt. queue: prefill promised before it. decode: what the running sequences add to
-    `output_tokens` steps. experts: sending each token, computed or emitted, to the expected number of distinct remote ranks.
+    `output_tokens` steps. experts: sending each token, computed or emitted, to `remote_ranks`, float64 [candidates], the expected
+    number of distinct remote ranks as far as it is believed; None: nothing is known, and the term is 0.
     """
     token_s = columns(roster.prefill_token_s, at)
     sequence_s, block_s = columns(roster.decode_sequence_s, at), columns(roster.decode_block_s, at)
@@ -53,7 +62,7 @@ def score(roster: Roster, at: NDArray[np.intp], load: Amounts, uncached: NDArray
     terms[0] = prefill_seconds(token_s, uncached)
     terms[1] = queue_seconds(token_s, load[PREFILL])
     terms[2] = decode_seconds(sequence_s, block_s, load[SEQUENCES], load[BLOCKS], output_tokens)
-    terms[3] = dispatch_seconds(columns(roster.dispatch_s, at), uncached + output_tokens, columns(roster.remote_ranks, at))
+    terms[3] = 0.0 if remote_ranks is None else dispatch_seconds(columns(roster.dispatch_s, at), uncached + output_tokens, remote_ranks)
     terms *= weights.factors
     total = terms[0] + terms[1] + terms[2] + terms[3]
     return Scores(terms, total)

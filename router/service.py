@@ -18,9 +18,11 @@ from router.feeds import Feeds
 from router.kv_index import KvIndex
 from router.lexicon import Lexicon
 from router.metrics import RouterMetrics
+from router.outcomes import Outcomes
 from router.picker import FIRST_TRY, Need, Picker, Try
 from router.plain import PlainBackends
 from router.prefixes import Prefixes
+from router.prompt import Prompt
 from router.proxy import Upstream
 from router.reservations import Booking, Reservations
 from router.tokenizer import ModelTokenizer
@@ -58,6 +60,7 @@ class RouterService:
         self.picker = Picker(self.view, reservations, KvIndex(), Prefixes(config.prefix_blocks_per_rank), config)
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed)
         self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, self.forget_worker)
+        self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
         self._backends = PlainBackends(config.backends, self.backend_key, self.view, clock, self.forget_worker)
 
     @property
@@ -73,6 +76,8 @@ class RouterService:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.feeds is not None:
                 tasks.create_task(self.feeds.run(), name="listens to the bus")
+            if self._outcomes is not None:
+                tasks.create_task(self._outcomes.run(), name="tells the tracker what became of requests")
             if self.config.backends:
                 tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds), name="probes plain backends")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
@@ -108,6 +113,11 @@ class RouterService:
     def release(self, booking: Booking) -> None:
         self.picker.reservations.release(booking)
 
+    def finished(self, decision: Decision, prompt: Prompt) -> None:
+        """A choice was answered to its end by this decision's rank; `prompt` is what was decided on."""
+        if self._outcomes is not None:
+            self._outcomes.note(decision, prompt)
+
     def attempt_failed(self, exchange: Exchange, decision: Decision, how: Failure, detail: str) -> None:
         """Remember what failed; an engine that cannot be reached is left alone until it gives a sign of life."""
         exchange.failures.append(how)
@@ -126,6 +136,7 @@ class RouterService:
         self.metrics.forget_worker(worker_id)
         if self.feeds is not None:
             self.feeds.kv.forget_worker(worker_id)
+            self.feeds.tracker.keep_only(self.view.keep_clusters())
         self.lexicon.keep_only({state.joined.tokenizer for state in self.view.engines() if state.joined.tokenizer is not None})
 
     def _tokenizer_changed(self, digest: str, reason: str | None) -> None:

@@ -12,6 +12,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvid
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from router.decision import Decision, DecisionRecord
+from router.foresight import PredictionRecord
 
 Provider = TracerProvider
 """For those who hand a provider on without importing OpenTelemetry."""
@@ -76,9 +77,11 @@ class RequestTrace:
             span.set_attributes(_decision_attributes(record))
             for candidate in record.candidates[:MOST_CANDIDATES]:
                 terms = candidate.terms_ms
+                foretold = {"roost.remote_ranks": candidate.remote_ranks, "roost.local_share": candidate.local_share}
                 span.add_event(
                     "roost.candidate",
                     {
+                        **{name: value for name, value in foretold.items() if value is not None},
                         "roost.candidate": f"{candidate.engine}/{candidate.rank}",
                         "roost.worker_id": candidate.worker_id,
                         "roost.score_ms": candidate.score_ms,
@@ -154,12 +157,27 @@ def _decision_attributes(record: DecisionRecord) -> dict[str, Value]:
         "roost.excluded": [f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MOST_CANDIDATES]],
     }
     notes = sorted({candidate.experts_note for candidate in record.candidates if candidate.experts_note})
-    optional = {
+    optional: dict[str, Value | None] = {
         "roost.runner_up": record.runner_up,
         "roost.margin_ms": record.margin_ms,
-        "roost.epoch.profile": record.epochs.profile,
+        "roost.epoch.tables": record.epochs.tables,
+        "roost.epoch.clusters": record.epochs.clusters,
         "roost.replaces": record.replaces,
         "roost.cause": record.cause,
         "roost.experts_note": notes or None,
     }
+    if record.prediction is not None:
+        optional |= _prediction_attributes(record.prediction)
     return found | {name: value for name, value in optional.items() if value is not None}
+
+
+def _prediction_attributes(record: PredictionRecord) -> dict[str, Value | None]:
+    return {
+        "roost.prediction.clusters": [f"{one.cluster}:{one.weight:.3f}" for one in record.clusters],
+        "roost.prediction.known_blocks": record.known_blocks,
+        "roost.prediction.prefix": record.prefix,
+        "roost.prediction.sources": [f"{one.source}: {one.evidence_tokens:g} tokens, confidence {one.confidence:.3f}" for one in record.sources] or None,
+        "roost.prediction.best": record.best,
+        "roost.prediction.confidence": record.confidence,
+        "roost.prediction.gain": record.gain,
+    }

@@ -1,7 +1,7 @@
-"""What is known of engines, placements and profiles: the one mutable state behind rosters. Pure: time comes in as an argument.
+"""What is known of engines, placements and clusters: the one mutable state behind rosters. Pure: time comes in as an argument.
 
-State: engines by worker_id, profiles by model, and the rosters made of them, dropped whenever something they were made of
-changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
+State: engines by worker_id, cluster models by model, and the rosters and price lists made of them, dropped whenever something they
+were made of changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from fleet.events import EngineJoined
 from fleet.layout import Layout
 from fleet.placement import Placement
+from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
-from router.locality import Locality
+from router.locality import Locality, Matrix, Prices
 from router.reservations import Reservations
 from router.roster import Dialect, Excluded, RankKey, Roster, Target
 
@@ -43,6 +44,8 @@ class EngineState:
     standing: Standing = Standing.UNHEARD
     locality: Locality | None = None
     """None: not priced yet"""
+    priced_epoch: int | None = None
+    """placement epoch that `locality` is about"""
     blocked: str | None = None
     """why a live engine cannot be used (its tokenizer is missing)"""
     rows: list[int] = field(default_factory=list)
@@ -64,11 +67,16 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """The tracker's global profile of a model: float64 [layers, experts], rows sum to 1."""
+class PriceList:
+    """The prices of a model's targets, in the order of its roster. flat: float64 [2 * targets, K], remote ranks of a token of each
+    cluster at each target, then local shares; 0 where `priced`, bool [targets], is not."""
 
-    version: int
-    table: NDArray[np.float64]
+    flat: Matrix
+    priced: NDArray[np.bool_]
+
+    @property
+    def clusters(self) -> int:
+        return int(self.flat.shape[1])
 
 
 class View:
@@ -77,8 +85,9 @@ class View:
     def __init__(self, reservations: Reservations) -> None:
         self._reservations = reservations
         self._engines: dict[int, EngineState] = {}
-        self._profiles: dict[str, Profile] = {}
+        self._clusters: dict[str, ClusterModel] = {}
         self._rosters: dict[str, Roster] = {}
+        self._prices: dict[str, PriceList] = {}
         self.version = 0
         """counts changes; part of every decision"""
 
@@ -154,23 +163,38 @@ class View:
         state = self._engines.get(worker_id)
         if state is None or (state.placement is not None and placement.epoch <= state.placement.epoch):
             return False
-        state.placement, state.layout, state.locality = placement, layout, None
+        if layout != state.layout or state.locality is None or state.locality.prices is None:
+            state.locality = None  # else the prices of the last epoch stand until those of this one are known
+        state.placement, state.layout = placement, layout
         self._changed()
         return True
 
-    def learn(self, model: str, profile: Profile) -> bool:
-        """A model's global profile. False when it is the one already known."""
-        known = self._profiles.get(model)
-        if known is not None and known.version == profile.version:
+    def learn(self, model: str, clusters: ClusterModel) -> bool:
+        """A model's clusters. False when they are not newer than those known."""
+        known = self._clusters.get(model)
+        if known is not None and known.version >= clusters.version:
             return False
-        self._profiles[model] = profile
+        self._clusters[model] = clusters
+        self._prices.pop(model, None)
         return True
 
+    def keep_clusters(self) -> set[str]:
+        """Let go of the clusters of models that no engine serves, dead or alive; returns the models that are left."""
+        models = {state.joined.model for state in self._engines.values()}
+        self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
+        return models
+
     def price(self, worker_id: int, epoch: int | None, found: Locality) -> None:
-        """Note what a placement epoch costs under the present profile; ignored when the epoch has passed meanwhile."""
+        """Note what a placement epoch costs; ignored when the epoch has passed meanwhile."""
         state = self._engines.get(worker_id)
-        if state is not None and epoch == (None if state.placement is None else state.placement.epoch):
-            state.locality = found
+        if state is None or epoch != (None if state.placement is None else state.placement.epoch):
+            return
+        said = _note(state)
+        state.locality, state.priced_epoch = found, epoch
+        if _note(state) == said:
+            self.version += 1
+            self._prices.pop(state.joined.model, None)
+        else:
             self._changed()
 
     def engines(self) -> Iterator[EngineState]:
@@ -179,8 +203,8 @@ class View:
     def engine(self, worker_id: int) -> EngineState | None:
         return self._engines.get(worker_id)
 
-    def profile(self, model: str) -> Profile | None:
-        return self._profiles.get(model)
+    def clusters(self, model: str) -> ClusterModel | None:
+        return self._clusters.get(model)
 
     def models(self, *, live: bool) -> list[str]:
         """Names of models, sorted: those of live engines, or of all engines not yet forgotten."""
@@ -190,9 +214,26 @@ class View:
         """The ranks that may serve a model now; empty when there is none."""
         if model not in self._rosters:
             if model not in self.models(live=False):
-                return _build(model, list(self._engines.values()), None)  # not kept: clients choose these names
-            self._rosters[model] = _build(model, list(self._engines.values()), self._profiles.get(model))
+                return _build(model, list(self._engines.values()))  # not kept: clients choose these names
+            self._rosters[model] = _build(model, list(self._engines.values()))
         return self._rosters[model]
+
+    def prices(self, model: str) -> PriceList:
+        """What a token of each cluster costs at each target of the model's roster, as far as that is known."""
+        if model not in self._prices:
+            found = self._price_list(self.roster(model).targets, self._clusters.get(model))
+            if model not in self._rosters:
+                return found
+            self._prices[model] = found
+        return self._prices[model]
+
+    def _price_list(self, targets: tuple[Target, ...], clusters: ClusterModel | None) -> PriceList:
+        known = [_prices(self._engines[target.key[0]], target.rank, clusters) for target in targets]
+        flat = np.zeros((2 * len(targets), 0 if clusters is None else clusters.clusters))
+        for at, prices in enumerate(known):
+            if prices is not None:
+                flat[at], flat[len(targets) + at] = prices.remote[targets[at].rank], prices.local[targets[at].rank]
+        return PriceList(flat, np.array([prices is not None for prices in known], np.bool_))
 
     def _stand(self, worker_id: int, standing: Standing) -> bool:
         state = self._engines.get(worker_id)
@@ -206,9 +247,10 @@ class View:
     def _changed(self) -> None:
         self.version += 1
         self._rosters.clear()
+        self._prices.clear()
 
 
-def _build(model: str, engines: list[EngineState], profile: Profile | None) -> Roster:
+def _build(model: str, engines: list[EngineState]) -> Roster:
     """Keep the engines that can serve the model in one dialect and one tokenizer; ids win over text, the first joined over later ones."""
     serving = [state for state in engines if state.joined.model == model and state.obstacle is None]
     dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
@@ -221,7 +263,7 @@ def _build(model: str, engines: list[EngineState], profile: Profile | None) -> R
             kept.append(state)
         else:
             excluded += [Excluded(state.joined.engine, rank, reason) for rank in range(state.ranks)]
-    return _columns(model, dialect, tokenizer, kept, tuple(excluded), profile)
+    return _columns(model, dialect, tokenizer, kept, tuple(excluded))
 
 
 def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | None) -> str | None:
@@ -236,9 +278,7 @@ def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | No
     return None
 
 
-def _columns(
-    model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...], profile: Profile | None
-) -> Roster:
+def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> Roster:
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
     speeds = [state.joined.speed or _DEFAULT_SPEED for state, _ in ranks]
     targets = tuple(_target(state, rank) for state, rank in ranks)
@@ -258,10 +298,8 @@ def _columns(
         decode_sequence_s=np.array([speed.decode_sequence for speed in speeds], np.float64),
         decode_block_s=np.array([speed.decode_block for speed in speeds], np.float64),
         dispatch_s=np.array([speed.dispatch for speed in speeds], np.float64),
-        remote_ranks=np.array([_remote(state, rank) for state, rank in ranks], np.float64),
         approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
         block_sizes=tuple(sorted(set(sizes))),
-        profile_version=None if profile is None else profile.version,
         all_at=np.arange(len(ranks)),
         guessed=tuple(target.key for target in targets if not target.engine.capabilities.kv_events),
         largest_context=max(contexts, default=0),
@@ -272,11 +310,23 @@ def _columns(
 
 def _target(state: EngineState, rank: int) -> Target:
     key: RankKey = (state.joined.worker_id, rank)
-    note = "not priced yet" if state.locality is None else state.locality.note
     epoch = None if state.placement is None else state.placement.epoch
     url = state.joined.urls[rank].rstrip("/").removesuffix("/v1")
-    return Target(state.joined, rank, url, key, f"{state.joined.engine}/{rank}", epoch, note)
+    return Target(state.joined, rank, url, key, f"{state.joined.engine}/{rank}", epoch, _note(state))
 
 
-def _remote(state: EngineState, rank: int) -> float:
-    return 0.0 if state.locality is None or rank >= len(state.locality.remote_ranks) else float(state.locality.remote_ranks[rank])
+def _note(state: EngineState) -> str | None:
+    """Why an engine's expert term is what it is, when that needs saying."""
+    if state.locality is None:
+        return "not priced yet"
+    if state.placement is not None and state.priced_epoch != state.placement.epoch:
+        return f"not priced yet: the term is that of epoch {state.priced_epoch}"
+    return state.locality.note
+
+
+def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> Prices | None:
+    """None: unpriced, or priced with another number of clusters than there are now."""
+    prices = None if state.locality is None else state.locality.prices
+    if prices is None or clusters is None or rank >= len(prices.remote) or prices.remote.shape[1] != clusters.clusters:
+        return None
+    return prices

@@ -10,26 +10,30 @@ from hypothesis import strategies as st
 
 from fleet.events import Capabilities
 from fleet.layout import Layout
-from fleet.placement import linear
-from fleet.popularity import ExpertTable
+from fleet.placement import Placement, linear
+from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from router.candidates import Limits, candidates
-from router.decision import Ask, Decision, DecisionRecord, decide
-from router.locality import as_profile, locality
+from router.decision import Ask, Decision, DecisionRecord, Outlook, decide
+from router.foresight import NO_GAIN, UNKNOWN_MODEL, Forecast
+from router.locality import Locality, Prices, locality
 from router.reservations import PREFILL, SEQUENCES, Reservations
 from router.roster import Roster
 from router.scoring import TERMS, Weights, score, uncached_tokens
-from router.view import Profile, View
+from router.view import View
 from tests.router.houses import SHAPE, engine_joined
+from tests.router.learnt import clusters, halves
 
 LIMITS = Limits(requests=10, queue_seconds=5.0)
 SLOW = EngineSpeed(prefill_token=1e-3, decode_sequence=1e-3, decode_block=1e-5, dispatch=1e-5)
 
 
-def view_of(*engines: dict[str, Any]) -> tuple[View, Reservations]:
+def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> tuple[View, Reservations]:
     """A view of live, priced engines named e0, e1, ...; each given as what differs from the ordinary."""
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     view = View(reservations)
+    if clusters is not None:
+        view.learn("demo", clusters)
     for number, about in enumerate(engines):
         ranks = about.pop("ranks", 2)
         tokenizer = about.pop("tokenizer", "f" * 64)
@@ -38,7 +42,7 @@ def view_of(*engines: dict[str, Any]) -> tuple[View, Reservations]:
         view.heard(joined.worker_id, 0.0)
         state = view.engine(joined.worker_id)
         assert state is not None
-        found = locality(ranks, joined.shape, state.layout, state.placement, None)
+        found = locality(ranks, joined.shape, state.layout, state.placement, clusters)
         view.price(joined.worker_id, None if state.placement is None else state.placement.epoch, found)
     return view, reservations
 
@@ -47,10 +51,27 @@ def ask(seed: int = 0, prompt: int = 100, output: int = 20) -> Ask:
     return Ask(decision_id="d", seed=seed, model="demo", prompt_tokens=prompt, output_tokens=output)
 
 
-def decided(roster: Roster, load: Any = None, overlap: Any = None, weights: Weights = Weights(), **asked: int) -> Decision:  # noqa: B008 immutable
+def decided(
+    roster: Roster,
+    load: Any = None,
+    overlap: Any = None,
+    weights: Weights = Weights(),  # noqa: B008 immutable
+    outlook: Outlook | None = None,
+    **asked: int,
+) -> Decision:
     load = np.zeros((3, len(roster.targets)), np.int64) if load is None else load
     overlap = np.zeros(len(roster.targets), np.int64) if overlap is None else np.array(overlap)
-    return decide(ask(**asked), roster, candidates(roster, load, 1, LIMITS), overlap, load, weights, 1)
+    return decide(ask(**asked), roster, candidates(roster, load, 1, LIMITS), overlap, load, weights, 1, outlook)
+
+
+def foretold(remote: Any, gain: float = 1.0, local: Any = None, priced: Any = None) -> Outlook:
+    """An outlook with these expected remote ranks per target."""
+    remote = np.asarray(remote, np.float64)
+    local = np.zeros(len(remote)) if local is None else np.asarray(local, np.float64)
+    forecast = Forecast(
+        np.array([0.8, 0.2], np.float32), np.full(2, 0.5, np.float32), gain, 7, 3, 2, 2**64 - 5, slice(8, 264), (8.0, 0, 0, 0), (0.4, 0, 0, 0), 0.4
+    )
+    return Outlook(forecast, remote, local, local, np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced))
 
 
 loads = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500)), min_size=4, max_size=4)
@@ -59,10 +80,20 @@ weights = st.builds(Weights, *[st.floats(0, 10)] * 4)
 
 
 @settings(deadline=None)
-@given(load=loads, overlap=overlaps, weight=weights, prompt=st.integers(1, 200), output=st.integers(1, 100), seed=st.integers(0, 2**32))
-def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int) -> None:
+@given(
+    load=loads,
+    overlap=overlaps,
+    weight=weights,
+    prompt=st.integers(1, 200),
+    output=st.integers(1, 100),
+    seed=st.integers(0, 2**32),
+    outlook=st.none() | st.builds(foretold, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
+)
+def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
+    load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int, outlook: Outlook | None
+) -> None:
     view, _ = view_of({}, {"speed": SLOW})
-    decision = decided(view.roster("demo"), np.array(load).T, overlap, weight, prompt=prompt, output=output, seed=seed)
+    decision = decided(view.roster("demo"), np.array(load).T, overlap, weight, outlook, prompt=prompt, output=output, seed=seed)
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     for candidate in record.candidates:
         terms = candidate.terms_ms
@@ -104,18 +135,19 @@ def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.full((3, 2), 5)
     for at in range(len(TERMS)):
-        plain = decided(view.roster("demo"), load).scores.terms
+        plain = decided(view.roster("demo"), load, outlook=foretold([1.0, 0.5])).scores.terms
         for factor in (0.0, 2.0):
-            weighted = decided(view.roster("demo"), load, weights=Weights(*[factor if one == at else 1.0 for one in range(4)])).scores.terms
+            only = Weights(*[factor if one == at else 1.0 for one in range(4)])
+            weighted = decided(view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])).scores.terms
             assert (weighted[at] == factor * plain[at]).all()
 
 
 def test_terms_are_milliseconds_of_the_time_model() -> None:
     view, _ = view_of({"speed": SLOW})
     load = np.array([[200, 0], [3, 0], [40, 0]])
-    decision = decided(view.roster("demo"), load, [5, 0], prompt=100, output=20)
     remote = 2 * (1 - 0.5**2)  # two layers, half of the mass away, two draws
-    assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, 20 * (3 * 1.0 + 40 * 0.01), (80 + 20) * 0.01 * remote])
+    decision = decided(view.roster("demo"), load, [5, 0], outlook=foretold([remote, remote], gain=0.6), prompt=100, output=20)
+    assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, 20 * (3 * 1.0 + 40 * 0.01), 0.6 * (80 + 20) * 0.01 * remote])
 
 
 def test_equal_candidates_are_told_apart_by_the_seed_alone() -> None:
@@ -192,49 +224,106 @@ def test_text_only_engines_serve_a_model_that_nobody_serves_by_ids() -> None:
 # What experts cost
 
 
-def test_the_expert_term_is_lower_where_the_popular_experts_live() -> None:
-    placement = linear(layers=2, experts=4, ranks=2)
-    hot = as_profile(np.array([[9, 9, 1, 1], [9, 9, 1, 1]], np.float32))
-    found = locality(2, SHAPE, None, placement, hot)
+def prices(found: Locality) -> Prices:
     assert found.note is None
-    assert found.remote_ranks[0] == pytest.approx(2 * (1 - 0.9**2))
-    assert found.remote_ranks[1] == pytest.approx(2 * (1 - 0.1**2))
+    assert found.prices is not None
+    return found.prices
 
 
-@pytest.mark.parametrize(
-    ("layout", "note"),
-    [
-        (Layout(attention="tp", boundary=2), "sharded over all ranks"),
-        (Layout(attention="dp", boundary=2), "sharded over all ranks"),
-    ],
-)
-def test_the_expert_term_is_zero_where_experts_are_sharded(layout: Layout, note: str) -> None:
-    found = locality(2, SHAPE, layout, linear(layers=2, experts=4, ranks=2), None)
-    assert not found.remote_ranks.any()
-    assert found.note is not None
-    assert note in found.note
+def test_a_clusters_price_is_lower_where_its_experts_live() -> None:
+    found = prices(locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
+    near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
+    assert found.remote == pytest.approx(np.array([[near, far], [far, near]]), abs=1e-3)
+    assert found.local == pytest.approx(np.array([[0.9, 0.1], [0.1, 0.9]]), abs=1e-3)
 
 
-def test_layers_below_the_boundary_cost_nothing() -> None:
-    whole = locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), None)
-    half = locality(2, SHAPE, Layout(attention="dp", boundary=1), linear(layers=2, experts=4, ranks=2), None)
-    assert half.remote_ranks == pytest.approx(whole.remote_ranks / 2)
+def test_a_cluster_that_nobody_uses_is_priced_as_the_mean() -> None:
+    model = clusters([[[9, 9, 1, 1]] * 2, [[1, 1, 9, 9]] * 2, [[1, 0, 0, 0]] * 2], shares=[0.5, 0.5, 0.0])
+    found = prices(locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), model))
+    assert found.remote[:, 2] == pytest.approx([2 * (1 - 0.5**2)] * 2, abs=1e-3)
+    assert found.local[:, 2] == pytest.approx([0.5] * 2, abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=2), Layout(attention="dp", boundary=2)])
+def test_there_is_no_expert_price_where_experts_are_sharded(layout: Layout) -> None:
+    found = locality(2, SHAPE, layout, linear(layers=2, experts=4, ranks=2), halves())
+    assert found.prices is None
+    assert "sharded over all ranks" in str(found.note)
+
+
+def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -> None:
+    placement = linear(layers=2, experts=4, ranks=2)
+    whole = prices(locality(2, SHAPE, None, placement, halves()))
+    half = prices(locality(2, SHAPE, Layout(attention="dp", boundary=1), placement, halves()))
+    assert half.remote == pytest.approx(whole.remote / 2)
+    assert half.local == pytest.approx(whole.local)
 
 
 def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
-    assert "reports no experts" in str(locality(2, None, None, None, None).note)
-    assert "placement is unknown" in str(locality(2, SHAPE, None, None, None).note)
-    assert "another shape" in str(locality(2, SHAPE, None, linear(layers=3, experts=4, ranks=2), None).note)
-    assert "no profile" in str(locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), None).note)
+    placement = linear(layers=2, experts=4, ranks=2)
+    cases = {
+        "reports no experts": locality(2, None, None, None, None),
+        "placement is unknown": locality(2, SHAPE, None, None, halves()),
+        "placement is of another shape": locality(2, SHAPE, None, linear(layers=3, experts=4, ranks=2), halves()),
+        "no clusters of this model yet": locality(2, SHAPE, None, placement, None),
+        "clusters are of another shape": locality(2, SHAPE, None, placement, clusters(np.ones((2, 5, 7)))),
+    }
+    for said, found in cases.items():
+        assert found.prices is None
+        assert said in str(found.note)
 
 
-def test_a_profile_of_another_shape_is_not_used() -> None:
-    assert "no profile" in str(locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), np.ones((5, 7))).note)
+def aligned(gain: float = 1.0) -> tuple[Roster, Outlook]:
+    """Two ranks of one engine, and a request whose experts live on the second."""
+    view, _ = view_of({"speed": SLOW}, clusters=halves())
+    near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
+    return view.roster("demo"), foretold([far, near], gain, [0.1, 0.9])
 
 
-def test_a_profiles_rows_sum_to_one_and_silent_layers_are_uniform() -> None:
-    table = as_profile(ExpertTable.of(np.array([[2, 2, 4], [0, 0, 0]])).array())
-    assert table.tolist() == [[0.25, 0.25, 0.5], [1 / 3] * 3]
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes_it(seed: int) -> None:
+    roster, outlook = aligned()
+    decision = decided(roster, outlook=outlook, seed=seed)
+    assert decision.target.rank == 1
+    assert decision.tied == 1
+    assert decision.margin_ms == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
+    roster, outlook = aligned(gain=0.0)
+    unbelieved, unforetold = decided(roster, outlook=outlook, seed=seed), decided(roster, seed=seed)
+    assert (unbelieved.scores.terms == unforetold.scores.terms).all()
+    assert unbelieved.target is unforetold.target
+    assert unbelieved.tied == 2
+
+
+def test_a_cached_prefix_outweighs_experts_and_experts_outweigh_a_little_less() -> None:
+    roster, outlook = aligned()
+    assert decided(roster, None, [25, 0], outlook=outlook).target.rank == 0
+    assert decided(roster, None, [0, 25], outlook=outlook).target.rank == 1
+
+
+def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
+    roster, outlook = aligned(gain=0.5)
+    record = msgspec.json.decode(msgspec.json.encode(decided(roster, outlook=outlook).record()), type=DecisionRecord)
+    assert [(one.rank, one.local_share, one.experts_note) for one in record.candidates] == [(1, 0.9, None), (0, 0.1, None)]
+    assert (record.epochs.tables, record.epochs.clusters) == (7, 3)
+    assert record.prediction is not None
+    assert [(one.cluster, round(one.weight, 3)) for one in record.prediction.clusters] == [(0, 0.8), (1, 0.2)]
+    assert record.prediction.prefix == str(2**64 - 5)
+    assert [(one.source, one.evidence_tokens, one.confidence) for one in record.prediction.sources] == [("prefix", 8.0, 0.4)]
+    assert (record.prediction.best, record.prediction.known_blocks, record.prediction.gain) == ("prefix", 2, 0.5)
+
+
+def test_an_expert_term_of_zero_says_why() -> None:
+    def notes(outlook: Outlook | None) -> set[str | None]:
+        return {candidate.experts_note for candidate in decided(roster, outlook=outlook).record().candidates}
+
+    roster, _ = aligned()
+    assert notes(None) == {UNKNOWN_MODEL}
+    assert notes(foretold([1, 1], gain=0.0)) == {NO_GAIN}
+    assert notes(foretold([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
+    assert decided(roster).record().prediction is None
+    view, _ = view_of({"layout": Layout(attention="tp", boundary=2)}, clusters=halves())
+    roster = view.roster("demo")
+    assert "sharded" in str(notes(foretold([0], priced=[False])))
 
 
 # The view
@@ -292,11 +381,42 @@ def test_an_older_placement_never_replaces_a_newer_one() -> None:
     assert view.roster("demo").targets[0].note == "not priced yet"
 
 
-def test_a_profile_is_learnt_once_per_version() -> None:
+def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> None:
+    view, _ = view_of({}, clusters=halves())
+    before = view.prices("demo")
+    assert before.priced.all()
+    mirrored = Placement(linear(layers=2, experts=4, ranks=2).expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=1)
+    view.place(1, mirrored, Layout(attention="dp", boundary=0))
+    assert (view.prices("demo").flat == before.flat).all()
+    assert view.roster("demo").targets[0].note == "not priced yet: the term is that of epoch 0"
+    view.price(1, 1, locality(2, SHAPE, None, mirrored, halves()))
+    assert view.prices("demo").flat == pytest.approx(before.flat[[1, 0, 3, 2]])
+    assert view.roster("demo").targets[0].note is None
+    tp = Placement(mirrored.expert_of_slot, experts=4, ranks=2, epoch=2)
+    view.place(1, tp, Layout(attention="dp", boundary=2))
+    assert not view.prices("demo").priced.any(), "another layout has other prices"
+
+
+def test_prices_follow_the_clusters_and_those_of_another_number_of_clusters_are_not_used() -> None:
+    view, _ = view_of({}, clusters=halves())
+    assert view.prices("demo").clusters == 2
+    assert view.learn("demo", halves(version=2))
+    assert view.prices("demo").priced.all(), "slots keep their meaning: the last version's prices will do"
+    assert view.learn("demo", clusters(np.ones((3, 2, 4)), version=3))
+    assert not view.prices("demo").priced.any()
+    assert view.prices("demo").clusters == 3
+
+
+def test_clusters_are_learnt_once_per_version_and_forgotten_with_their_last_engine() -> None:
     view, _ = view_of({})
-    assert view.learn("demo", Profile(3, np.ones((2, 4)) / 4))
-    assert not view.learn("demo", Profile(3, np.ones((2, 4)) / 4))
-    assert view.learn("demo", Profile(4, np.ones((2, 4)) / 4))
+    assert view.learn("demo", halves(version=3))
+    assert not view.learn("demo", halves(version=3))
+    assert not view.learn("demo", halves(version=2))
+    assert view.learn("demo", halves(version=4))
+    assert view.keep_clusters() == {"demo"}
+    view.forget(1)
+    assert view.keep_clusters() == set()
+    assert view.clusters("demo") is None
 
 
 def test_rosters_of_unknown_models_are_not_kept() -> None:

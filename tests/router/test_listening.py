@@ -14,24 +14,26 @@ from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes
 from fleet.events import (
     Capabilities,
+    ClustersPublished,
+    DescribeClusters,
     DescribeEngine,
     DescribeProfile,
+    DescribeTables,
     EngineHeartbeat,
     EngineJoined,
     EngineLeft,
     KvMetrics,
     KvSnapshot,
     PlacementCommitted,
-    ProfilePublished,
 )
 from fleet.layout import EP
 from fleet.placement import Placement, linear
-from fleet.popularity import ExpertTable
 from router.config import RouterConfig
 from router.picker import Need
 from router.prompt import TokenPrompt
 from router.service import RouterService
 from tests.router.houses import engine_joined, running, stored, until
+from tests.router.learnt import clusters, halves, published_clusters, tables
 
 
 class Clock:
@@ -174,17 +176,19 @@ async def test_load_reports_enter_the_next_decision(fleet: Fleet) -> None:
     await until(lambda: reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30]])
 
 
-async def test_a_committed_placement_changes_the_expert_term(fleet: Fleet) -> None:
+async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> None:
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
-    await until(lambda: fleet.names() and fleet.target().note != "not priced yet")
-    before = fleet.service.view.roster("demo").remote_ranks.tolist()
+    await until(lambda: fleet.names() and "no clusters" in str(fleet.target().note))
+    await fleet.bus.publisher(fleet.subjects.clusters).publish(published_clusters(halves()))
+    await until(lambda: fleet.target().note is None)
+    before = fleet.service.view.prices("demo").flat
     everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
     committed = PlacementCommitted(engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record())
     await fleet.bus.record(fleet.subjects.placements("a"), committed)
-    await until(lambda: fleet.target().epoch == 1 and fleet.target().note != "not priced yet")
-    assert min(before) > 0
-    assert fleet.service.view.roster("demo").remote_ranks.tolist() == [0, 0]
+    await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
+    assert before[:2].min() > 0
+    assert fleet.service.view.prices("demo").flat == pytest.approx(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]))
 
 
 async def test_a_heartbeat_of_another_epoch_makes_the_router_ask(fleet: Fleet) -> None:
@@ -203,25 +207,21 @@ async def test_a_heartbeat_of_another_epoch_makes_the_router_ask(fleet: Fleet) -
         await until(lambda: fleet.target().epoch == 4)
 
 
-async def test_the_profile_is_asked_for_at_the_start_and_followed_from_then_on() -> None:
+async def test_clusters_are_asked_for_at_the_start_and_followed_from_then_on() -> None:
     fleet = Fleet()
-    hot = np.array([[8, 8, 1, 1], [8, 8, 1, 1]])
-
-    def published(version: int, counts: Any) -> ProfilePublished:
-        return ProfilePublished(model="demo", version=version, tokens=10.0, profile=ExpertTable.of(np.asarray(counts)))
 
     async def describe(request: Message) -> Message:
-        assert request == DescribeProfile(model="demo")
-        return published(3, hot)
+        assert request in (DescribeClusters(model="demo"), DescribeTables(model="demo"))
+        return published_clusters(halves(3)) if isinstance(request, DescribeClusters) else tables()
 
     async with fleet.bus.serve(fleet.subjects.describe_profile, describe), running(fleet.service):
         await fleet.beat(await fleet.join(text_engine("a")))
-        await until(lambda: fleet.service.view.roster("demo").profile_version == 3 and fleet.names() and fleet.target().note is None)
-        near, far = fleet.service.view.roster("demo").remote_ranks
+        await until(lambda: fleet.names() and fleet.target().note is None)
+        near, far = fleet.service.view.prices("demo").flat[0]
         assert near < far
-        await fleet.bus.publisher(fleet.subjects.profiles).publish(published(4, hot[:, ::-1]))
-        await until(lambda: fleet.service.view.roster("demo").profile_version == 4)
-        await until(lambda: fleet.service.view.roster("demo").remote_ranks[0] == pytest.approx(far))
+        mirrored = clusters([[[1, 1, 9, 9]] * 2, [[9, 9, 1, 1]] * 2], version=4)
+        await fleet.bus.publisher(fleet.subjects.clusters).publish(published_clusters(mirrored))
+        await until(lambda: fleet.service.view.prices("demo").flat[0] == pytest.approx([far, near]))
 
 
 async def test_an_engines_tokenizer_is_fetched_before_it_is_used(fleet: Fleet, byte_archive: bytes) -> None:
@@ -243,19 +243,27 @@ async def test_a_tokenizer_that_is_none_keeps_its_engine_out_and_says_why(fleet:
 
 async def test_garbage_and_contradictions_stop_nothing(fleet: Fleet) -> None:
     subjects = fleet.subjects
-    for subject in (subjects.heartbeats, subjects.kv_events, subjects.kv_metrics, subjects.profiles, subjects.membership("x"), subjects.placements("x")):
+    for subject in (
+        subjects.heartbeats,
+        subjects.kv_events,
+        subjects.kv_metrics,
+        subjects.tables,
+        subjects.clusters,
+        subjects.membership("x"),
+        subjects.placements("x"),
+    ):
         for raw in (b"", b"\xff" * 50, b"{}", b"\x81\xa4kind\xa5Never"):
             fleet.broker.deliver(subject, raw)
     joined = text_engine("broken")
     assert joined.placement is not None
     await fleet.join(text_engine("broken", placement=type(joined.placement)(epoch=0, experts=4, layers=2, ranks=2, slots_per_rank=2, slots=b"xx")))
     await fleet.join(msgspec.structs.replace(text_engine("nowhere"), urls=()))
-    table = ExpertTable(layers=2, experts=2, values=b"short")
-    await fleet.bus.publisher(subjects.profiles).publish(ProfilePublished(model="demo", version=1, tokens=1.0, profile=table))
+    short = msgspec.structs.replace(halves().record(), profiles=b"short")
+    await fleet.bus.publisher(subjects.clusters).publish(ClustersPublished(model="demo", record=short))
     absurd = KvMetrics(worker_id=1, active_prefill_tokens=2**63)
     await fleet.bus.publisher(subjects.kv_metrics).publish(absurd)
     await fleet.bus.publisher(subjects.heartbeats).publish(DescribeProfile(model="demo"))
-    await until(lambda: fleet.service.metrics.bus_refused._value.get() == 5)
+    await until(lambda: fleet.service.metrics.bus_refused._value.get() == 4)
     await fleet.beat(await fleet.join(text_engine("good")))
     await until(lambda: fleet.names() == ["good/0", "good/1"])
 

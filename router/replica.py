@@ -1,0 +1,235 @@
+"""A read-only copy of the tracker's prediction tables of one model, bounded in bytes. Pure.
+
+What the tracker says is read (`read`) and checked before anything of it is taken, so that reading may happen in a thread. Taking
+is synchronous and changes the tables in place: whoever predicts does so between two takings, out of one state.
+
+Rows are kept by use: those of blocks that decisions met stay longest, and of a prefix the end goes first (`longest_known` relies on it).
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import KeyedRows, TablesPublished
+from fleet.prediction import ROW, SOURCES, Tables
+from fleet.signatures import MOST_CLUSTERS, Weights
+
+ROW_BYTES = 256
+"""What one row costs in memory: key, row, and their place in the mapping (measured; tests/router/test_replica.py)."""
+MOST_TRUST = 64.0
+"""A larger trust is no trust but a fault."""
+SLICE = 4096
+"""Rows that are taken in one go: about a millisecond."""
+TOUCHED = 256
+"""Leading blocks of a used prefix that are noted as used."""
+_KEYED_SHARE = 0.125
+"""Of the budget, what sessions may take, and as much again tenants; the token table may take half, blocks what is left of all."""
+
+
+class Rows:
+    """Rows by key, the least used first. Beyond `limit` the least used goes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = max(1, limit)
+        self.table: OrderedDict[int, bytes] = OrderedDict()
+
+    def put(self, keys: Iterable[int], rows: Iterable[bytes]) -> None:
+        """In the given order, so that the last ones stay longest. A row without evidence takes its key away."""
+        table = self.table
+        for key, row in zip(keys, rows, strict=True):
+            if row.endswith(_NO_EVIDENCE):
+                table.pop(key, None)
+            else:
+                table[key] = row
+        while len(table) > self.limit:
+            table.popitem(last=False)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        """These were of use, the first one most."""
+        for key in reversed(keys):
+            if key in self.table:
+                self.table.move_to_end(key)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+_NO_EVIDENCE = bytes(4)
+
+
+class KeyedChange(NamedTuple):
+    keys: list[int]
+    rows: list[bytes]
+
+
+class Change(NamedTuple):
+    """A `TablesPublished`, read and checked. tokens: int64 [n] rows of the token table and float32 [n, K] their ratios."""
+
+    version: int
+    base: int | None
+    clusters: int
+    shares: Weights
+    trust: NDArray[np.float32]
+    reliability: NDArray[np.float32]
+    gain: float
+    buckets: int
+    token_rows: NDArray[np.int64]
+    token_ratios: NDArray[np.float32]
+    blocks: KeyedChange
+    sessions: KeyedChange
+    tenants: KeyedChange
+
+    @property
+    def rows(self) -> int:
+        return len(self.blocks.keys) + len(self.sessions.keys) + len(self.tenants.keys)
+
+
+def read(published: TablesPublished) -> Change:
+    """ValueError for what cannot be tables: wrong lengths, values that are not finite or out of range."""
+    shares = _floats("shares", published.shares, "<f4")
+    if not 1 <= len(shares) <= MOST_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
+        raise ValueError(f"tables: {len(shares)} shares that are no probabilities; 1 to {MOST_CLUSTERS} are allowed")
+    if not 0.0 <= published.gain <= 1.0:
+        raise ValueError(f"tables: a gain of {published.gain}; it must be in [0, 1]")
+    if published.version < 0 or published.buckets < 0:
+        raise ValueError(f"tables: version {published.version} and {published.buckets} buckets must not be negative")
+    rows, ratios = _token_rows(published, len(shares))
+    return Change(
+        version=published.version,
+        base=published.base,
+        clusters=published.clusters,
+        shares=np.asarray(shares / shares.sum(), np.float32),
+        trust=_by_source("trust", published.trust, MOST_TRUST),
+        reliability=_by_source("reliability", published.reliability, 1.0),
+        gain=float(published.gain),
+        buckets=published.buckets,
+        token_rows=rows,
+        token_ratios=ratios,
+        blocks=_keyed("blocks", published.blocks),
+        sessions=_keyed("sessions", published.sessions),
+        tenants=_keyed("tenants", published.tenants),
+    )
+
+
+def _floats(name: str, raw: bytes, kind: str) -> NDArray[np.float32]:
+    width = np.dtype(kind).itemsize
+    if len(raw) % width:
+        raise ValueError(f"tables: {len(raw)} bytes of {name} are no whole number of {kind}")
+    values = np.frombuffer(raw, kind).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError(f"tables: {name} must be finite")
+    return values
+
+
+def _by_source(name: str, said: dict[str, float], most: float) -> NDArray[np.float32]:
+    """float32 [SOURCES]; 0 for a source nothing is said of, and sources this router does not know are left out."""
+    values = [float(said.get(source, 0.0)) for source in SOURCES]
+    for source, value in zip(SOURCES, values, strict=True):
+        if not 0.0 <= value <= most:
+            raise ValueError(f"tables: {name} {value} of source {source!r}; it must be in [0, {most:g}]")
+    return np.array(values, np.float32)
+
+
+def _token_rows(published: TablesPublished, clusters: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    if len(published.token_rows) % 4:
+        raise ValueError(f"tables: {len(published.token_rows)} bytes of token_rows are no whole number of u32")
+    rows = np.frombuffer(published.token_rows, "<u4").astype(np.int64)
+    ratios = _floats("token_ratios", published.token_ratios, "<f2")
+    if len(ratios) != len(rows) * clusters:
+        raise ValueError(f"tables: {len(ratios)} token ratios do not make {len(rows)} rows of {clusters}")
+    if len(rows) and rows.max() >= published.buckets:
+        raise ValueError(f"tables: token row {rows.max()} is outside the {published.buckets} buckets")
+    return rows, ratios.reshape(len(rows), clusters)
+
+
+def _keyed(name: str, part: KeyedRows) -> KeyedChange:
+    if len(part.keys) % 8 or len(part.rows) != len(part.keys) // 8 * ROW:
+        raise ValueError(f"tables: {len(part.keys)} bytes of keys and {len(part.rows)} of rows in {name} do not belong together (8 and {ROW} each)")
+    rows = part.rows
+    return KeyedChange(np.frombuffer(part.keys, "<u8").tolist(), [rows[at : at + ROW] for at in range(0, len(rows), ROW)])
+
+
+class Verdict(Enum):
+    """What became of a change."""
+
+    TAKEN = auto()
+    OLD = auto()
+    """it is contained already"""
+    GAP = auto()
+    """something before it was missed: ask for the whole"""
+
+
+class Replica:
+    """State: the rows, the token table, and the numbers of one version. `tables` None: nothing whole has come yet.
+
+    budget: bytes that all of it may take.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._blocks, self._sessions, self._tenants = Rows(0), Rows(0), Rows(0)
+        self._tokens = np.zeros((0, 0), np.float32)
+        self.tables: Tables | None = None
+
+    def judge(self, change: Change) -> Verdict:
+        """Whether `take` may follow. A whole answer to one's own question is always taken, whatever its version."""
+        version = -1 if self.tables is None else self.tables.version
+        if change.version <= version:
+            return Verdict.OLD
+        if change.base is None:
+            return Verdict.TAKEN
+        same = self._tokens.shape == (change.buckets, len(change.shares))
+        return Verdict.TAKEN if change.base == version and same else Verdict.GAP
+
+    def prepare(self, change: Change) -> "Replica":
+        """A replica that holds what a whole says and nothing else; may be made in a thread. ValueError when its token table exceeds half the budget."""
+        size = 4 * change.buckets * len(change.shares)
+        if size > self._budget // 2:
+            raise ValueError(f"tables: a token table of {size} bytes is more than half of the {self._budget} that a model's tables may take")
+        new = Replica(self._budget)
+        keyed = int(_KEYED_SHARE * self._budget) // ROW_BYTES
+        new._sessions, new._tenants = Rows(keyed), Rows(keyed)
+        new._blocks = Rows((self._budget - size) // ROW_BYTES - 2 * keyed)
+        new._tokens = np.zeros((change.buckets, len(change.shares)), np.float32)
+        for at in range(0, max(change.rows, 1), SLICE):
+            new.take(change, at)
+        return new
+
+    def take(self, change: Change, at: int = 0) -> None:
+        """Rows from `at` to `at + SLICE` of a change; with the last of them, its version. Check with `judge` first."""
+        before = 0
+        for rows, part in ((self._blocks, change.blocks), (self._sessions, change.sessions), (self._tenants, change.tenants)):
+            window = slice(max(at - before, 0), max(at + SLICE - before, 0))
+            rows.put(part.keys[window], part.rows[window])
+            before += len(part.keys)
+        if at + SLICE >= change.rows:
+            self._tokens[change.token_rows] = change.token_ratios
+            self._conclude(change)
+
+    def _conclude(self, change: Change) -> None:
+        self.tables = Tables(
+            version=change.version,
+            clusters=change.clusters,
+            shares=change.shares,
+            blocks=self._blocks.table,
+            sessions=self._sessions.table,
+            tenants=self._tenants.table,
+            tokens=self._tokens,
+            trust=change.trust,
+            reliability=change.reliability,
+            gain=change.gain,
+        )
+
+    def used(self, prefix: Sequence[int], session: int, tenant: int) -> None:
+        """A decision met these rows (the leading blocks of a prefix by sequence hashes). Noted only once room becomes scarce."""
+        for rows, keys in ((self._blocks, prefix), (self._sessions, (session,)), (self._tenants, (tenant,))):
+            if 2 * len(rows) > rows.limit:
+                rows.touch(keys)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._tokens.nbytes + ROW_BYTES * (len(self._blocks) + len(self._sessions) + len(self._tenants))
