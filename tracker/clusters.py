@@ -1,0 +1,214 @@
+"""Which kinds of requests there are: expert profiles learnt online from sampled requests, in slots of constant meaning. Pure.
+
+Samples arrive one at a time and fade (`tracker.reservoir`). Now and then they are fitted anew, from the assignment of last time on, so that a
+slot goes on meaning what it meant; clusters split and merge when that predicts better (`tracker.mixture`), and both are told.
+Fitting is apart from learning, because it may take a second or two at 58 x 256 and belongs into a thread:
+
+    job = clusters.due(now)                          # cheap; what it holds never changes
+    fitted = None if job is None else job.run()      # in a thread; `learn` and `mixed` may go on meanwhile
+    changes = clusters.adopt(fitted, now)            # cheap
+
+`refine(now)` is the three in one.
+"""
+
+from collections.abc import Mapping
+from math import exp
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.popularity import uniform
+from fleet.signatures import LEAST, ClusterModel, Weights
+from tracker.config import TrackerConfig
+from tracker.mixture import FEWEST, first_sharpness
+from tracker.refit import Fitted, Merge, Refit, Split
+from tracker.reservoir import OVERHEAD, Reservoir
+
+__all__ = ["Clusters", "Merge", "Split"]
+
+FADED = 0.02
+"""A sample of less weight than this, beside the newest, is no longer fitted."""
+GROWTH = 10
+"""Fitted anew when a tenth as many new samples have come as there are."""
+CHANGED_NATS = 0.003
+"""Others are told when the profiles are this far (Kullback-Leibler per pair, weighted by shares) from what was told,"""
+CHANGED_SHARES = 0.05
+"""or the shares (total variation),"""
+CHANGED_SHARPNESS = 1.5
+"""or the sharpness by this factor."""
+ANCHOR_TOKENS = 8192.0
+ANCHOR = 0.25
+"""Shares lean on those of the samples with this many tokens, and at least this part of the signatures' tokens: signatures
+are made with the shares, and would otherwise confirm themselves."""
+
+
+class Clusters:
+    """The clusters of one model. `now` is seconds of one clock that never goes back; versions count from `first_version`."""
+
+    def __init__(self, config: TrackerConfig, layers: int, experts: int, first_version: int = 1) -> None:
+        self._config = config
+        cells = layers * experts
+        capacity = min(config.cluster_samples, max(2 * FEWEST, config.cluster_bytes // (2 * cells + OVERHEAD)))
+        self._reservoir = Reservoir(capacity, cells, config.slow_seconds)
+        first = np.zeros(config.clusters)
+        first[0] = 1.0
+        flat = np.broadcast_to(uniform(layers, experts).astype(np.float32), (config.clusters, layers, experts))
+        self._model = ClusterModel(first_version, np.ascontiguousarray(flat), first.astype(np.float32), first_sharpness(layers))
+        self._sampled = first
+        self._tokens = np.zeros(config.clusters)
+        self._mixed_at: float | None = None
+        self._labels: dict[int, int] = {}
+        self._fitted_at: float | None = None
+        self._fitted_samples = 0
+
+    @property
+    def model(self) -> ClusterModel:
+        """What others are told; its version rises when it has changed enough to tell them again."""
+        return self._model
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the samples take, about."""
+        return self._reservoir.stored_bytes
+
+    @property
+    def shares(self) -> Weights:
+        """float32 [K]: the traffic's mix now; `model.shares` follows it in steps."""
+        known = np.where(self._sampled > 0, self._tokens, 0.0)
+        anchor = max(ANCHOR_TOKENS, ANCHOR * float(known.sum()))
+        mass = known + anchor * self._sampled
+        return np.asarray(mass / mass.sum(), np.float32)
+
+    def learn(self, prompt: NDArray[Any], completion: NDArray[Any], now: float) -> None:
+        """Take in one sampled request: (token, k) pairs [layers, experts] of its prompt and its completion. ValueError when they are not."""
+        shape = self._model.profiles.shape[1:]
+        if prompt.shape != shape or completion.shape != shape:
+            raise ValueError(f"sampled profile: shapes {prompt.shape} and {completion.shape}; the model has {shape}")
+        self._reservoir.learn(prompt, completion, now)
+
+    def mixed(self, weights: Weights, tokens: float, now: float) -> None:
+        """Take in the signature [K] of a finished request. ValueError when it is none."""
+        if weights.shape != self._tokens.shape or not np.isfinite(weights).all() or weights.min() < 0 or not 0 <= tokens < 1e12:
+            raise ValueError(f"signature: expected {len(self._tokens)} weights >= 0 and a number of tokens, got shape {weights.shape} and {tokens}")
+        if self._mixed_at is not None:
+            self._tokens *= exp(-max(now - self._mixed_at, 0.0) / self._config.slow_seconds)
+        self._mixed_at = now
+        self._tokens += tokens * weights
+
+    def refine(self, now: float) -> list[Split | Merge]:
+        """Fit anew when that is due, and say what changed. Takes up to a second or two at 58 x 256: not for an event loop."""
+        job = self.due(now)
+        return self.adopt(None if job is None else job.run(), now)
+
+    def due(self, now: float) -> Refit | None:
+        """The refinement to make now, if enough has come since the last one."""
+        fresh = self._reservoir.heard - self._fitted_samples
+        waited = self._fitted_at is None or not 0 <= now - self._fitted_at < self._config.refine_seconds
+        if not waited or fresh < max(1, len(self._reservoir) // GROWTH):
+            return None
+        samples = self._reservoir.samples()
+        weights = self._reservoir.weights(samples)
+        weights /= weights.max()
+        kept = [sample for sample, weight in zip(samples, weights, strict=True) if weight >= FADED]
+        used = frozenset(np.flatnonzero(self._sampled > 0).tolist())
+        self._fitted_at, self._fitted_samples = now, self._reservoir.heard
+        return Refit(tuple(kept), weights[weights >= FADED], dict(self._labels), self._model, used, self._config.cluster_prior_pairs)
+
+    def adopt(self, fitted: Fitted | None, now: float) -> list[Split | Merge]:
+        """Take over what a refinement found (None: there was none), tell a new version when it is worth telling, and say what changed."""
+        if fitted is None:
+            if self._shares_moved():
+                self._tell(self._model.profiles, self._model.sharpness)
+            return []
+        self._labels = fitted.labels
+        for change, moved in zip(fitted.changes, fitted.moved, strict=True):
+            into, out = (change.child, change.parent) if isinstance(change, Split) else (change.kept, change.freed)
+            mass = moved * self._tokens[out]
+            self._tokens[out] -= mass
+            self._tokens[into] += mass
+        self._sampled = fitted.shares
+        if fitted.changes or self._worth_telling(fitted):
+            self._tell(fitted.profiles, fitted.sharpness)
+        return fitted.changes
+
+    def state(self) -> dict[str, Any]:
+        """Everything, for `restore`: msgpack-able."""
+        model = self._model
+        return {
+            "shape": list(model.profiles.shape),
+            "version": model.version,
+            "sharpness": model.sharpness,
+            "profiles": model.profiles.astype("<f4").tobytes(),
+            "told": model.shares.astype("<f4").tobytes(),
+            "sampled": self._sampled.astype("<f8").tobytes(),
+            "tokens": self._tokens.astype("<f8").tobytes(),
+            "mixed_at": self._mixed_at,
+            "fitted_at": self._fitted_at,
+            "fitted_samples": self._fitted_samples,
+            "labels": self._labels,
+            "reservoir": self._reservoir.state(),
+        }
+
+    @classmethod
+    def restore(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "Clusters":
+        """What `state` was taken of. Times may be of another clock. ValueError for nonsense, or for another number of clusters."""
+        try:
+            return cls._restored(config, state)
+        except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
+            raise ValueError(f"clusters: this snapshot is of no use ({error!r}); remove it to begin anew") from error
+
+    @classmethod
+    def _restored(cls, config: TrackerConfig, state: Mapping[str, Any]) -> "Clusters":
+        slots, layers, experts = state["shape"]
+        if slots != config.clusters:
+            raise ValueError(f"the snapshot has {slots}, tracker.clusters is {config.clusters}")
+        clusters = cls(config, layers, experts)
+        clusters._model = _model(state, (slots, layers, experts))
+        clusters._sampled, clusters._tokens = (np.frombuffer(state[name], "<f8").copy() for name in ("sampled", "tokens"))
+        for name, masses in (("sampled", clusters._sampled), ("tokens", clusters._tokens)):
+            if masses.shape != (slots,) or not np.isfinite(masses).all() or masses.min() < 0:
+                raise ValueError(f"{name} must be {slots} finite numbers >= 0")
+        if not clusters._sampled.sum() > 0:
+            raise ValueError("no slot is used; at least one must be")
+        clusters._reservoir.restore(state["reservoir"])
+        clusters._labels = {int(number): int(slot) for number, slot in state["labels"].items()}
+        if any(not 0 <= slot < slots for slot in clusters._labels.values()):
+            raise ValueError(f"a label is no slot; slots are 0 to {slots - 1}")
+        clusters._mixed_at = None if state["mixed_at"] is None else float(state["mixed_at"])
+        clusters._fitted_at = None if state["fitted_at"] is None else float(state["fitted_at"])
+        clusters._fitted_samples = int(state["fitted_samples"])
+        return clusters
+
+    def _tell(self, profiles: NDArray[np.float32], sharpness: float) -> None:
+        shares = self.shares
+        told = profiles.copy()
+        told[shares == 0] = np.tensordot(shares, profiles, 1)
+        self._model = ClusterModel(self._model.version + 1, told, shares, sharpness)
+
+    def _worth_telling(self, fitted: Fitted) -> bool:
+        ratio = fitted.sharpness / self._model.sharpness
+        if self._shares_moved() or not 1 / CHANGED_SHARPNESS < ratio < CHANGED_SHARPNESS:
+            return True
+        return _divergence(fitted.profiles, self._model.profiles, self.shares) > CHANGED_NATS
+
+    def _shares_moved(self) -> bool:
+        return float(np.abs(self.shares - self._model.shares).sum()) / 2 > CHANGED_SHARES
+
+
+def _model(state: Mapping[str, Any], shape: tuple[int, int, int]) -> ClusterModel:
+    profiles, shares = np.frombuffer(state["profiles"], "<f4").reshape(shape), np.frombuffer(state["told"], "<f4")
+    if shares.shape != shape[:1] or not (np.isfinite(shares).all() and shares.min() >= 0 and abs(shares.sum() - 1) < 1e-3):
+        raise ValueError(f"shares must be {shape[0]} probabilities")
+    if not (np.isfinite(profiles).all() and profiles.min() >= 0 and np.abs(profiles.sum(axis=2) - 1).max() < 1e-3):
+        raise ValueError("profiles must be probabilities")
+    if not 0 < state["sharpness"] < float("inf"):
+        raise ValueError(f"sharpness must be finite and above 0, not {state['sharpness']}")
+    return ClusterModel(int(state["version"]), profiles.copy(), shares.copy(), float(state["sharpness"]))
+
+
+def _divergence(new: NDArray[np.float32], old: NDArray[np.float32], shares: Weights) -> float:
+    """Kullback-Leibler divergence of profiles [K, layers, experts], nats per pair, mean over layers, weighted by shares."""
+    used = np.flatnonzero(shares > 0)
+    ratios = np.log(np.maximum(new[used], LEAST)) - np.log(np.maximum(old[used], LEAST))
+    return float(shares[used] @ (new[used] * ratios).sum(axis=2).mean(axis=1))

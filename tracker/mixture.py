@@ -1,0 +1,300 @@
+"""Fitting a few expert profiles to sampled requests. Pure: arrays in, arrays out, nothing drawn at random.
+
+Requests are compared as square roots of probabilities, shrunk to the traffic's profile where they are short; the Euclidean distance of
+those is Hellinger's, in which the noise of counting is the same everywhere. k-means runs on the Gram matrix, so that a round costs
+n^2 and not n x layers x experts.
+
+Structure is only believed when it predicts: two profiles are better than one when profiles fitted on one half of the requests, chosen
+between by what a request of the other half did in its *prompt*, make that request's *completion* more likely. On noise, and on differences that
+do not last from prompt to completion, this gain is negative in the mean, however many requests there are.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.signatures import LEAST, posterior
+
+Wide = NDArray[np.float64]
+Cells = NDArray[np.float32]
+ENOUGH = 2048.0
+"""(token, k) pairs per layer at which a request's weight in what is pooled is half of what it could be: requests of a kind differ from
+each other more than counting explains, so a long one does not say as much more (random effects, DerSimonian & Laird 1986)."""
+CERTAIN = 2.0
+"""Standard errors by which a split must predict better than no split. On noise the gain lies several below 0, so this need not be strict."""
+DOUBTFUL = -1.0
+"""Two clusters are merged when they predict worse than one by as many; between the two, things stay as they are."""
+FEWEST = 10
+"""Requests that are split, at least."""
+AXES = 3
+"""Principal axes along which a split is tried."""
+JUDGES = 256
+"""Requests the sharpness is judged by, at most."""
+GRID = tuple(float(10.0 ** (-5.0 + step / 4.0)) for step in range(25))
+"""Sharpnesses: four to a decade, 1e-5 to 10."""
+LEVELS = GRID[4::4]
+"""Those at which splits and merges are judged: each at its best."""
+
+
+def first_sharpness(layers: int) -> float:
+    """Before anything was sampled: the layers of a token say nearly the same, and so do the tokens of a text."""
+    return 0.4 / layers
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """What a mixture is fitted to, in random order. prompt, completion: float32 [n, layers * experts] pairs; weight: float64 [n], the requests of now each
+    stands for; prior_pairs: pairs per layer that speak for the traffic's profile; layers."""
+
+    prompt: Cells
+    completion: Cells
+    weight: Wide
+    prior_pairs: float
+    layers: int
+
+    @cached_property
+    def pairs(self) -> Wide:
+        """float64 [n]: pairs per layer."""
+        return np.asarray((self.prompt.sum(axis=1) + self.completion.sum(axis=1)) / self.layers, np.float64)
+
+    @cached_property
+    def scale(self) -> Cells:
+        """float32 [n]: what the pairs of a request count when pooled."""
+        return np.asarray(self.weight / (1.0 + self.pairs / ENOUGH), np.float32)
+
+    @cached_property
+    def total(self) -> Cells:
+        """float32 [layers * experts]: everything pooled."""
+        return np.asarray(self.scale @ self.prompt + self.scale @ self.completion, np.float32)
+
+    @cached_property
+    def prior(self) -> Cells:
+        """float32 [layers * experts]: the traffic's profile."""
+        return _probabilities(self.total, np.full_like(self.total, self.layers / len(self.total)), self.prior_pairs, self.layers)
+
+    @cached_property
+    def trusted(self) -> Wide:
+        """float64 [n]: weight in k-means; short requests are mostly prior."""
+        return self.weight * self.pairs / (self.pairs + self.prior_pairs)
+
+    @cached_property
+    def gram(self) -> Cells:
+        """float32 [n, n]: inner products of the requests' roots around the traffic's."""
+        roots = self.prompt + self.completion
+        roots += np.float32(self.prior_pairs) * self.prior
+        roots /= np.asarray(self.pairs + self.prior_pairs, np.float32)[:, None]
+        np.sqrt(roots, out=roots)
+        roots -= np.sqrt(self.prior)
+        return np.asarray(roots @ roots.T, np.float32)
+
+    def pooled(self, members: NDArray[np.intp], prior: Cells) -> Cells:
+        """float32 [layers * experts]: the profile of some requests together, shrunk to `prior`."""
+        scale = self.scale[members]
+        return _probabilities(scale @ self.prompt[members] + scale @ self.completion[members], prior, self.prior_pairs, self.layers)
+
+    def profiles(self, labels: NDArray[np.intp], clusters: int, among: NDArray[np.bool_] | None = None) -> Cells:
+        """float32 [clusters, layers * experts]: the profiles of labelled requests (of those `among`), shrunk to the traffic's."""
+        chosen = np.zeros((clusters, len(labels)), np.float32)
+        chosen[labels, np.arange(len(labels))] = self.scale if among is None else self.scale * among
+        return _probabilities(chosen @ self.prompt + chosen @ self.completion, self.prior, self.prior_pairs, self.layers)
+
+
+def _probabilities(pooled: Cells, prior: Cells, prior_pairs: float, layers: int) -> Cells:
+    wide = (pooled + np.float32(prior_pairs) * prior).reshape(*pooled.shape[:-1], layers, -1)
+    wide = wide / wide.sum(axis=-1, keepdims=True)
+    return np.asarray(wide.reshape(pooled.shape), np.float32)
+
+
+def nearest(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> NDArray[np.intp]:
+    """One round of k-means: intp [n], the cluster whose mean is nearest; never one that has nobody."""
+    return np.asarray(_distances(gram, labels, weight, clusters).argmin(axis=1))
+
+
+def _parts(labels: NDArray[np.intp], weight: Wide, clusters: int) -> tuple[Wide, Wide]:
+    """float64 [n, clusters]: each request's part in its cluster's mean; float64 [clusters]: what the members weigh together."""
+    share = np.zeros((len(labels), clusters))
+    share[np.arange(len(labels)), labels] = weight
+    mass = share.sum(axis=0)
+    return share / np.where(mass > 0, mass, 1.0), mass
+
+
+def _distances(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> Wide:
+    """float64 [n, clusters]: squared distances to the means less each request's own square; infinite where a cluster has nobody."""
+    share, mass = _parts(labels, weight, clusters)
+    towards = np.asarray(gram @ share.astype(np.float32), np.float64)
+    apart = (share * towards).sum(axis=0) - 2.0 * towards
+    apart[:, mass == 0] = np.inf
+    return np.asarray(apart)
+
+
+def likeliest(requests: Requests, profiles: Cells, used: NDArray[np.intp]) -> NDArray[np.intp]:
+    """intp [n]: of the used ones among profiles [K, layers * experts], that under which each request is likeliest."""
+    logs = np.log(np.maximum(profiles[used], LEAST)).T
+    return np.asarray(used[(requests.prompt @ logs + requests.completion @ logs).argmax(axis=1)])
+
+
+def settle(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int, rounds: int = 10) -> NDArray[np.intp]:
+    """k-means from labels on: intp [n]."""
+    for _ in range(rounds):
+        moved = nearest(gram, labels, weight, clusters)
+        if np.array_equal(moved, labels):
+            break
+        labels = moved
+    return labels
+
+
+def halves(gram: Cells, weight: Wide, axis: int) -> NDArray[np.intp] | None:
+    """intp [n] of 0 and 1: 2-means begun along a principal axis; None when it leaves one side empty."""
+    share = weight / weight.sum()
+    centred = gram - share @ gram - (gram @ share)[:, None] + share @ gram @ share
+    root = np.sqrt(share)
+    directions = _axes(root[:, None] * centred * root)
+    if axis >= directions.shape[1]:
+        return None
+    labels = settle(gram, (directions[:, axis] > 0).astype(np.intp), weight, 2)
+    return labels if 0 < labels.sum() < len(labels) else None
+
+
+def _axes(matrix: NDArray[np.floating]) -> Wide:
+    """float64 [n, up to AXES]: leading eigenvectors of a symmetric matrix, by orthogonal iteration from a fixed start."""
+    size = len(matrix)
+    start = np.cos(np.outer(np.arange(size) + 0.5, np.arange(1, min(AXES, size) + 1) * 0.7390851332))
+    for _ in range(20):
+        start, _ = np.linalg.qr(matrix @ start)
+    values = (start * (matrix @ start)).sum(axis=0)
+    return np.asarray(start[:, np.argsort(-values, kind="stable")])
+
+
+class Gain(NamedTuple):
+    """How much better two profiles predict completions than one: total nats (of pairs as pooled), and in standard errors."""
+
+    total: float
+    certainty: float
+
+
+def gain(requests: Requests, parts: tuple[NDArray[np.intp], NDArray[np.intp]], judged: NDArray[np.intp]) -> Wide:
+    """float64 [LEVELS, judged]: nats by which two profiles predict each completion better than one, when the prompt weighs between them.
+
+    `parts` are the requests the two profiles are fitted on; the one is their mean, so that both have seen the same. The logarithm of the mixed
+    profile is bounded from below by the mixture of logarithms (Jensen), which only makes splits rarer.
+    """
+    masses = np.array([requests.trusted[part].sum() for part in parts], np.float32)
+    masses /= masses.sum()
+    together = requests.pooled(np.concatenate(parts), requests.prior)
+    apart = np.stack([requests.pooled(part, together) for part in parts])
+    ratios = (np.log(np.maximum(apart, LEAST)) - np.log(np.maximum(masses @ apart, LEAST))).T
+    prompts, completions = requests.prompt[judged] @ ratios, requests.completion[judged] @ ratios
+    weights = posterior(masses, np.multiply.outer(np.array(LEVELS, np.float32), prompts))
+    return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
+
+
+def _worth(requests: Requests) -> Wide:
+    """float64 [n]: what a nat of a completion counts."""
+    return np.asarray(requests.weight / (1.0 + requests.completion.sum(axis=1) / (requests.layers * ENOUGH)))
+
+
+def _judged(gains: list[Wide]) -> Gain:
+    """Of gains [LEVELS, requests] of both folds, those at the best level."""
+    each = np.concatenate(gains, axis=1)
+    best = each[each.sum(axis=1).argmax()]
+    error = float(best.std(ddof=1)) * len(best) ** 0.5
+    return Gain(float(best.sum()), float(best.sum()) / error if error > 0 else 0.0)
+
+
+def split(requests: Requests, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], Gain] | None:
+    """Part the members in two: intp [members] of 0 and 1, and what it gains; None when no axis gives a gain that is certain."""
+    if len(members) < FEWEST:
+        return None
+    tried = ((_crossed(requests, members, axis), axis) for axis in range(AXES))
+    certain = [(found, axis) for found, axis in tried if found is not None and found.certainty >= CERTAIN]
+    if not certain:
+        return None
+    best, axis = max(certain)
+    sides = halves(requests.gram[np.ix_(members, members)], requests.trusted[members], axis)
+    return None if sides is None else (sides, best)
+
+
+def _crossed(requests: Requests, members: NDArray[np.intp], axis: int) -> Gain | None:
+    """A split fitted on each half of the members, judged on the other."""
+    gains = []
+    for inside, judged in _folds(members):
+        sides = halves(requests.gram[np.ix_(inside, inside)], requests.trusted[inside], axis)
+        if sides is None:
+            return None
+        gains.append(gain(requests, (inside[sides == 0], inside[sides == 1]), judged))
+    return _judged(gains)
+
+
+def _folds(members: NDArray[np.intp]) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
+    """Every other one and the rest, and the reverse: as they come in random order, a fair halving."""
+    return (members[::2], members[1::2]), (members[1::2], members[::2])
+
+
+def apart(requests: Requests, first: NDArray[np.intp], second: NDArray[np.intp]) -> Gain | None:
+    """What it gains to keep two clusters apart; None when one has too few requests to tell."""
+    if min(len(first), len(second)) < 2:
+        return None
+    pairs = zip(_folds(first), _folds(second), strict=True)
+    return _judged([gain(requests, (here[0], there[0]), np.concatenate([here[1], there[1]])) for here, there in pairs])
+
+
+def neighbours(gram: Cells, labels: NDArray[np.intp], weight: Wide, clusters: int) -> Wide:
+    """float64 [clusters, clusters]: squared distances between means; infinite for clusters without members and on the diagonal."""
+    share, mass = _parts(labels, weight, clusters)
+    inner = share.T @ (np.asarray(gram, np.float64) @ share)
+    squares = np.diag(inner)
+    distances = squares[:, None] + squares[None, :] - 2.0 * inner
+    distances[mass == 0] = distances[:, mass == 0] = np.inf
+    np.fill_diagonal(distances, np.inf)
+    return np.asarray(distances)
+
+
+class Judge:
+    """How well signatures at some sharpness predict; each request is judged by profiles that are fitted on the other fold."""
+
+    def __init__(self, requests: Requests, labels: NDArray[np.intp], shares: Wide) -> None:
+        telling = np.flatnonzero(requests.prompt.any(axis=1) & requests.completion.any(axis=1))
+        self.judged = telling[:: max(1, -(-len(telling) // JUDGES))]
+        self._requests, self._shares = requests, shares.astype(np.float32)
+        self._floor = np.log(np.maximum(requests.prior, LEAST))
+        self._known: dict[float, float] = {}
+        fold = np.zeros(len(labels), np.bool_)
+        for slot in np.unique(labels):
+            fold[np.flatnonzero(labels == slot)[::2]] = True
+        halves = ((half, self.judged[~half[self.judged]]) for half in (fold, ~fold))
+        self._folds = [self._prepared(chosen, requests.profiles(labels, len(shares), half)) for half, chosen in halves]
+
+    def _prepared(self, chosen: NDArray[np.intp], profiles: Cells) -> tuple[NDArray[np.intp], Cells, Cells]:
+        ratios = np.log(np.maximum(profiles, LEAST)) - self._floor
+        return chosen, profiles, np.asarray(self._requests.prompt[chosen] @ ratios.T, np.float32)
+
+    def likelihood(self, sharpness: float) -> float:
+        """Nats by which completions are likelier under the signatures of their prompts than under the traffic's profile."""
+        if sharpness not in self._known:
+            self._known[sharpness] = sum(self._nats(sharpness, *fold) for fold in self._folds)
+        return self._known[sharpness]
+
+    def _nats(self, sharpness: float, chosen: NDArray[np.intp], profiles: Cells, prompts: Cells) -> float:
+        weights = posterior(self._shares, sharpness * prompts)
+        ratios = np.log(np.maximum(weights @ profiles, LEAST)) - self._floor
+        nats: Wide = (self._requests.completion[chosen] * ratios).sum(axis=1)
+        return float((_worth(self._requests)[chosen] * nats).sum())
+
+
+def sharpest(requests: Requests, labels: NDArray[np.intp], shares: Wide, present: float) -> float:
+    """The sharpness of the grid that makes completions likeliest, found by climbing from the present one."""
+    if (shares > 0).sum() < 2:
+        return present
+    judge = Judge(requests, labels, shares)
+    if len(judge.judged) < FEWEST:
+        return present
+    here = int(np.argmin(np.abs(np.log(GRID) - np.log(present))))
+    while True:
+        around = [place for place in (here, here - 1, here + 1) if 0 <= place < len(GRID)]
+        best = max(around, key=lambda place: judge.likelihood(GRID[place]))
+        if best == here:
+            return GRID[here]
+        here = best

@@ -1,0 +1,187 @@
+"""One refinement of the clusters: from values to values, so that it can be made wherever there is time. Pure."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.signatures import ClusterModel
+from tracker.mixture import DOUBTFUL, Requests, apart, likeliest, neighbours, settle, sharpest, split
+from tracker.reservoir import Sample, counts
+
+ROUNDS = 6
+"""Times that clusters are split in one refinement, at most."""
+
+
+class Split(NamedTuple):
+    """A slot that was unused took over a part of what `parent` meant."""
+
+    parent: int
+    child: int
+
+
+class Merge(NamedTuple):
+    """What `freed` meant now belongs to `kept`; the slot is unused."""
+
+    kept: int
+    freed: int
+
+
+class Fitted(NamedTuple):
+    """What came of a refinement.
+
+    labels: the slot of each fitted sample, by its number. moved: for each change, the share of the mass of the parent (or of what was freed)
+    that changed hands. profiles: float32 [K, layers, experts], those of unused slots being the traffic's. shares: float64 [K], of the
+    samples' pairs; 0 where a slot is unused.
+    """
+
+    labels: dict[int, int]
+    changes: list[Split | Merge]
+    moved: list[float]
+    profiles: NDArray[np.float32]
+    shares: NDArray[np.float64]
+    sharpness: float
+
+
+@dataclass(frozen=True, eq=False)
+class Refit:
+    """A refinement to be made. weights: float64 [n]; labels: the slots of samples by number, as of last time; used: slots with a meaning."""
+
+    samples: tuple[Sample, ...]
+    weights: NDArray[np.float64]
+    labels: dict[int, int]
+    model: ClusterModel
+    used: frozenset[int]
+    prior_pairs: float
+
+    def run(self) -> Fitted:
+        """Takes up to a second or two with a full reservoir at 58 x 256."""
+        fit = _Fit(self)
+        fit.merge()
+        fit.split()
+        return fit.fitted()
+
+
+class _Fit:
+    """The state of a refinement: `labels` intp [n] is what is being found."""
+
+    def __init__(self, job: Refit) -> None:
+        self._job = job
+        self._clusters, self._layers, _ = job.model.profiles.shape
+        prompt, completion = counts(job.samples)
+        self._requests = Requests(prompt, completion, job.weights, job.prior_pairs, self._layers)
+        self._sharpness = job.model.sharpness
+        self._changes: list[Split | Merge] = []
+        self._moved: list[float] = []
+        self._labels = self._begin()
+        self._settle()
+
+    def _begin(self) -> NDArray[np.intp]:
+        """Everybody's slot of last time; newcomers join the likeliest. Slots whose members have all faded are freed."""
+        flat = self._job.model.profiles.reshape(self._clusters, -1)
+        used = np.array(sorted(self._job.used))
+        known = self._job.labels
+        guessed = likeliest(self._requests, flat, used)
+        labels = np.array([known.get(sample.number, guess) for sample, guess in zip(self._job.samples, guessed, strict=True)], np.intp)
+        alive = np.unique(labels)
+        for slot in np.setdiff1d(used, alive):
+            alike = np.sqrt(flat[alive]) @ np.sqrt(flat[slot])
+            self._freed(int(alive[alike.argmax()]), int(slot))
+        return labels
+
+    def _freed(self, kept: int, slot: int) -> None:
+        self._changes.append(Merge(kept, slot))
+        self._moved.append(1.0)
+
+    def _settle(self) -> None:
+        """k-means from here on. A slot that loses all its members is freed, for the one most of them went to."""
+        before = self._labels
+        self._labels = settle(self._requests.gram, before, self._requests.trusted, self._clusters)
+        for slot in np.setdiff1d(before, self._labels):
+            went = np.bincount(self._labels[before == slot], minlength=self._clusters)
+            self._freed(int(went.argmax()), int(slot))
+
+    def _members(self, slot: int) -> NDArray[np.intp]:
+        return np.flatnonzero(self._labels == slot)
+
+    def merge(self) -> None:
+        """Merge neighbours until each predicts better apart from its nearest."""
+        proven: set[tuple[int, int]] = set()
+        while (pair := self._nearest(proven)) is not None:
+            first, second = pair
+            gain = apart(self._requests, self._members(first), self._members(second))
+            if gain is not None and gain.certainty > DOUBTFUL:
+                proven.add(pair)
+                continue
+            weights = [self._requests.trusted[self._members(slot)].sum() for slot in pair]
+            kept, freed = pair if weights[0] >= weights[1] else pair[::-1]
+            self._labels = np.where(self._labels == freed, kept, self._labels)
+            self._freed(kept, freed)
+            proven = {other for other in proven if kept not in other}
+
+    def _nearest(self, proven: set[tuple[int, int]]) -> tuple[int, int] | None:
+        """Of the pairs of a slot and its nearest that are not proven apart, the nearest."""
+        distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
+        found: list[tuple[float, tuple[int, int]]] = []
+        for slot in np.unique(self._labels).tolist():
+            other = int(distances[slot].argmin())
+            pair = (min(slot, other), max(slot, other))
+            if distances[slot, other] < np.inf and pair not in proven:
+                found.append((float(distances[slot, other]), pair))
+        return min(found)[1] if found else None
+
+    def split(self) -> None:
+        """Split what predicts better in two, greatest gain first, while slots are free."""
+        whole: set[bytes] = set()
+        for _ in range(ROUNDS):
+            self._sharpen()
+            if not self._split_once(whole):
+                break
+            self._settle()
+
+    def _split_once(self, whole: set[bytes]) -> bool:
+        """One round; `whole` names the member lists that are known not to split."""
+        found = []
+        for slot in np.unique(self._labels).tolist() if self._free() else ():
+            members = self._members(slot)
+            if members.tobytes() in whole:
+                continue
+            parted = split(self._requests, members)
+            if parted is None:
+                whole.add(members.tobytes())
+            else:
+                found.append((-parted[1].total, slot, members, parted[0]))
+        for _, slot, members, sides in sorted(found, key=lambda each: each[:2]):
+            if free := self._free():
+                self._part(slot, free[0], members, sides)
+        return bool(found)
+
+    def _free(self) -> list[int]:
+        """Unused slots, those that were freed just now last."""
+        freed = {change.freed for change in self._changes if isinstance(change, Merge)}
+        unused = set(range(self._clusters)) - set(np.unique(self._labels).tolist())
+        return sorted(unused, key=lambda slot: (slot in freed, slot))
+
+    def _part(self, parent: int, child: int, members: NDArray[np.intp], sides: NDArray[np.intp]) -> None:
+        """The lighter side gets the new slot."""
+        weights = self._requests.trusted[members]
+        lighter = int(weights @ sides <= weights @ (1 - sides))
+        leaving = sides == lighter
+        self._labels = self._labels.copy()
+        self._labels[members[leaving]] = child
+        self._changes.append(Split(parent, child))
+        self._moved.append(float(weights[leaving].sum() / weights.sum()))
+
+    def _shares(self) -> NDArray[np.float64]:
+        mass = np.bincount(self._labels, self._requests.weight * self._requests.pairs, self._clusters)
+        return np.asarray(mass / mass.sum())
+
+    def _sharpen(self) -> None:
+        self._sharpness = sharpest(self._requests, self._labels, self._shares(), self._sharpness)
+
+    def fitted(self) -> Fitted:
+        self._sharpen()
+        profiles = self._requests.profiles(self._labels, self._clusters).reshape(self._job.model.profiles.shape)
+        labels = {sample.number: int(slot) for sample, slot in zip(self._job.samples, self._labels, strict=True)}
+        return Fitted(labels, self._changes, self._moved, profiles, self._shares(), self._sharpness)
