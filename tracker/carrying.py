@@ -1,0 +1,117 @@
+"""Signatures over clusters that have since split or merged: what they say in terms of today's. Pure.
+
+Slots keep their meaning, so a signature is good at later versions of the model as it stands, but for what changed structurally. After
+a merge what was said of the freed slot is said of the kept one. Whether a parent or its child was meant is unknown: each
+is named with its part, and where a packed signature has no room left for the child, its part is nobody's.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.signatures import NAMED, ClusterModel
+from tracker.clusters import Merge, Split
+from tracker.reports import Packed
+
+MOST_CHANGES = 128
+"""Structural changes that are remembered; signatures from before are refused."""
+
+
+class Change(NamedTuple):
+    """What was said of slot `source` is said of `target`, as to this share (1: the source was freed)."""
+
+    version: int
+    source: int
+    target: int
+    share: float
+
+
+def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 [n, K] of packed signatures [n, PACKED]: `fleet.signatures.unpack`, all at once."""
+    clusters, named = packed[:, 0::2], packed[:, 1::2].astype(np.float32)
+    named /= np.maximum(named.sum(axis=1, keepdims=True), 255.0)
+    weights = shares * (1.0 - named.sum(axis=1, keepdims=True))
+    lines = np.arange(len(packed))
+    for at in range(NAMED):
+        weights[lines, clusters[:, at]] += named[:, at]
+    return np.asarray(weights, np.float32)
+
+
+def carried(packed: Packed, change: Change) -> Packed:
+    """Packed signatures after a change."""
+    after = packed.copy()
+    if change.share >= 1.0:
+        after[:, 0::2][packed[:, 0::2] == change.source] = change.target
+        return after
+    slots, weights = after[:, 0::2], after[:, 1::2]
+    place = ((slots == change.source) & (weights > 0)).argmax(axis=1)
+    lines = np.flatnonzero((slots[np.arange(len(after)), place] == change.source) & (weights[np.arange(len(after)), place] > 0))
+    place = place[lines]
+    part = np.floor(change.share * weights[lines, place] + 0.5).astype(np.uint8)
+    weights[lines, place] -= part
+    least = weights[lines].argmin(axis=1)
+    room = (weights[lines, least] < part) & (least != place)
+    slots[lines[room], least[room]] = change.target
+    weights[lines[room], least[room]] = part[room]
+    return after
+
+
+def carried_weights(weights: NDArray[Any], change: Change) -> NDArray[Any]:
+    """Weights [n, K] after a change."""
+    after = weights.copy()
+    after[:, change.target] += weights[:, change.source] * change.share
+    after[:, change.source] -= weights[:, change.source] * change.share
+    return after
+
+
+class History:
+    """Which versions of a cluster model are understood, and what changed since each."""
+
+    def __init__(self) -> None:
+        self._changes: deque[Change] = deque()
+        self._oldest: int | None = None
+        """the first version whose signatures say anything: with two clusters at least"""
+        self.model: ClusterModel | None = None
+
+    def adopt(self, model: ClusterModel, changes: Sequence[Split | Merge]) -> list[Change]:
+        """Go on to another version; what changed, in order. ValueError when it is older, or has another shape."""
+        known = self.model
+        if known is not None and (model.version < known.version or model.profiles.shape != known.profiles.shape):
+            here, there = (known.version, known.profiles.shape), (model.version, model.profiles.shape)
+            raise ValueError(f"cluster model: version and shape {there} cannot follow {here}; start learning anew for another shape")
+        told = [_told(model, change) for change in changes]
+        self._changes.extend(told)
+        while len(self._changes) > MOST_CHANGES:
+            self._oldest = self._changes.popleft().version
+        if self._oldest is None and int((model.shares > 0).sum()) > 1:
+            self._oldest = model.version
+        self.model = model
+        return told
+
+    def since(self, version: int) -> list[Change] | None:
+        """What changed after a version; None when its signatures say nothing. ValueError for versions that are not known."""
+        if self.model is None or version > self.model.version:
+            raise ValueError(f"clusters: version {version} is not known here; report over the version that was published last")
+        if self._oldest is None or version < self._oldest:
+            return None
+        return [change for change in self._changes if change.version > version]
+
+    def state(self) -> dict[str, Any]:
+        """What changed, as msgpack takes it; the model itself is its owner's to keep."""
+        return {"changes": [list(change) for change in self._changes], "oldest": self._oldest}
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Become what `state` was."""
+        self._changes = deque(Change(int(version), int(source), int(target), float(share)) for version, source, target, share in state["changes"])
+        self._oldest = state["oldest"]
+
+
+def _told(model: ClusterModel, change: Split | Merge) -> Change:
+    if isinstance(change, Merge):
+        return Change(model.version, change.freed, change.kept, 1.0)
+    both = float(model.shares[change.parent] + model.shares[change.child])
+    share = float(model.shares[change.child]) / both if both > 0 else 0.5
+    return Change(model.version, change.parent, change.child, min(share, 0.999))

@@ -1,0 +1,405 @@
+"""What the tracker has learnt of one model to predict its requests with: rows of prefixes, sessions and tenants, the token table, the
+trusts, the gain. It hears of every request twice, from the rank that served it (what it activated) and from the router that sent it (what was
+known and expected), joins the two, and tells the tables whole or by what changed. Pure.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
+from fleet.prediction import SOURCES, Known, Query, Tables, know
+from fleet.signatures import PACKED, ClusterModel, Weights, pack
+from tracker.calibration import Calibration
+from tracker.carrying import Change, History, carried, carried_weights, dense
+from tracker.clusters import Merge, Split
+from tracker.config import TrackerConfig
+from tracker.pairing import Pairing
+from tracker.reports import Blocks, Outcome, Packed, Profile, outcome_of, profile_of
+from tracker.rows import Rows, cell
+from tracker.token_table import TokenTable
+from tracker.trust import Trust
+
+HALF = 64.0
+"""Computed tokens at which an observed signature counts half."""
+SESSION_TOKENS = 1024.0
+TENANT_TOKENS = 16384.0
+"""What came before counts for so many tokens at most, so that a session or a tenant may change."""
+HEAD = 0.01
+"""Trusts, reliabilities, gain and shares are told again when one moved by so much."""
+_ENGINE, _ROUTER = 0, 1
+_FORMAT = 1
+
+
+class _Head(NamedTuple):
+    """What every message says."""
+
+    clusters: int
+    shares: Weights
+    trust: NDArray[np.float32]
+    reliability: NDArray[np.float32]
+    gain: float
+
+    def near(self, other: "_Head") -> bool:
+        pairs = ((self.shares, other.shares), (self.trust, other.trust), (self.reliability, other.reliability))
+        moved = max(abs(self.gain - other.gain), *(float(np.abs(one - two).max()) for one, two in pairs))
+        return self.clusters == other.clusters and moved < HEAD
+
+
+class Learning:
+    """One model's prediction tables. `now` is seconds of one clock that never goes back.
+
+    first_version: versions of the tables count from here; a restarted tracker must not repeat them. What is reported is refused, with a
+    ValueError that names the field, when it cannot be used; then nothing changed.
+    """
+
+    def __init__(self, config: TrackerConfig, first_version: int = 1) -> None:
+        clusters, life, changes = config.clusters, config.row_seconds, config.most_changes
+        self._config = config
+        self._version = first_version
+        self._history = History()
+        self._blocks = Rows(config.prefix_bytes, life, changes)
+        self._sessions = Rows(config.session_bytes, life, changes, 2 * clusters)
+        self._tenants = Rows(config.tenant_bytes, life, changes, 2 * clusters)
+        self._tokens = TokenTable(config.token_bytes, clusters, config.token_seconds)
+        self._pairs = Pairing(config.waiting_bytes, config.most_waiting, config.waiting_seconds)
+        self._trust = Trust(config.memory_outcomes)
+        self._calibration = Calibration(config.memory_outcomes)
+        self._head: _Head | None = None
+        self._afresh = False
+        self.repeated = 0
+        """reports that were heard twice and ignored"""
+        self.orphans = 0
+        """blocks that continue a prefix nobody knows"""
+        self.stale = 0
+        """profiles over clusters that say nothing today"""
+
+    # How good it is
+
+    @property
+    def trust(self) -> NDArray[np.float32]:
+        """float32 [sources]"""
+        return self._trust.values
+
+    @property
+    def reliability(self) -> NDArray[np.float32]:
+        """float32 [sources]"""
+        return self._trust.reliability
+
+    @property
+    def gain(self) -> float:
+        return self._calibration.gain
+
+    @property
+    def outcomes(self) -> int:
+        """Requests whose prediction was compared with what they did."""
+        return self._calibration.outcomes
+
+    @property
+    def recall(self) -> float | None:
+        return self._calibration.recall
+
+    @property
+    def prior_recall(self) -> float | None:
+        return self._calibration.prior_recall
+
+    def sources(self) -> tuple[SourceQuality, ...]:
+        """Each source: how often it spoke, what it is trusted, how far it goes."""
+        parts = zip(SOURCES, self._trust.spoken, self.trust.tolist(), self.reliability.tolist(), strict=True)
+        return tuple(SourceQuality(source=source, requests=spoken, trust=trust, reliability=reliability) for source, spoken, trust, reliability in parts)
+
+    @property
+    def version(self) -> int:
+        """Of the tables."""
+        return self._version
+
+    @property
+    def waiting(self) -> int:
+        """Reports that wait for their other half."""
+        return len(self._pairs)
+
+    @property
+    def given_up(self) -> int:
+        """Reports whose other half did not come in time."""
+        return self._pairs.given_up
+
+    @property
+    def stored_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of what was learnt."""
+        return sum(table.filled_bytes for table in (*self._keyed, self._tokens)) + self._pairs.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken, filled or not."""
+        return sum(table.nbytes for table in (*self._keyed, self._tokens)) + self._pairs.nbytes
+
+    # Clusters
+
+    def adopt(self, model: ClusterModel, changes: Sequence[Split | Merge] = ()) -> None:
+        """Go on with another version of the clusters; changes: what split and merged on the way there, in order.
+
+        ValueError when it is older than the one before, or has another shape.
+        """
+        if model.clusters != self._config.clusters:
+            raise ValueError(f"cluster model: {model.clusters} clusters; tracker.clusters is {self._config.clusters}")
+        for change in self._history.adopt(model, changes):
+            self._carry(change)
+
+    def _carry(self, change: Change) -> None:
+        def packed(cells: NDArray[Any]) -> NDArray[Any]:
+            after = cells.copy()
+            after["packed"] = carried(cells["packed"], change)
+            return after
+
+        def exact(cells: NDArray[Any]) -> NDArray[Any]:
+            return _cells(carried_weights(_weights(cells), change), cells["tokens"])
+
+        self._blocks.rewrite(packed)
+        self._sessions.rewrite(exact)
+        self._tenants.rewrite(exact)
+        self._tokens.move(change.source, change.target, change.share)
+        self._afresh = True
+
+    # What is heard
+
+    def profiled(self, profile: RequestProfile, clusters_version: int, now: float) -> None:
+        """What a request activated, over the clusters of a version; 0: over none, which says nothing here."""
+        if clusters_version == 0:
+            self.stale += 1
+            return
+        since = self._history.since(clusters_version)
+        part, blocks = profile_of(profile, clusters_version, self._config.clusters, self._model.mean.shape)
+        if profile.decision and self._pairs.repeated(_ENGINE, profile.decision):
+            self.repeated += 1
+        elif since is None:
+            self.stale += 1
+        else:
+            self._learn_blocks(blocks, since, now)
+            other = self._pairs.offer(_ENGINE, profile.decision, part, now) if profile.decision else None
+            if other is not None:
+                self._learn(part, Outcome(*other), now)
+
+    def finished(self, outcome: RequestOutcome, now: float) -> None:
+        """What a router knew of a request, and expected."""
+        part = outcome_of(outcome, self._config.clusters)
+        if self._pairs.repeated(_ROUTER, outcome.decision):
+            self.repeated += 1
+            return
+        other = self._pairs.offer(_ROUTER, outcome.decision, part, now)
+        if other is not None:
+            self._learn(Profile(*other), part, now)
+
+    # Learning
+
+    def _learn_blocks(self, blocks: Blocks, since: list[Change], now: float) -> None:
+        """A prefix's row is the token-weighted mean over all of its blocks."""
+        above = None if blocks.parent is None else self._blocks.cell(blocks.parent)
+        if above is not None:
+            self._blocks.touch(blocks.parent or 0, now)
+        if not len(blocks.keys):
+            return
+        if blocks.parent is not None and above is None:
+            self.orphans += len(blocks.keys)
+            return
+        tokens = 0.0 if above is None else float(above["tokens"])
+        before = 0.0 if above is None else dense(above["packed"][None], self._shares)[0] * tokens
+        summed = before + blocks.size * np.cumsum(dense(_through(blocks.signatures, since), self._shares), axis=0, dtype=np.float64)
+        behind = tokens + blocks.size * np.arange(1, len(blocks.keys) + 1)
+        cells = np.zeros(len(blocks.keys), cell(0))
+        cells["packed"] = pack(summed / behind[:, None])
+        cells["tokens"] = np.minimum(behind, 0xFFFFFFFF)
+        self._blocks.put(blocks.keys, cells, now, blocks.parent or 0)
+
+    @property
+    def _model(self) -> ClusterModel:
+        if self._history.model is None:
+            raise ValueError("clusters: no model was adopted yet")
+        return self._history.model
+
+    @property
+    def _shares(self) -> Weights:
+        return self._model.shares
+
+    def _learn(self, profile: Profile, outcome: Outcome, now: float) -> None:
+        """From both sides of a request: first how good the tables were, then what it adds to them."""
+        since = self._history.since(profile.version)
+        if since is None or not profile.tokens:
+            self.stale += since is None
+            return
+        shares = self._shares
+        signature = _through(np.frombuffer(profile.signature, np.uint8).reshape(1, PACKED), since)
+        observed = dense(signature, shares)[0]
+        weight = profile.tokens / (profile.tokens + HALF)
+        ids = np.frombuffer(outcome.tokens, "<u4").astype(np.int64)
+        self._trust.learn(shares, self._know(outcome, ids).ratios, observed, weight)
+        self._judge(profile, outcome, weight)
+        self._tokens.learn(ids, observed, weight, now)
+        self._follow(self._sessions, outcome.session, observed, profile.tokens, SESSION_TOKENS, now)
+        self._follow(self._tenants, outcome.tenant, observed, profile.tokens, TENANT_TOKENS, now)
+        self._blocks.touch(outcome.prefix, now)
+
+    def _know(self, outcome: Outcome, ids: NDArray[np.int64]) -> Known:
+        """What the tables say before they learn: of the tokens, only those rows that are asked for are made."""
+        tables = self._tables(self._tokens.ratios(ids))
+        prefix = (outcome.prefix,) if outcome.prefix else ()
+        return know(tables, Query(prefix, range(len(ids)), 0, outcome.session, outcome.tenant))
+
+    def _tables(self, ratios: NDArray[np.float32]) -> Tables:
+        return Tables(
+            version=self._version,
+            clusters=0,
+            shares=self._shares,
+            blocks=self._blocks,
+            sessions=self._sessions,
+            tenants=self._tenants,
+            tokens=ratios,
+            trust=self.trust,
+            reliability=self.reliability,
+        )
+
+    def _judge(self, profile: Profile, outcome: Outcome, weight: float) -> None:
+        """Predicted against observed, as far as both are there (under TP no rank is nearer, and nothing is predicted)."""
+        if profile.local is not None and outcome.predicted_local is not None and outcome.prior_local is not None:
+            self._calibration.learn(outcome.predicted_local, outcome.prior_local, profile.local, weight)
+        if profile.sample:
+            predicted = dense(np.frombuffer(outcome.predicted, np.uint8)[None], self._shares)[0]
+            counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
+            self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
+
+    def _follow(self, table: Rows, key: int, observed: Weights, tokens: int, most: float, now: float) -> None:
+        """A session's or tenant's row: the decayed mean of its requests' signatures."""
+        if not key:
+            return
+        known = table.cell(key)
+        behind, weights = 0.0, observed
+        fresh = min(float(tokens), most)
+        if known is not None:
+            behind = min(float(known["tokens"]), most)
+            weights = (_weights(known[None])[0] * behind + observed * fresh) / (behind + fresh)
+        table.put(np.array([key], np.uint64), _cells(weights[None], np.array([behind + fresh])), now)
+
+    # What is told
+
+    def whole(self, name: str) -> TablesPublished:
+        """The tables as they were last told. ValueError before clusters were adopted."""
+        head = self._head = self._head or self._now()
+        buckets, ratios = self._tokens.told()
+        rows = [KeyedRows(keys=keys.tobytes(), rows=rows.tobytes()) for keys, rows in (table.all() for table in self._keyed)]
+        return self._said(name, head, None, buckets, ratios, rows)
+
+    def change(self, name: str) -> TablesPublished | None:
+        """What changed since the last change, under the next version; all of it where too much did; None where nothing did."""
+        head = self._now()
+        if self._afresh or any(table.overflown for table in self._keyed):
+            return self._all_anew(name, head)
+        taken = [table.take() for table in self._keyed]
+        buckets, ratios = self._tokens.change(self._config.most_token_changes)
+        if self._head is not None and self._head.near(head) and not len(buckets) and not any(len(keys) for keys, _ in taken):
+            return None
+        self._head = head
+        self._version += 1
+        rows = [KeyedRows(keys=keys.tobytes(), rows=rows.tobytes()) for keys, rows in taken]
+        return self._said(name, head, self._version - 1, buckets, ratios, rows)
+
+    def _all_anew(self, name: str, head: _Head) -> TablesPublished:
+        self._head, self._afresh = head, False
+        self._version += 1
+        self._tokens.settle()
+        for table in self._keyed:
+            table.take()
+        return self.whole(name)
+
+    @property
+    def _keyed(self) -> tuple[Rows, Rows, Rows]:
+        return self._blocks, self._sessions, self._tenants
+
+    def _now(self) -> _Head:
+        return _Head(self._model.version, self._shares, self.trust, self.reliability, self.gain)
+
+    def _said(
+        self, name: str, head: _Head, base: int | None, buckets: NDArray[np.uint32], ratios: NDArray[np.float16], rows: list[KeyedRows]
+    ) -> TablesPublished:
+        return TablesPublished(
+            model=name,
+            version=self._version,
+            base=base,
+            clusters=head.clusters,
+            shares=head.shares.astype("<f4").tobytes(),
+            trust=dict(zip(SOURCES, head.trust.tolist(), strict=True)),
+            reliability=dict(zip(SOURCES, head.reliability.tolist(), strict=True)),
+            gain=head.gain,
+            buckets=self._tokens.buckets,
+            token_rows=buckets.astype("<u4").tobytes(),
+            token_ratios=ratios.astype("<f2").tobytes(),
+            blocks=rows[0],
+            sessions=rows[1],
+            tenants=rows[2],
+        )
+
+    # Surviving
+
+    @property
+    def _parts(self) -> dict[str, Rows | TokenTable | Pairing | Trust | Calibration | History]:
+        return {
+            "blocks": self._blocks,
+            "sessions": self._sessions,
+            "tenants": self._tenants,
+            "tokens": self._tokens,
+            "pairs": self._pairs,
+            "trust": self._trust,
+            "calibration": self._calibration,
+            "history": self._history,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the cluster model, as msgpack takes it."""
+        counted = [self.repeated, self.orphans, self.stale]
+        return {"format": _FORMAT, "version": self._version, "counted": counted} | {name: part.state() for name, part in self._parts.items()}
+
+    @classmethod
+    def restore(cls, config: TrackerConfig, state: dict[str, Any], first_version: int = 0, later: float = 0.0) -> "Learning":
+        """What `state` was; the cluster model is adopted again next, and all is told anew.
+
+        first_version: of the tables, where it is above that of the state. later: by how many seconds this clock is ahead of the
+        one that the state was made on. ValueError when the state does not fit the settings, or is none.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"learning: a state of format {state.get('format')!r}; this is format {_FORMAT}. Start without it")
+        learning = cls(config, max(first_version, int(state["version"])))
+        try:
+            for name, part in learning._parts.items():
+                if isinstance(part, (Rows, TokenTable, Pairing)):
+                    part.take_over(state[name], later)
+                else:
+                    part.take_over(state[name])
+            learning.repeated, learning.orphans, learning.stale = (int(count) for count in state["counted"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"learning: the state lacks or garbles {error}. Start without it") from error
+        learning._afresh = True
+        return learning
+
+
+def _through(packed: Packed, since: list[Change]) -> Packed:
+    """Packed signatures [n, PACKED] in terms of today's clusters."""
+    for change in since:
+        packed = carried(packed, change)
+    return packed
+
+
+def _weights(cells: NDArray[Any]) -> NDArray[np.float32]:
+    """float32 [n, K]: the weights of a session's or tenant's rows, more exact than the packed ones."""
+    return np.ascontiguousarray(cells["extra"]).view("<f2").astype(np.float32)
+
+
+def _cells(weights: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+    """Rows [n] of sessions or tenants."""
+    cells = np.zeros(len(weights), cell(2 * weights.shape[1]))
+    cells["packed"], cells["tokens"] = pack(weights), np.maximum(tokens, 1.0)
+    cells["extra"] = np.ascontiguousarray(weights, "<f2").view(np.uint8)
+    return cells

@@ -1,0 +1,83 @@
+"""Two reports of one request, by its decision id, whichever comes first; each is awaited for a while, within a byte budget. Pure."""
+
+from collections import OrderedDict
+from typing import Any
+
+OVERHEAD = 512
+"""Bytes that a waiting part costs besides its own."""
+LONGEST_ID = 128
+SIDES = 2
+Part = tuple[Any, ...]
+"""numbers and bytes"""
+
+
+class Pairing:
+    """Parts of side 0 and 1 that wait for one another, oldest first. seconds: for so long; budget: bytes of all that wait;
+    most: how many wait, and how many pairs are remembered, so that a repetition is known for one."""
+
+    def __init__(self, budget: int, most: int, seconds: float) -> None:
+        self._budget = budget
+        self._most = most
+        self._seconds = seconds
+        self._waiting: OrderedDict[str, tuple[int, float, int, Part]] = OrderedDict()
+        self._paired: OrderedDict[str, None] = OrderedDict()
+        self._bytes = 0
+        self.given_up = 0
+        """parts whose other half did not come in time"""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes + len(self._paired) * LONGEST_ID
+
+    def repeated(self, side: int, decision: str) -> bool:
+        """Whether this side of a request was offered before."""
+        waiting = self._waiting.get(decision)
+        return decision in self._paired or (waiting is not None and waiting[0] == side)
+
+    def offer(self, side: int, decision: str, part: Part, now: float) -> Part | None:
+        """The other side's part, when it is there; otherwise this one waits. Not for a repetition."""
+        self.expire(now)
+        other = self._waiting.pop(decision, None)
+        if other is not None:
+            self._bytes -= other[2]
+            self._remember(decision)
+            return other[3]
+        size = OVERHEAD + sum(len(field) for field in part if isinstance(field, bytes))
+        self._waiting[decision] = (side, now, size, part)
+        self._bytes += size
+        while self._bytes > self._budget or len(self._waiting) > self._most:
+            self._give_up()
+        return None
+
+    def _remember(self, decision: str) -> None:
+        self._paired[decision] = None
+        while len(self._paired) > self._most:
+            self._paired.popitem(last=False)
+
+    def _give_up(self) -> None:
+        _, (_, _, size, _) = self._waiting.popitem(last=False)
+        self._bytes -= size
+        self.given_up += 1
+
+    def expire(self, now: float) -> None:
+        """Nothing waits longer than it may."""
+        while self._waiting and now - next(iter(self._waiting.values()))[1] > self._seconds:
+            self._give_up()
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as msgpack takes it."""
+        waiting = [(decision, side, at, list(part)) for decision, (side, at, _, part) in self._waiting.items()]
+        return {"waiting": waiting, "paired": list(self._paired), "given_up": self.given_up}
+
+    def take_over(self, state: dict[str, Any], later: float = 0.0) -> None:
+        """Become what `state` was, on a clock that is `later` by so many seconds. ValueError when it does not fit; then nothing changed."""
+        waiting: OrderedDict[str, tuple[int, float, int, Part]] = OrderedDict()
+        for decision, side, at, part in state["waiting"]:
+            if not isinstance(decision, str) or side not in range(SIDES):
+                raise ValueError(f"pairing: decision {decision!r} of side {side!r}")
+            waiting[decision] = (side, at + later, OVERHEAD + sum(len(field) for field in part if isinstance(field, bytes)), tuple(part))
+        self._waiting, self._paired = waiting, OrderedDict.fromkeys(state["paired"])
+        self._bytes, self.given_up = sum(size for _, _, size, _ in waiting.values()), int(state["given_up"])

@@ -1,0 +1,141 @@
+"""What ranks and routers report of a request, checked: nothing that comes from the bus is believed as it stands. Pure."""
+
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import RequestOutcome, RequestProfile, SampledProfile
+from fleet.prediction import MOST_TOKENS
+from fleet.signatures import NAMED, PACKED
+
+MOST_BLOCKS = 1 << 16
+"""of one request"""
+MOST_COUNT = 1 << 48
+MOST_BLOCK_SIZE = 1 << 16
+LONGEST_ID = 128
+MOST_SUM = 255 + NAMED
+"""What the weights of a packed signature may add up to: each is rounded."""
+Packed = NDArray[np.uint8]
+"""uint8 [n, PACKED]"""
+
+
+class Profile(NamedTuple):
+    """What is kept of a `RequestProfile` until its outcome comes."""
+
+    signature: bytes
+    version: int
+    """of the cluster model"""
+    tokens: int
+    local: float | None
+    sample: bytes
+    """(token, k) pairs [layers, experts] as u32 little endian; empty without"""
+
+
+class Outcome(NamedTuple):
+    """What is kept of a `RequestOutcome` until its profile comes."""
+
+    prefix: int
+    tokens: bytes
+    session: int
+    tenant: int
+    predicted: bytes
+    predicted_local: float | None
+    prior_local: float | None
+
+
+class Blocks(NamedTuple):
+    """Full blocks that follow one another, and their signatures."""
+
+    keys: NDArray[np.uint64]
+    signatures: Packed
+    parent: int | None
+    size: int
+
+
+def profile_of(report: RequestProfile, version: int, clusters: int, shape: tuple[int, int]) -> tuple[Profile, Blocks]:
+    """A rank's report of a request over `clusters` clusters of shape [layers, experts]. ValueError names the field that cannot be."""
+    _check_id(report.decision)
+    _check_within("tokens", report.tokens, 0, MOST_COUNT)
+    _check_within("cached_tokens", report.cached_tokens, 0, MOST_COUNT)
+    _check_share("local", report.local)
+    signature = packed("signature", report.signature, 1, clusters)
+    return Profile(signature.tobytes(), version, report.tokens, report.local, _pairs(report.sample, shape)), _blocks(report, clusters)
+
+
+def outcome_of(report: RequestOutcome, clusters: int) -> Outcome:
+    """A router's report of a request. ValueError names the field that cannot be."""
+    _check_id(report.decision)
+    if not report.decision:
+        raise ValueError("decision: an outcome without the id of its decision goes with no request")
+    for name, key in (("prefix", report.prefix), ("session", report.session), ("tenant", report.tenant)):
+        _check_key(name, key)
+    if len(report.tokens) % 4 or len(report.tokens) > 4 * MOST_TOKENS:
+        raise ValueError(f"tokens: {len(report.tokens)} bytes; expected u32 of at most {MOST_TOKENS} tokens")
+    packed("predicted", report.predicted, 1, clusters)
+    _check_share("predicted_local", report.predicted_local)
+    _check_share("prior_local", report.prior_local)
+    return Outcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, report.predicted_local, report.prior_local)
+
+
+def packed(field: str, raw: bytes, count: int, clusters: int) -> Packed:
+    """Packed signatures [count, PACKED] over `clusters` clusters. ValueError names the field when they cannot be."""
+    if len(raw) != count * PACKED:
+        raise ValueError(f"{field}: {len(raw)} bytes; {count} signatures have {count * PACKED}")
+    signatures = np.frombuffer(raw, np.uint8).reshape(count, PACKED)
+    named, weights = signatures[:, 0::2], signatures[:, 1::2]
+    if count and int(named.max(initial=0, where=weights > 0)) >= clusters:
+        raise ValueError(f"{field}: names cluster {named.max(initial=0, where=weights > 0)}; there are {clusters}")
+    if count and int(weights.sum(axis=1, dtype=np.int64).max()) > MOST_SUM:
+        raise ValueError(f"{field}: weights add up to {weights.sum(axis=1, dtype=np.int64).max()}; at most {MOST_SUM} are allowed")
+    return signatures
+
+
+def _blocks(report: RequestProfile, clusters: int) -> Blocks:
+    count = len(report.blocks) // 8
+    if len(report.blocks) % 8 or count > MOST_BLOCKS:
+        raise ValueError(f"blocks: {len(report.blocks)} bytes; expected u64 of at most {MOST_BLOCKS} blocks")
+    if report.parent is not None:
+        _check_key("parent", report.parent)
+    if count:
+        _check_within("block_size", report.block_size, 1, MOST_BLOCK_SIZE)
+    keys = np.frombuffer(report.blocks, "<u8")
+    if not keys.all() or len(np.unique(keys)) != count or (report.parent is not None and (keys == report.parent).any()):
+        raise ValueError(f"blocks: {count} hashes with their parent must all differ, and none be 0")
+    return Blocks(keys, packed("block_signatures", report.block_signatures, count, clusters), report.parent, report.block_size)
+
+
+def _pairs(sample: SampledProfile | None, shape: tuple[int, int]) -> bytes:
+    """A sampled request counted whole."""
+    if sample is None:
+        return b""
+    counted = np.zeros(shape, np.float64)
+    for name, counts in (("prompt", sample.prompt), ("completion", sample.completion)):
+        if (counts.layers, counts.experts) != shape:
+            raise ValueError(f"sample.{name}: counts of shape [{counts.layers}, {counts.experts}]; the clusters have {list(shape)}")
+        try:
+            counted += counts.array()
+        except ValueError as error:
+            raise ValueError(f"sample.{name}: {error}") from error
+    return counted.clip(0, 0xFFFFFFFF).astype("<u4").tobytes()
+
+
+def _check_id(decision: str) -> None:
+    if len(decision) > LONGEST_ID:
+        raise ValueError(f"decision: an id of {len(decision)} characters; at most {LONGEST_ID} are allowed")
+
+
+def _check_within(field: str, value: Any, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{field}: {value} is not between {least} and {most}")
+
+
+def _check_key(field: str, key: int) -> None:
+    if not 0 <= key < 1 << 64:
+        raise ValueError(f"{field}: {key} is no hash of 64 bits")
+
+
+def _check_share(field: str, value: float | None) -> None:
+    if value is not None and not (isfinite(value) and 0.0 <= value <= 1.0):
+        raise ValueError(f"{field}: {value} is no share between 0 and 1")

@@ -1,0 +1,332 @@
+"""Rows by key within a hard byte budget: what is used again and again stays, what came once makes room. Pure.
+
+A set-associative table: a key's set follows from its bits, and it may lie in any of the WAYS of its set. Every way counts how often
+it was used. A newcomer takes an empty way, or that of the least used; among equals the longest untouched goes, and among those
+the one with most tokens behind it, so that the end of a prefix goes before its beginning. Where every way of a set was used
+again, their counts fall together until one counts as used once (the ageing of GCLOCK: Smith 1978, Sequentiality and
+Prefetching in Database Systems). So a newcomer always enters, and a flood of keys that come once takes one way of a set, never all.
+
+Rows of a prefix know that of its parent: touching one touches its ancestors too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.prediction import ROW
+from fleet.signatures import PACKED
+
+WAYS = 8
+MOST_USES = 15
+"""Uses are counted no further."""
+TICKS = 256
+"""A row's life is told in so many steps."""
+LONGEST_CHAIN = 8192
+"""Ancestors that are touched with a row."""
+OVERHEAD = 4096
+RESERVE = 64
+"""What the table costs besides its rows: so many bytes, and one part in so many for what is in hand while it works."""
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_WRAP = 1 << 15
+_CHUNK = 1 << 15
+Keys = NDArray[np.uint64]
+Cells = NDArray[Any]
+"""structured [n]: packed u1[PACKED], tokens u4, extra u1[m]"""
+
+
+def cell(extra: int) -> np.dtype[Any]:
+    """A row as it is kept: `fleet.prediction.row` and `extra` bytes that are the owner's own."""
+    return np.dtype([("packed", "u1", (PACKED,)), ("tokens", "<u4"), ("extra", "u1", (extra,))])
+
+
+class Rows(Mapping[int, bytes]):
+    """A table of at most `budget` bytes, all of them taken at birth. As a mapping it gives rows of `fleet.prediction.ROW` bytes.
+
+    extra: bytes of a row that are not given out. life: seconds after which an untouched row is gone, to 1 part in TICKS.
+    most_changes: keys that are remembered as changed. Key 0 is no key. ValueError when the budget holds no set.
+    """
+
+    def __init__(self, budget: int, life: float, most_changes: int, extra: int = 0) -> None:
+        self._cell = cell(extra)
+        self._log = min(most_changes, budget // 128)
+        one_set = WAYS * (8 + self._cell.itemsize + 4 + 2 + 1)
+        self._sets = (budget - budget // RESERVE - OVERHEAD - 8 * self._log) // one_set
+        if self._sets < 1:
+            raise ValueError(f"a budget of {budget} bytes holds no rows; allow at least {2 * (OVERHEAD + one_set)}")
+        slots = self._sets * WAYS
+        self._key_bytes = bytearray(8 * slots)
+        self._cell_bytes = bytearray(self._cell.itemsize * slots)
+        self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
+        self._cells: Cells = np.frombuffer(self._cell_bytes, self._cell)
+        self._parents = np.zeros(slots, np.uint32)
+        self._touched = np.zeros(slots, np.uint16)
+        self._uses = np.zeros(slots, np.uint8)
+        self._changes: Keys = np.zeros(self._log, np.uint64)
+        self._changed = 0
+        self._filled = 0
+        self._tick = 0
+        self._tick_seconds = life / TICKS
+        self._origin: float | None = None
+
+    # Reading
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken, filled or not."""
+        arrays = (self._keys, self._cells, self._parents, self._touched, self._uses, self._changes)
+        return sum(int(array.nbytes) for array in arrays)
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the rows there are."""
+        return self._filled * (self.nbytes - int(self._changes.nbytes)) // len(self._keys)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._keys)
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys[self._keys != 0].tolist())
+
+    def __getitem__(self, key: int) -> bytes:
+        found: bytes | None = self.get(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """The row of a key; does not count as use."""
+        slot = self._slot(key)
+        if slot < 0:
+            return default
+        start = slot * self._cell.itemsize
+        return bytes(self._cell_bytes[start : start + ROW])
+
+    def cell(self, key: int) -> Any | None:
+        """A copy of all that is kept of a key (a scalar of `cell`); None without."""
+        slot = self._slot(key)
+        return None if slot < 0 else self._cells[slot].copy()
+
+    def _slot(self, key: int) -> int:
+        """Where a key lies, -1 for nowhere."""
+        if not 0 < key <= _MASK:
+            return -1
+        start = ((((key * _MIX) & _MASK) >> 32) * self._sets >> 32) * WAYS * 8
+        wanted = key.to_bytes(8, "little")
+        at = self._key_bytes.find(wanted, start, start + WAYS * 8)
+        while at >= 0 and at % 8:
+            at = self._key_bytes.find(wanted, at + 1, start + WAYS * 8)
+        return at // 8 if at >= 0 else -1
+
+    def find(self, keys: Keys) -> NDArray[np.int64]:
+        """int64 [n]: where keys [n] lie, -1 for nowhere."""
+        places = self._ways(keys)
+        hits = self._keys[places] == keys[:, None]
+        hits[keys == 0] = False
+        return np.where(hits.any(axis=1), places[np.arange(len(keys)), hits.argmax(axis=1)], -1)
+
+    def _ways(self, keys: Keys) -> NDArray[np.int64]:
+        """int64 [n, WAYS]: the places a key may lie in."""
+        mixed = (keys * np.uint64(_MIX)) >> np.uint64(32)
+        first = ((mixed * np.uint64(self._sets)) >> np.uint64(32)).astype(np.int64) * WAYS
+        return np.asarray(first[:, None] + np.arange(WAYS))
+
+    # Writing
+
+    def put(self, keys: Keys, cells: Cells, now: float, parent: int | None = None) -> None:
+        """Replace or add rows [n] of different keys [n]. parent: the keys follow one another behind this one (0: behind nothing); None: no chain."""
+        self.advance(now)
+        slots = np.full(len(keys), -1, np.int64)
+        before = self._slot(parent) if parent else -1
+        pending = np.arange(len(keys))
+        while len(pending):
+            ways = self._ways(keys[pending])
+            _, first = np.unique(ways[:, 0], return_index=True)
+            slots[pending[first]] = self._place(keys[pending[first]], ways[first], cells[pending[first]])
+            left = np.ones(len(pending), bool)
+            left[first] = False
+            pending = pending[left]
+        if parent is not None and len(slots):
+            self._parents[slots[0]] = before + 1
+            self._parents[slots[1:]] = slots[:-1] + 1
+
+    def _place(self, keys: Keys, ways: NDArray[np.int64], cells: Cells) -> NDArray[np.int64]:
+        """int64 [n]: where keys of different sets were put."""
+        held = self._keys[ways]
+        hits = held == keys[:, None]
+        hits &= held != 0
+        known = hits.any(axis=1)
+        chosen = np.where(known, hits.argmax(axis=1), self._weakest(ways, held))
+        slots = ways[np.arange(len(keys)), chosen]
+        fresh = slots[~known]
+        if len(fresh):
+            self._make_room(ways[~known], fresh)
+        same = known & (_bytes(self._cells[slots]) == _bytes(cells)).all(axis=1)
+        self._uses[slots] = np.where(known, np.minimum(self._uses[slots] + 1, MOST_USES), 1)
+        self._touched[slots] = self._tick
+        self._keys[slots] = keys
+        self._cells[slots] = cells
+        self._note(keys[~same])
+        return np.asarray(slots)
+
+    def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
+        """[n]: the way of each set that a newcomer takes."""
+        worth = self._uses[ways].astype(np.int64) << 48
+        worth |= self._touched[ways].astype(np.int64) << 32
+        worth |= 0xFFFFFFFF - self._cells["tokens"][ways].astype(np.int64)
+        worth[held == 0] = -1
+        return np.asarray(worth.argmin(axis=1), np.intp)
+
+    def _make_room(self, ways: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Let go of what lies in slots [n], each the weakest of its ways [n, WAYS]; uses fall until it counts as used once."""
+        gone = self._keys[slots]
+        gone = gone[gone != 0]
+        self._filled += len(slots) - len(gone)
+        fall = np.maximum(self._uses[slots].astype(np.int64) - 1, 0) * (self._keys[slots] != 0)
+        if fall.any():
+            self._uses[ways] = np.maximum(self._uses[ways].astype(np.int64) - fall[:, None], 1)
+        self._parents[slots] = 0
+        self._note(gone)
+
+    def touch(self, key: int, now: float) -> bool:
+        """A row was used, and with it the rows it continues. False when it is unknown."""
+        self.advance(now)
+        slot = self._slot(key)
+        if slot < 0:
+            return False
+        tokens, uses, touched, parents = self._cells["tokens"], self._uses, self._touched, self._parents
+        for _ in range(LONGEST_CHAIN):
+            settled = uses[slot] >= MOST_USES and touched[slot] == self._tick
+            touched[slot] = self._tick
+            if settled:
+                break
+            uses[slot] = min(int(uses[slot]) + 1, MOST_USES)
+            above = int(parents[slot]) - 1
+            if above < 0 or tokens[above] >= tokens[slot] or not self._keys[above]:
+                break
+            slot = above
+        return True
+
+    def advance(self, now: float) -> None:
+        """Time passes: rows that nobody touched for a life are gone."""
+        if self._origin is None:
+            self._origin = now
+        tick = int(max(0.0, now - self._origin) / self._tick_seconds)
+        if tick > self._tick:
+            self._tick = tick
+            self._expire()
+        if self._tick >= _WRAP:
+            self._rebase()
+
+    def _rebase(self) -> None:
+        """Ticks are counted from later on, so that they fit; what was touched is not older than a life."""
+        by = self._tick - TICKS - 1
+        floor = np.uint16(min(by, 0xFFFF))
+        np.maximum(self._touched, floor, out=self._touched)
+        self._touched -= floor
+        self._tick -= by
+        self._origin = (self._origin or 0.0) + by * self._tick_seconds
+
+    def _expire(self) -> None:
+        if self._tick <= TICKS or not self._filled:
+            return
+        for start in range(0, len(self._keys), _CHUNK):
+            slots = start + np.flatnonzero(self._touched[start : start + _CHUNK] < self._tick - TICKS)
+            slots = slots[self._keys[slots] != 0]
+            self._note(self._keys[slots])
+            self._keys[slots] = 0
+            self._uses[slots] = 0
+            self._parents[slots] = 0
+            self._filled -= len(slots)
+
+    def rewrite(self, renewed: Callable[[Cells], Cells]) -> None:
+        """Put renewed(rows [n]) in the place of all rows [n], a part of them at a time."""
+        for start in range(0, len(self._keys), _CHUNK):
+            slots = start + np.flatnonzero(self._keys[start : start + _CHUNK])
+            before = self._cells[slots]
+            after = renewed(before)
+            other = (_bytes(before) != _bytes(after)).any(axis=1)
+            self._cells[slots[other]] = after[other]
+            self._note(self._keys[slots[other]])
+
+    # Telling
+
+    def _note(self, keys: Keys) -> None:
+        room = self._log - self._changed
+        if len(keys) > room:
+            self._changed = self._log + 1
+        elif len(keys):
+            self._changes[self._changed : self._changed + len(keys)] = keys
+            self._changed += len(keys)
+
+    @property
+    def overflown(self) -> bool:
+        """More changed than was remembered: only the whole tells all."""
+        return self._changed > self._log
+
+    def take(self) -> tuple[Keys, NDArray[np.uint8]]:
+        """Keys [n] that changed since the last take and their rows [n, ROW]; zeros for those that are gone."""
+        keys = np.unique(self._changes[: min(self._changed, self._log)])
+        self._changed = 0
+        slots = self.find(keys)
+        rows = self._given(slots)
+        rows[slots < 0] = 0
+        return keys, rows
+
+    def all(self) -> tuple[Keys, NDArray[np.uint8]]:
+        """Keys [n] and rows [n, ROW] of everything there is."""
+        slots = np.flatnonzero(self._keys)
+        return self._keys[slots], self._given(slots)
+
+    def _given(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.ascontiguousarray(_bytes(self._cells)[slots, :ROW])
+
+    # Surviving
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as msgpack takes it."""
+        slots = np.flatnonzero(self._keys)
+        return {
+            "sets": self._sets,
+            "width": self._cell.itemsize,
+            "origin": self._origin,
+            "tick": self._tick,
+            "slots": slots.astype("<u4").tobytes(),
+            "keys": self._keys[slots].tobytes(),
+            "cells": self._cells[slots].tobytes(),
+            "parents": self._parents[slots].astype("<u4").tobytes(),
+            "touched": self._touched[slots].astype("<u2").tobytes(),
+            "uses": self._uses[slots].tobytes(),
+            "changes": self._changes[: min(self._changed, self._log)].tobytes(),
+            "changed": self._changed,
+        }
+
+    def take_over(self, state: dict[str, Any], later: float = 0.0) -> None:
+        """Become what `state` was, on a clock that is `later` by so many seconds. ValueError when it does not fit; then nothing changed."""
+        if (state["sets"], state["width"]) != (self._sets, self._cell.itemsize):
+            raise ValueError(f"rows: a table of {state['sets']} sets of {state['width']} bytes; this one has {self._sets} of {self._cell.itemsize}")
+        slots = np.frombuffer(state["slots"], "<u4").astype(np.int64)
+        keys, cells = np.frombuffer(state["keys"], "<u8"), np.frombuffer(state["cells"], self._cell)
+        parents, touched, uses = (np.frombuffer(state[name], kind) for name, kind in (("parents", "<u4"), ("touched", "<u2"), ("uses", "u1")))
+        if any(len(part) != len(slots) for part in (keys, cells, parents, touched, uses)) or not (keys != 0).all():
+            raise ValueError(f"rows: {len(slots)} places do not go with {len(keys)} keys and {len(cells)} rows")
+        if len(slots) and (slots.max() >= self.capacity or parents.max() > self.capacity or (self._ways(keys)[:, 0] != slots // WAYS * WAYS).any()):
+            raise ValueError("rows: keys lie where they cannot")
+        changes = np.frombuffer(state["changes"], "<u8")
+        for target, values in ((self._keys, keys), (self._cells, cells), (self._parents, parents), (self._touched, touched), (self._uses, uses)):
+            target[:] = np.zeros((), target.dtype)
+            target[slots] = values
+        self._changes[: len(changes)] = changes
+        self._changed, self._filled, self._tick = int(state["changed"]), len(slots), int(state["tick"])
+        self._origin = None if state["origin"] is None else state["origin"] + later
+
+
+def _bytes(cells: Cells) -> NDArray[np.uint8]:
+    """uint8 [n, width]: the same memory."""
+    return cells.view(np.uint8).reshape(len(cells), -1)
