@@ -79,9 +79,16 @@ def router(
     _end_with("router", settings, door, bus, part, None)
 
 
-def tracker(nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS, config: ConfigOption = CONFIG) -> None:
-    """Run the tracker: what was activated, and how popular it is."""
-    settings = settings_from(config, {("bus", "url"): ("--nats", nats)}, TrackerConfig, BusConfig, UpConfig)
+def tracker(
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FILE", help="Keep what is learnt in this file, and go on from there after a restart.")
+    ] = None,
+    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Run the tracker: what was activated, how popular it is, and what requests will activate."""
+    flags = {("bus", "url"): ("--nats", nats), ("tracker", "state_file"): ("--state", state and state.absolute())}
+    settings = settings_from(config, flags, TrackerConfig, BusConfig, UpConfig)
     _end_with("tracker", settings, settings.part(BusConfig), settings.part(TrackerConfig), None)
 
 

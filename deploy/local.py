@@ -30,6 +30,8 @@ from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from engine_adapter.config import EmbeddedConfig
 
 LOOK_SECONDS = 0.02
+TRACKER_STATE = "tracker.state"
+"""file in the run directory where a tracker that is started again finds what it knew"""
 LOG_CARE_SECONDS = 30.0
 NATS_SECONDS = 5.0
 """for a server somewhere else to greet us"""
@@ -207,7 +209,9 @@ class Fleet:
         return server.url
 
     def _ground(self) -> Ground:
-        told = self._settings.with_flags({("bus", "url"): ("the supervisor", self.nats_url)})
+        kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
+        where = {("bus", "url"): self.nats_url, ("tracker", "state_file"): kept.absolute()}
+        told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
         file = self._run.path / "roost.toml"
         file.write_text(told.as_toml(), encoding="utf-8")
         return Ground(self._run, file, child_environment(self._environment))

@@ -1,48 +1,48 @@
-"""What the tracker believes: who is there, what their requests activate, and what of it is worth saying. Pure."""
+"""What the tracker believes of the present: who is there, what their requests activate, what they hold, and what of it is worth saying. Pure."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleet.events import DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished
+from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished, RankPopularity
 from fleet.popularity import ExpertTable, profile
 from tracker.config import TrackerConfig
-from tracker.window import Table, Window
+from tracker.gaps import Gaps
+from tracker.mismatch import Supply
+from tracker.refusals import Fault, Refused, checked_counts
+from tracker.window import FAST, SLOW, Table, Window
 
 DEPARTED = 4096
 """Workers that left and are remembered, so that a late report does not bring them back."""
-MOST = float(1 << 53)
-"""Numbers above this are not counts."""
+IMPORTS = 4096
+"""Imports that are remembered, so that none is counted twice."""
+DIGEST = 128
+"""Characters of an import's digest."""
+SPEAKERS = 8
+"""Publishers of one rank that are told apart."""
 
 
-class Fault(StrEnum):
-    """Why a report was refused."""
-
-    DEPARTED = "departed"
-    MODEL = "model"
-    """another model than the worker joined with"""
-    RANK = "rank"
-    INTERVAL = "interval"
-    COUNTS = "counts"
-    """not a table of finite numbers >= 0, or counts without tokens"""
-    SHAPE = "shape"
-    """another shape than the model's"""
-    CAPACITY = "capacity"
+class RankKey(NamedTuple):
+    worker_id: int
+    rank: int
 
 
-class Refused(ValueError):
-    """A report that cannot be used."""
+class Seen(NamedTuple):
+    """What a report said: float32 counts [layers, experts] of (token, k) pairs, the tokens they come from, and the model."""
 
-    def __init__(self, fault: Fault, detail: str) -> None:
-        super().__init__(detail)
-        self.fault = fault
+    model: str
+    counts: Table
+    tokens: int
 
 
 @dataclass(slots=True)
 class _Rank:
     window: Window
+    speakers: OrderedDict[int, Gaps] = field(default_factory=OrderedDict)
+    """by publisher"""
     reported: bool = False
     """since its demand was last published"""
     said: float = 0.0
@@ -76,21 +76,37 @@ class Activity:
 
     def __init__(self, config: TrackerConfig, first_version: int = 1) -> None:
         self._config = config
+        self._constants = (config.fast_seconds, config.slow_seconds)
         self._version = first_version
         self._workers: dict[int, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._departed: OrderedDict[int, None] = OrderedDict()
+        self._supplies: OrderedDict[int, Supply] = OrderedDict()
+        """by worker; one may be heard of before the worker is"""
+        self._imports: OrderedDict[str, None] = OrderedDict()
 
     @property
     def ranks(self) -> int:
         """Ranks with a window."""
         return sum(len(worker.windows) for worker in self._workers.values())
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(layers, experts) of the models that are followed."""
+        return {name: (model.window.layers, model.window.experts) for name, model in self._models.items()}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all windows and placements."""
+        windows = sum(rank.window.stored_bytes for worker in self._workers.values() for rank in worker.windows.values())
+        models = sum(model.window.stored_bytes for model in self._models.values())
+        return windows + models + sum(supply.held.nbytes for supply in self._supplies.values())
+
     def ages(self, now: float) -> dict[str, float | None]:
         """Seconds since the last report for each model; None: there was none."""
         return {name: None if model.reported_at is None else now - model.reported_at for name, model in self._models.items()}
 
-    # Who is there
+    # Who is there, and what they hold
 
     def joined(self, joined: EngineJoined, now: float) -> None:
         """An incarnation of an engine: it replaces the one before. Hearing it again changes nothing."""
@@ -103,9 +119,24 @@ class Activity:
         if joined.shape is not None:
             self._shaped(joined.model, joined.shape.layers, joined.shape.experts, now)
 
+    def placed(self, worker_id: int, supply: Supply) -> None:
+        """A worker holds this; only its newest epoch counts. Refused when that is more than may be followed."""
+        if worker_id in self._departed:
+            return
+        known = self._supplies.get(worker_id)
+        if known is not None and known.epoch >= supply.epoch:
+            return
+        ranks, layers, experts = supply.held.shape
+        if ranks > self._config.most_ranks or layers * experts > self._config.most_cells:
+            raise Refused(Fault.CAPACITY, f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or most_cells to follow it")
+        self._supplies[worker_id] = supply
+        while sum(len(supply.held) for supply in self._supplies.values()) > 2 * self._config.most_ranks:
+            self._supplies.popitem(last=False)
+
     def left(self, worker_id: int) -> None:
         """What a worker's ranks asked for is forgotten; the model's profile keeps what it learnt."""
         self._workers.pop(worker_id, None)
+        self._supplies.pop(worker_id, None)
         self._departed[worker_id] = None
         while len(self._departed) > DEPARTED:
             self._departed.popitem(last=False)
@@ -124,30 +155,53 @@ class Activity:
 
     # What they activate
 
-    def report(self, report: ExpertsActivated, now: float, *, lost: bool = False) -> None:
-        """Take a report into account. lost: earlier reports of this rank are missing. Refused when it cannot be used; then nothing changed."""
-        if report.worker_id in self._departed:
-            raise Refused(Fault.DEPARTED, f"worker {report.worker_id} of engine {report.engine!r} has left")
+    def report(self, report: ExpertsActivated, now: float, publisher: int = 0, sequence: int | None = None) -> Seen:
+        """Take a report into account, whose interval ends now. Reports may come in any order; each may come only once.
+
+        publisher, sequence: of the message; None: nothing can be said of losses. Refused when it cannot be used; then nothing changed.
+        """
         worker = self._workers.get(report.worker_id)
         self._check_origin(report, worker)
-        counts = self._checked_counts(report)
-        if worker is None:
-            worker = _Worker(report.engine, report.model, now)
-        if report.rank not in worker.windows and self.ranks >= self._config.most_ranks:
-            raise Refused(Fault.CAPACITY, f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more")
+        counts = checked_counts(report.counts, report.tokens, report.cached_tokens, self._config.most_cells)
+        if worker is None or report.rank not in worker.windows:
+            self._check_room()
         layers, experts = counts.shape
         model = self._models.get(report.model) or self._shaped(report.model, layers, experts, now)
-        if (model.window.layers, model.window.experts) != (layers, experts):
-            known = f"[{model.window.layers}, {model.window.experts}]"
-            raise Refused(Fault.SHAPE, f"counts of worker {report.worker_id} have shape [{layers}, {experts}]; model {report.model!r} has {known}")
-        self._workers[report.worker_id] = worker
+        self._check_shape(report.model, model, layers, experts)
+        if worker is None:
+            worker = self._workers[report.worker_id] = _Worker(report.engine, report.model, now)
+        rank = worker.windows.get(report.rank)
+        if rank is None:
+            rank = worker.windows[report.rank] = _Rank(Window(layers, experts, self._constants))
+            model.window.sources = max(model.window.sources, sum(len(each.windows) for each in self._workers.values() if each.model == report.model))
         worker.heard_at = model.used_at = model.reported_at = now
-        rank = worker.windows.setdefault(report.rank, _Rank(Window(layers, experts, self._config.fast_seconds)))
-        rank.window.observe(counts, report.tokens, report.seconds, now, lost=lost)
-        model.window.observe(counts, report.tokens, report.seconds, now)
         rank.reported = model.changed = True
+        if sequence is not None:
+            _note_losses(rank, model, publisher, sequence, now - report.seconds, now)
+        rank.window.observe(counts, report.tokens, report.seconds, now)
+        model.window.observe(counts, report.tokens, report.seconds, now)
+        return Seen(report.model, counts, report.tokens)
+
+    def imported(self, imported: CountsImported, now: float) -> bool:
+        """Take counts of another system into a model's slow profile; False when they were taken before. Refused when they cannot be used."""
+        if not 1 <= len(imported.digest) <= DIGEST:
+            raise Refused(Fault.COUNTS, f"an import's digest must have 1 to {DIGEST} characters, not {len(imported.digest)}")
+        if imported.digest in self._imports:
+            return False
+        counts = checked_counts(imported.counts, imported.tokens, 0, self._config.most_cells)
+        layers, experts = counts.shape
+        model = self._models.get(imported.model) or self._shaped(imported.model, layers, experts, now)
+        self._check_shape(imported.model, model, layers, experts)
+        model.window.take(counts, imported.tokens, now, SLOW)
+        model.used_at, model.changed = now, True
+        self._imports[imported.digest] = None
+        while len(self._imports) > IMPORTS:
+            self._imports.popitem(last=False)
+        return True
 
     def _check_origin(self, report: ExpertsActivated, worker: _Worker | None) -> None:
+        if report.worker_id in self._departed:
+            raise Refused(Fault.DEPARTED, f"worker {report.worker_id} of engine {report.engine!r} has left")
         if worker is not None and worker.model != report.model:
             raise Refused(Fault.MODEL, f"worker {report.worker_id} joined with model {worker.model!r} and reports for {report.model!r}")
         ranks = self._config.most_ranks if worker is None or worker.ranks is None else worker.ranks
@@ -157,19 +211,14 @@ class Activity:
         if not least <= report.seconds <= most:
             raise Refused(Fault.INTERVAL, f"an interval of {report.seconds} s; it must be between {least} and {most} s")
 
-    def _checked_counts(self, report: ExpertsActivated) -> Table:
-        for name, value in (("tokens", report.tokens), ("cached_tokens", report.cached_tokens)):
-            if not 0 <= value <= MOST:
-                raise Refused(Fault.COUNTS, f"{name} must be a count, not {value}")
-        if report.counts.layers * report.counts.experts > self._config.most_cells:
-            raise Refused(Fault.CAPACITY, f"a table of {report.counts.layers} x {report.counts.experts}; raise tracker.most_cells to follow such a model")
-        try:
-            counts = report.counts.array().astype(np.float64)
-        except ValueError as error:
-            raise Refused(Fault.COUNTS, str(error)) from error
-        if counts.max() > MOST or (report.tokens == 0 and counts.any()):
-            raise Refused(Fault.COUNTS, f"{report.tokens} tokens cannot have activated experts {counts.sum():g} times")
-        return counts
+    def _check_room(self) -> None:
+        if self.ranks >= self._config.most_ranks:
+            raise Refused(Fault.CAPACITY, f"{self.ranks} ranks are followed already; raise tracker.most_ranks to follow more")
+
+    def _check_shape(self, name: str, model: _Model, layers: int, experts: int) -> None:
+        if (model.window.layers, model.window.experts) != (layers, experts):
+            known = f"[{model.window.layers}, {model.window.experts}]"
+            raise Refused(Fault.SHAPE, f"counts have shape [{layers}, {experts}]; model {name!r} has {known}")
 
     def _shaped(self, name: str, layers: int, experts: int, now: float) -> _Model:
         """The model of this name and shape; another shape than before is another model, which starts afresh."""
@@ -183,7 +232,7 @@ class Activity:
         for worker in self._workers.values():
             if worker.model == name:
                 worker.windows.clear()
-        self._models[name] = _Model(Window(layers, experts, self._config.slow_seconds), now)
+        self._models[name] = _Model(Window(layers, experts, self._constants), now)
         return self._models[name]
 
     def _evict_model(self) -> None:
@@ -196,44 +245,167 @@ class Activity:
     # What is worth saying
 
     def profile(self, name: str, now: float) -> ProfilePublished | None:
-        """A model's profile (uniform, with 0 tokens, before the first report); None for a model nobody named."""
+        """A model's slow profile (uniform, with 0 tokens, before the first report); None for a model nobody named."""
         model = self._models.get(name)
         if model is None:
             return None
-        table = profile(model.window.counts(now), self._config.prior_pairs)
-        return ProfilePublished(model=name, version=model.version, tokens=model.window.tokens(now), profile=ExpertTable.of(table))
+        table = profile(model.window.counts(SLOW, now), self._config.prior_pairs)
+        return ProfilePublished(model=name, version=model.version, tokens=model.window.tokens(SLOW, now), profile=ExpertTable.of(table))
 
-    def changed(self, now: float) -> list[ProfilePublished | DemandPublished]:
+    def fast_profile(self, name: str, now: float) -> ExpertTable | None:
+        """What is popular at present, shrunk towards the slow profile by `prior_pairs` per layer; None for a model nobody named."""
+        model = self._models.get(name)
+        if model is None:
+            return None
+        slow = profile(model.window.counts(SLOW, now), self._config.prior_pairs)
+        mixed = model.window.counts(FAST, now) + self._config.prior_pairs * slow
+        return ExpertTable.of(mixed / mixed.sum(axis=1, keepdims=True))
+
+    def changed(self, now: float) -> Iterator[ProfilePublished | DemandPublished]:
         """What changed since the last call: profiles of models, demands of ranks. Each is new under a version of its own."""
-        said: list[ProfilePublished | DemandPublished] = []
-        for name, model in self._models.items():
+        for name, model in list(self._models.items()):
             if model.changed:
-                model.changed, model.version = False, self._next_version()
+                model.changed, model.version = False, self.next_version()
                 if (published := self.profile(name, now)) is not None:
-                    said.append(published)
-        for worker_id, worker in self._workers.items():
-            said.extend(self._demand(worker_id, worker, number, rank, now) for number, rank in worker.windows.items() if self._is_due(rank, now))
-        return said
+                    yield published
+        due = [
+            (worker_id, worker, number, rank)
+            for worker_id, worker in self._workers.items()
+            for number, rank in worker.windows.items()
+            if self._is_due(rank, now)
+        ]
+        for worker_id, worker, number, rank in due:
+            yield self._demand(worker_id, worker, number, rank, now)
 
     def _is_due(self, rank: _Rank, now: float) -> bool:
         """Reported since, or fallen noticeably in silence; at last, once, to nothing."""
-        return rank.reported or (rank.said > 0 and rank.window.tokens_per_second(now) < (1 - self._config.change) * rank.said)
+        return rank.reported or (rank.said > 0 and rank.window.tokens_per_second(FAST, now) < (1 - self._config.change) * rank.said)
 
     def _demand(self, worker_id: int, worker: _Worker, number: int, rank: _Rank, now: float) -> DemandPublished:
-        speed, rates = rank.window.tokens_per_second(now), rank.window.rates(now)
-        if speed < self._config.least_tokens_per_second:
-            speed, rates = 0.0, np.zeros_like(rates)
+        speed, rates = self._wanted(rank, now)
         rank.reported, rank.said = False, speed
+        supply = self._supply(worker_id, number, rank.window)
         return DemandPublished(
             engine=worker.engine,
             worker_id=worker_id,
             rank=number,
             model=worker.model,
-            version=self._next_version(),
+            version=self.next_version(),
             tokens_per_second=speed,
             demand=ExpertTable.of(rates),
+            remote=None if supply is None else supply.remote(number, rates),
         )
 
-    def _next_version(self) -> int:
+    def _wanted(self, rank: _Rank, now: float) -> tuple[float, Table]:
+        """Tokens per second of a rank, and of each expert."""
+        speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
+        return (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
+
+    def _supply(self, worker_id: int, rank: int, window: Window) -> Supply | None:
+        """What a worker holds, if that is known and about the same experts."""
+        supply = self._supplies.get(worker_id)
+        fits = supply is not None and rank < len(supply.held) and supply.held.shape[1:] == (window.layers, window.experts)
+        return supply if fits else None
+
+    def rank_keys(self, name: str) -> list[RankKey]:
+        """The ranks that serve a model and have reported, by engine and number."""
+        found = [(worker.engine, number, worker_id) for worker_id, worker in self._workers.items() if worker.model == name for number in worker.windows]
+        return [RankKey(worker_id, number) for _, number, worker_id in sorted(found)]
+
+    def rank_popularity(self, key: RankKey, now: float) -> RankPopularity | None:
+        """What one rank's requests want, against what it holds; None when it is gone meanwhile."""
+        worker = self._workers.get(key.worker_id)
+        rank = None if worker is None else worker.windows.get(key.rank)
+        if worker is None or rank is None:
+            return None
+        speed, rates = self._wanted(rank, now)
+        supply = self._supply(key.worker_id, key.rank, rank.window)
+        if supply is None:
+            return RankPopularity(engine=worker.engine, rank=key.rank, tokens_per_second=speed, remote=None)
+        pairs = rank.window.counts(FAST, now) * np.float32(speed > 0)
+        return RankPopularity(
+            engine=worker.engine,
+            rank=key.rank,
+            tokens_per_second=speed,
+            remote=supply.remote(key.rank, rates),
+            wanted_remote=supply.wanted_remote(key.rank, rates, pairs),
+            local_idle=supply.local_idle(key.rank, rates, pairs),
+        )
+
+    def next_version(self) -> int:
+        """For something new that is said."""
         self._version += 1
         return self._version - 1
+
+    # Keeping it
+
+    def state(self) -> Iterator[tuple[str, Any]]:
+        """Everything, piece by piece, in what msgpack can say: many ranks take a while, and whoever asks may pause between pieces."""
+        yield "constants", list(self._constants)
+        yield "departed", list(self._departed)
+        yield "imports", list(self._imports)
+        for name, model in list(self._models.items()):
+            yield "model", [name, model.window.state(), model.used_at, model.reported_at, model.changed, model.version]
+        for worker_id, worker in list(self._workers.items()):
+            yield "worker", [worker_id, worker.engine, worker.model, worker.heard_at, worker.ranks]
+            for number, rank in list(worker.windows.items()):
+                speakers = [[publisher, gaps.state()] for publisher, gaps in rank.speakers.items()]
+                yield "rank", [worker_id, number, rank.window.state(), speakers, rank.reported, rank.said]
+
+    def restore(self, pieces: Iterable[tuple[str, Any]]) -> None:
+        """Go on from what `state` gave. ValueError when it is no such thing, or more than may be followed; then this activity must not be used."""
+        kinds: dict[str, Callable[..., None]] = {"model": self._restore_model, "worker": self._restore_worker, "rank": self._restore_rank}
+        try:
+            for kind, piece in pieces:
+                if kind == "constants":
+                    self._check_constants(*piece)
+                elif kind == "departed":
+                    self._departed.update((int(worker_id), None) for worker_id in piece[-DEPARTED:])
+                elif kind == "imports":
+                    self._imports.update((str(digest), None) for digest in piece[-IMPORTS:])
+                else:
+                    kinds[kind](*piece)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no state of activity: {error}") from error
+        if self.ranks > self._config.most_ranks or len(self._models) > self._config.most_models:
+            raise ValueError(f"state of {self.ranks} ranks and {len(self._models)} models; tracker.most_ranks and most_models allow fewer")
+
+    def _check_constants(self, fast: float, slow: float) -> None:
+        if (fast, slow) != self._constants:
+            raise ValueError(f"counts faded with time constants of {fast} and {slow} s; the settings are {self._constants}")
+
+    def _restore_model(self, name: str, window: dict[str, Any], used_at: float, reported_at: float | None, changed: bool, version: int) -> None:
+        restored = Window.restore(self._constants, window)
+        if restored.layers * restored.experts > self._config.most_cells:
+            raise ValueError(f"model {name!r} is larger than tracker.most_cells allows")
+        self._models[str(name)] = _Model(restored, float(used_at), None if reported_at is None else float(reported_at), bool(changed), int(version))
+
+    def _restore_worker(self, worker_id: int, engine: str, model: str, heard_at: float, ranks: int | None) -> None:
+        self._workers[int(worker_id)] = _Worker(str(engine), str(model), float(heard_at), None if ranks is None else int(ranks))
+
+    def _restore_rank(self, worker_id: int, number: int, window: dict[str, Any], speakers: list[Any], reported: bool, said: float) -> None:
+        worker = self._workers[worker_id]
+        restored, model = Window.restore(self._constants, window), self._models[worker.model].window
+        if (restored.layers, restored.experts) != (model.layers, model.experts):
+            raise ValueError(f"rank {number} of worker {worker_id} has another shape than its model")
+        heard = OrderedDict((int(publisher), Gaps.restore(gaps)) for publisher, gaps in speakers[-SPEAKERS:])
+        worker.windows[int(number)] = _Rank(restored, heard, bool(reported), float(said))
+
+    def heard(self) -> Iterator[tuple[int, int]]:
+        """The publishers of reports, each with the highest sequence heard of it."""
+        for worker in self._workers.values():
+            for rank in worker.windows.values():
+                yield from ((publisher, gaps.last) for publisher, gaps in rank.speakers.items())
+
+
+def _note_losses(rank: _Rank, model: _Model, publisher: int, sequence: int, start: float, end: float) -> None:
+    """Tell rank and model which time is not observed, by the jumps in the publisher's sequence."""
+    gaps = rank.speakers.get(publisher)
+    if gaps is None:
+        gaps = rank.speakers[publisher] = Gaps()
+        if len(rank.speakers) > SPEAKERS:
+            rank.speakers.popitem(last=False)
+        rank.window.sources = len(rank.speakers)
+    for span in gaps.observe(sequence, start, end):
+        for window in (rank.window, model.window):
+            window.lose(span.start, span.end, found=span.found)

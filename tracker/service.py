@@ -1,115 +1,318 @@
-"""The tracker as a service: hears reports, joins and heartbeats, says profiles and demands, answers who asks."""
+"""The tracker as a service: hears reports, requests and who is there; says what is popular, what is learnt of it, and how good that is."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from pathlib import Path
 
-from bus import Bus, Message, Publisher, Received, Subscription
+from bus import Bus, Message, Received, Subscription
 from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
-from fleet.events import DescribeProfile, EngineHeartbeat, EngineJoined, EngineLeft, ExpertsActivated, ProfilePublished, RequestRefused
-from tracker.activity import Activity, Refused
+from fleet.events import (
+    ClustersPublished,
+    CountsImported,
+    DemandPublished,
+    DescribeClusters,
+    DescribePopularity,
+    DescribeProfile,
+    DescribeTables,
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    ExpertsActivated,
+    PlacementCommitted,
+    PopularityShifted,
+    ProfilePublished,
+    RequestRefused,
+    RequestsFinished,
+    RequestsProfiled,
+    TablesPublished,
+)
+from fleet.layout import Layout
+from fleet.placement import PlacementRecord
+from tracker.clusters import Clusters
 from tracker.config import TrackerConfig
+from tracker.knowledge import AT_ONCE, Knowledge
+from tracker.lessons import Learnt
 from tracker.metrics import TrackerMetrics
+from tracker.mismatch import Supply
+from tracker.refit import Refit
+from tracker.refusals import Fault, Refused
+from tracker.state import read, write
 
 logger = logging.getLogger(__name__)
 
+STOP_SECONDS = 5.0
+"""for the state to be written at the end"""
+
 
 class TrackerService:
-    """Runs until cancelled. `ready` is set once it listens and knows the engines that are recorded as present.
+    """Runs until cancelled, once. `ready` is set once it listens and knows the engines that are recorded as present.
 
-    clock: seconds that never go back; the only time that decay knows.
+    clock: seconds that never go back; the only time that decay knows. wall_clock: tells how long a restart took.
+    learning, fitting: see `Knowledge`.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, config: TrackerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: TrackerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        learning: Executor | None = None,
+        fitting: Executor | None = None,
+    ) -> None:
         self.ready = asyncio.Event()
         self.metrics = TrackerMetrics()
         self._bus = bus
         self._subjects = subjects
         self._config = config
-        self._clock = clock
+        self._wall_clock = wall_clock
         # Microseconds: a restarted tracker goes on above every version it gave before.
-        self._activity = Activity(config, first_version=time.time_ns() // 1000)
+        self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=2 * config.most_ranks)
-        self._profiles: Publisher = bus.publisher(subjects.profiles)
-        self._demand: Publisher = bus.publisher(subjects.demand)
+        self._learnt: dict[str, Learnt] = {}
+        self._publishers = {
+            ProfilePublished: bus.publisher(subjects.profiles),
+            DemandPublished: bus.publisher(subjects.demand),
+            ClustersPublished: bus.publisher(subjects.clusters),
+            TablesPublished: bus.publisher(subjects.tables),
+            PopularityShifted: bus.publisher(subjects.shifts),
+        }
 
     async def run(self) -> None:
-        """Listen, publish and answer. BusError when the bus cannot be reached at the start."""
+        """Listen, learn, publish and answer. BusError when the bus cannot be reached at the start."""
         subjects = self._subjects
         async with (
+            self._keeping(),
             self._bus.subscribe(subjects.experts, subjects.heartbeats) as heard,
+            self._bus.subscribe(subjects.requests_profiled, subjects.requests_finished, subjects.imports) as told,
             self._bus.serve(subjects.describe_profile, self._describe),
         ):
-            async for received in self._bus.replay(subjects.membership(), latest=True, follow=False):
-                self._hear(received)
+            for stored in (subjects.membership(), subjects.placements()):
+                async for received in self._bus.replay(stored, latest=True, follow=False):
+                    await self._hear_stored(received)
+            await self._knows.follow()
             self.ready.set()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(heard), name="hears reports and heartbeats")
-                tasks.create_task(self._follow(), name="follows who joins and leaves")
-                tasks.create_task(self._publish(heard), name="publishes profiles and demands")
+                tasks.create_task(self._listen_to_requests(told), name="hears requests and imports")
+                tasks.create_task(self._follow(subjects.membership()), name="follows who joins and leaves")
+                tasks.create_task(self._follow(subjects.placements()), name="follows placements")
+                tasks.create_task(self._publish(heard, told), name="publishes profiles, demands and shifts")
+                tasks.create_task(self._teach(), name="publishes clusters and tables")
+                tasks.create_task(self._fit(), name="fits clusters anew")
+
+    # Hearing
 
     async def _listen(self, heard: Subscription) -> None:
         async for received in heard:
             self._hear(received)
 
-    async def _follow(self) -> None:
-        async for received in self._bus.replay(self._subjects.membership(), latest=True):
-            self._hear(received)
+    async def _listen_to_requests(self, told: Subscription) -> None:
+        async for received in told:
+            if self._is_fresh(received):
+                await self._hear_request(received)
+
+    async def _hear_request(self, received: Received) -> None:
+        lessons, now = self._knows.lessons, self._knows.now()
+        match received.message:
+            case RequestsProfiled() as profiled:
+                self.metrics.profiled.inc(len(profiled.requests))
+                refused = await self._knows.learning(lessons.profiled, profiled, now)
+            case RequestsFinished() as finished:
+                self.metrics.finished.inc(len(finished.requests))
+                refused = await self._knows.learning(lessons.finished, finished, now)
+            case _:
+                return self._hear(received)
+        for reason, count in refused.items():
+            self.metrics.rejected(reason, count)
+            logger.debug("%d requests of a %s cannot be used: %s", count, type(received.message).__name__, reason)
+
+    async def _follow(self, subject: str) -> None:
+        async for received in self._bus.replay(subject, latest=True):
+            await self._hear_stored(received)
+
+    async def _hear_stored(self, received: Received) -> None:
+        match received.message:
+            case PlacementCommitted(worker_id=worker_id, placement=placement, layout=layout):
+                await self._place(worker_id, placement, layout)
+            case EngineJoined(worker_id=worker_id, placement=PlacementRecord() as placement, layout=layout):
+                self._hear(received)
+                await self._place(worker_id, placement, layout)
+            case _:
+                self._hear(received)
+
+    async def _place(self, worker_id: int, placement: PlacementRecord, layout: Layout | None) -> None:
+        try:
+            self._knows.activity.placed(worker_id, await self._knows.aside(Supply.of, placement, layout))
+        except Refused as refusal:
+            self._refuse(refusal.fault, f"a placement of worker {worker_id}: {refusal}")
+        except ValueError as error:
+            self._refuse(Fault.PLACEMENT, f"a placement of worker {worker_id}: {error}")
 
     def _hear(self, received: Received) -> None:
         """One fact. What cannot be used is counted; it must not stop the listening."""
-        now = self._clock()
+        activity, now = self._knows.activity, self._knows.now()
         try:
             match received.message:
                 case ExpertsActivated() as report:
                     self._report(received, report, now)
                 case EngineHeartbeat() as beat:
-                    self._activity.beat(beat.worker_id, now)
+                    activity.beat(beat.worker_id, now)
                 case EngineJoined() as joined:
-                    self._activity.joined(joined, now)
+                    activity.joined(joined, now)
                 case EngineLeft() as left:
-                    self._activity.left(left.worker_id)
+                    activity.left(left.worker_id)
+                case CountsImported() as imported:
+                    (self.metrics.imports if activity.imported(imported, now) else self.metrics.duplicates).inc()
                 case other:
                     self.metrics.rejected("kind")
                     logger.debug("a %s on %s means nothing here", type(other).__name__, received.subject)
         except Refused as refusal:
-            self.metrics.rejected(refusal.fault.value)
-            logger.warning("refused a %s: %s", type(received.message).__name__, refusal)
+            self._refuse(refusal.fault, f"a {type(received.message).__name__}: {refusal}")
+
+    def _refuse(self, fault: Fault, what: str) -> None:
+        self.metrics.rejected(fault.value)
+        logger.warning("refused %s", what)
 
     def _report(self, received: Received, report: ExpertsActivated, now: float) -> None:
+        if self._is_fresh(received):
+            seen = self._knows.activity.report(report, now, received.publisher_id, received.sequence)
+            self._knows.observe(seen, now)
+            self.metrics.reports.inc()
+
+    def _is_fresh(self, received: Received) -> bool:
+        """Whether a message is heard for the first time."""
         verdict = self._sequences.observe(received.publisher_id, received.sequence)
         if not verdict.fresh:
             self.metrics.duplicates.inc()
-            return
-        if verdict.order is Order.GAP:
+        elif verdict.order is Order.GAP:
             self.metrics.lost.inc(verdict.missing)
-        self._activity.report(report, now, lost=verdict.order in (Order.GAP, Order.LATE))
-        self.metrics.reports.inc()
+        return verdict.fresh
 
-    async def _publish(self, heard: Subscription) -> None:
+    # Saying
+
+    async def _say(self, message: ProfilePublished | DemandPublished | ClustersPublished | TablesPublished | PopularityShifted) -> None:
+        await self._publishers[type(message)].publish(message)
+        self.metrics.published.inc()
+
+    async def _publish(self, *subscriptions: Subscription) -> None:
+        # Drift wants to be judged more often than every quarter of the fast time constant.
+        pause = min(self._config.publish_seconds, self._config.fast_seconds / 5)
+        while True:
+            await asyncio.sleep(pause)
+            now = self._knows.now()
+            for worker_id in self._knows.activity.forget_silent(now):
+                logger.info("worker %d has been silent for %g s and is forgotten", worker_id, self._config.forget_seconds)
+            for number, message in enumerate(self._knows.activity.changed(now), start=1):
+                await self._say(message)
+                if number % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            for shift in self._knows.judge(now):
+                self.metrics.shifts.inc(not shift.settled)
+                logger.info("popularity of %s %s (%.4g nats)", shift.model, "has settled" if shift.settled else "is shifting", shift.divergence)
+                await self._say(shift)
+            self._measure(now, sum(subscription.dropped for subscription in subscriptions))
+
+    async def _teach(self) -> None:
+        """Says clusters when they changed, and what changed in the tables."""
+        while True:
+            await self._knows.follow()
+            for message in await self._knows.learning(self._knows.lessons.news):
+                await self._say(message)
+            self._learnt = await self._knows.learning(self._knows.lessons.all_learnt)
+            await asyncio.sleep(self._config.publish_seconds)
+
+    async def _fit(self) -> None:
         while True:
             await asyncio.sleep(self._config.publish_seconds)
-            now = self._clock()
-            for worker_id in self._activity.forget_silent(now):
-                logger.info("worker %d has been silent for %g s and is forgotten", worker_id, self._config.forget_seconds)
-            for message in self._activity.changed(now):
-                await (self._profiles if isinstance(message, ProfilePublished) else self._demand).publish(message)
-                self.metrics.published.inc()
-            self._measure(heard, now)
+            for name, clusters, job in await self._knows.learning(self._knows.lessons.due, self._knows.now()):
+                await self._fit_one(name, clusters, job)
 
-    def _measure(self, heard: Subscription, now: float) -> None:
-        self.metrics.ranks.set(self._activity.ranks)
-        self.metrics.ages(self._activity.ages(now))
-        self.metrics.dropped.set(heard.dropped)
+    async def _fit_one(self, name: str, clusters: Clusters, job: Refit | None) -> None:
+        fitted = None
+        if job is not None:
+            with self.metrics.refits.time():
+                fitted = await self._knows.aside(job.run)
+        await self._knows.learning(self._knows.lessons.adopt, name, clusters, fitted, self._knows.now())
+
+    def _measure(self, now: float, dropped: int) -> None:
+        self.metrics.ranks.set(self._knows.activity.ranks)
+        self.metrics.window_bytes.set(self._knows.activity.stored_bytes)
+        self.metrics.models(self._knows.measures(self._learnt, now))
+        self.metrics.dropped.set(dropped)
         for reason, count in self._bus.rejected.items():
             self.metrics.bus_rejected(reason, count)
 
+    # Answering
+
     async def _describe(self, request: Message) -> Message:
-        if not isinstance(request, DescribeProfile):
-            return RequestRefused(reason=f"expected DescribeProfile, got {type(request).__name__}")
-        profile = self._activity.profile(request.model, self._clock())
-        if profile is None:
-            return RequestRefused(reason=f"no engine with model {request.model!r} has joined or reported; ask again when one has")
-        return profile
+        knows = self._knows
+        match request:
+            case DescribeProfile(model=name):
+                answer: Message | None = knows.activity.profile(name, knows.now())
+            case DescribeClusters(model=name):
+                answer = await knows.asked(knows.lessons.clusters, name)
+            case DescribeTables(model=name):
+                answer = await knows.asked(knows.lessons.tables, name)
+            case DescribePopularity(model=name):
+                answer = await knows.popularity(name)
+            case other:
+                wanted = "DescribeProfile, DescribeClusters, DescribeTables or DescribePopularity"
+                return RequestRefused(reason=f"expected {wanted}, got {type(other).__name__}")
+        return answer or RequestRefused(reason=f"no engine with model {name!r} has joined or reported; ask again when one has")
+
+    # Keeping what is known across restarts
+
+    @asynccontextmanager
+    async def _keeping(self) -> AsyncIterator[None]:
+        """Go on where the state file ends; write it now and then while the context lasts, and at its end."""
+        path = self._config.state_file
+        try:
+            if path is None:
+                yield
+                return
+            await self._recall(path)
+            saving = asyncio.create_task(self._save_regularly(path), name="writes the state")
+            try:
+                yield
+            finally:
+                saving.cancel()
+                await asyncio.wait([saving])
+                await self._save_at_the_end(path)
+        finally:
+            self._knows.close()
+
+    async def _recall(self, path: Path) -> None:
+        saved = await self._knows.aside(read, path)
+        if saved is not None:
+            await self._knows.restore(saved, self._wall_clock())
+            for publisher, newest in self._knows.activity.heard():
+                self._sequences.cover(publisher, newest)
+
+    async def _save_regularly(self, path: Path) -> None:
+        while True:
+            await asyncio.sleep(self._config.state_seconds)
+            await self._save(path)
+
+    async def _save_at_the_end(self, path: Path) -> None:
+        """Within a bound, and although this task is being cancelled."""
+        saving = asyncio.ensure_future(self._save(path))
+        _, late = await asyncio.wait([saving], timeout=STOP_SECONDS)
+        if late:
+            saving.cancel()
+            logger.warning("the last state could not be written within %g s; %s has the one before", STOP_SECONDS, path)
+
+    async def _save(self, path: Path) -> None:
+        try:
+            self.metrics.state_bytes.set(await self._knows.aside(write, path, await self._knows.state(self._wall_clock())))
+        except OSError as error:
+            self.metrics.saved("failed")
+            logger.warning("the state cannot be written to %s: %s", path, error)
+        else:
+            self.metrics.saved("written")

@@ -1,84 +1,175 @@
-"""Counts that fade with time, and the rates they stand for. Pure: the time is an argument.
+"""Counts that fade with time, and the rates they stand for, under two time constants at once. Pure: the time is an argument.
 
-A window of time constant T weighs what happened u seconds ago with exp(-u / T). Its *exposure* is the integral of that weight
-over the time that was observed; a rate is weighted counts / exposure, which is right from the first report on and does not
-wait for the window to fill. A report over s seconds counts as evenly spread over them: its counts weigh
-T/s * (1 - exp(-s/T)), its exposure is T * (1 - exp(-s/T)), both as of its end. For reports that follow one another the
-exposures add up to T * (1 - exp(-age/T)), and a constant rate is estimated exactly. The time since the last report is
-silence only beyond PATIENCE of its intervals: what happens now is reported a moment later.
+A time constant T weighs what happened u seconds ago with exp(-u / T). A report over s seconds that ends at e counts as evenly
+spread over them: at time t its counts weigh T/s * (1 - exp(-s/T)) * exp(-(t-e)/T), and the time it speaks for weighs s times that.
+A rate is weighted counts / *exposure*, the weighted time that was observed; so it is right from the first report on, and does
+not wait for the window to fill. Exposure is the larger of two sums, neither of which knows in which order reports came:
+
+- all time since the first report began, without the time whose reports were lost (`lose`): silence is observed silence;
+- the time that the reports themselves speak for: a burst of delayed reports stands for the time they took, not for that of
+  the burst.
+
+The time since the newest report is silence only beyond PATIENCE of its intervals: what happens now is reported a moment later.
+
+Sums are kept in forward form (Cormode et al. 2009, Forward Decay, section 3): a report enters with its weight as of a fixed
+reference time, nothing that is there is touched, and whoever looks divides by the growth since. The reference moves when the
+weights grow large.
 """
 
-from math import exp, expm1
+from math import exp, expm1, inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
-"""float64 [layers, experts]"""
+Table = NDArray[np.float32]
+"""float32 [layers, experts]"""
+FAST, SLOW = 0, 1
+"""Which of the two time constants."""
 PATIENCE = 2.0
 """Reports are awaited for so many of the last interval's lengths."""
+MOVE = 30.0
+"""Time constants after which the reference moves: weights stay below e^30, far inside float32."""
+
+
+class _Sums:
+    """What fades under one time constant."""
+
+    __slots__ = ("constant", "counts", "lost", "own", "reference", "tokens")
+
+    def __init__(self, layers: int, experts: int, constant: float) -> None:
+        self.constant = constant
+        self.counts: Table = np.zeros((layers, experts), np.float32)
+        self.tokens = 0.0
+        self.own = 0.0
+        """time that reports speak for"""
+        self.lost = 0.0
+        """time whose reports are missing"""
+        self.reference: float | None = None
+
+    def span(self, seconds: float, end: float) -> float:
+        """The weight of a span of time, as of the reference."""
+        if self.reference is None:
+            self.reference = end
+        elif end - self.reference > MOVE * self.constant:
+            self._move(end)
+        return -self.constant * expm1(-seconds / self.constant) * exp(max(-700.0, (end - self.reference) / self.constant))
+
+    def _move(self, end: float) -> None:
+        fade = self.fade(end)
+        self.counts *= np.float32(fade)
+        self.tokens, self.own, self.lost = self.tokens * fade, self.own * fade, self.lost * fade
+        self.reference = end
+
+    def fade(self, now: float) -> float:
+        """What a weight as of the reference is worth at a time not before the newest report."""
+        return 0.0 if self.reference is None else exp((self.reference - now) / self.constant)
 
 
 class Window:
-    """Weighted counts of one rank (or one model), brought up to date only when it is looked at."""
+    """Weighted counts of one rank (or one model). Times are seconds of one clock.
 
-    def __init__(self, layers: int, experts: int, time_constant: float) -> None:
+    sources: how many publishers speak for it at the same time; what one of them lost is only that share of the whole.
+    """
+
+    def __init__(self, layers: int, experts: int, constants: tuple[float, float]) -> None:
         self.layers = layers
         self.experts = experts
-        self._constant = time_constant
-        self._counts: Table = np.zeros((layers, experts))
-        self._tokens = 0.0
-        self._exposure = 0.0
-        self._patience = 0.0
-        self._at: float | None = None
+        self.sources = 1
+        self._sums = tuple(_Sums(layers, experts, constant) for constant in constants)
+        self._began = inf
+        self._newest = (-inf, 0.0)
+        """end and length of the newest report"""
 
-    def observe(self, counts: NDArray[Any], tokens: float, seconds: float, now: float, *, lost: bool = False) -> None:
-        """A report over the last `seconds`: counts [layers, experts] of (token, k) pairs, and the tokens they come from.
+    def observe(self, counts: NDArray[Any], tokens: float, seconds: float, end: float) -> None:
+        """A report over the `seconds` before `end`: counts [layers, experts] of (token, k) pairs, and the tokens they come from.
 
-        now: seconds of a clock that never goes back. lost: reports before this one are missing, so that the time since the
-        last one is not observed; without it, silence is observed silence.
+        float32 counts are taken fastest. Reports may come in any order.
         """
-        observed = -self._constant * expm1(-seconds / self._constant)
-        weight = observed / seconds
-        if self._at is None or lost:
-            exposure = self._fade(now) * self._exposure + observed
-            exposure = min(exposure, self._constant)
-        else:
-            exposure = self._exposure_at(now)
-        fade = self._fade(now)
-        self._counts *= fade
-        self._counts += counts * weight
-        self._tokens = self._tokens * fade + tokens * weight
-        self._exposure = exposure
-        self._patience = PATIENCE * seconds
-        self._at = now if self._at is None else max(now, self._at)
+        self._began = min(self._began, end - seconds)
+        self._newest = max(self._newest, (end, seconds))
+        for sums in self._sums:
+            span = sums.span(seconds, end)
+            weight = span / seconds
+            sums.counts += counts * np.float32(weight)
+            sums.tokens += tokens * weight
+            sums.own += span
 
-    def _fade(self, now: float) -> float:
-        return 1.0 if self._at is None else exp(-max(0.0, now - self._at) / self._constant)
+    def take(self, counts: NDArray[Any], tokens: float, now: float, level: int) -> None:
+        """Counts without an interval of their own, as if of this moment; they say nothing of rates."""
+        sums = self._sums[level]
+        weight = sums.span(1.0, now) / -(sums.constant * expm1(-1.0 / sums.constant))
+        sums.counts += counts * np.float32(weight)
+        sums.tokens += tokens * weight
+        self._newest = max(self._newest, (now, 0.0))
 
-    def _exposure_at(self, now: float) -> float:
-        fade = self._fade(now)
-        return self._exposure * fade + self._constant * (1.0 - fade)
+    def lose(self, start: float, end: float, *, found: bool = False) -> None:
+        """Nobody knows what happened from start to end; `found`: now somebody does. An empty span is no loss."""
+        if end > start:
+            for sums in self._sums:
+                span = sums.span(end - start, end)
+                sums.lost = max(0.0, sums.lost - span) if found else sums.lost + span
 
-    def counts(self, now: float) -> Table:
-        """float64 [layers, experts]: weighted (token, k) pairs."""
-        return self._counts * self._fade(now)
+    def counts(self, level: int, now: float) -> Table:
+        """float32 [layers, experts]: weighted (token, k) pairs."""
+        sums = self._sums[level]
+        return sums.counts * np.float32(sums.fade(max(now, self._newest[0])))
 
-    def tokens(self, now: float) -> float:
+    def tokens(self, level: int, now: float) -> float:
         """Weighted tokens behind the counts."""
-        return self._tokens * self._fade(now)
+        sums = self._sums[level]
+        return sums.tokens * sums.fade(max(now, self._newest[0]))
 
-    def rates(self, now: float) -> Table:
-        """float64 [layers, experts]: tokens per second that go to each expert; zeros before the first report."""
-        return self.counts(self._judged(now)) / self._divisor(now)
+    def rates(self, level: int, now: float) -> Table:
+        """float32 [layers, experts]: tokens per second that go to each expert; zeros before the first report."""
+        sums, judged = self._sums[level], self._judged(now)
+        return sums.counts * np.float32(sums.fade(judged) / self._exposure(sums, judged))
 
-    def tokens_per_second(self, now: float) -> float:
-        return self.tokens(self._judged(now)) / self._divisor(now)
+    def tokens_per_second(self, level: int, now: float) -> float:
+        sums, judged = self._sums[level], self._judged(now)
+        return sums.tokens * sums.fade(judged) / self._exposure(sums, judged)
 
     def _judged(self, now: float) -> float:
-        """The moment up to which anything can be said: that of the last report, moved on by what is silence beyond doubt."""
-        return now if self._at is None else self._at + max(0.0, now - self._at - self._patience)
+        """The moment up to which anything can be said: the end of the newest report, moved on by what is silence beyond doubt."""
+        end, seconds = self._newest
+        return end + max(0.0, now - end - PATIENCE * seconds) if end > -inf else now
 
-    def _divisor(self, now: float) -> float:
-        return self._exposure_at(self._judged(now)) or 1.0
+    def _exposure(self, sums: _Sums, judged: float) -> float:
+        if self._began == inf:
+            return 1.0
+        share = sums.fade(judged) / self.sources
+        elapsed = -sums.constant * expm1((self._began - judged) / sums.constant)
+        return max(elapsed - sums.lost * share, sums.own * share) or 1.0
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(sums.counts.nbytes for sums in self._sums)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, in what msgpack can say."""
+        return {
+            "shape": [self.layers, self.experts],
+            "sources": self.sources,
+            "began": self._began,
+            "newest": list(self._newest),
+            "sums": [[sums.reference, sums.tokens, sums.own, sums.lost, sums.counts.astype("<f4").tobytes()] for sums in self._sums],
+        }
+
+    @classmethod
+    def restore(cls, constants: tuple[float, float], state: dict[str, Any]) -> "Window":
+        """ValueError when this is no state of a window."""
+        try:
+            layers, experts = (int(size) for size in state["shape"])
+            window = cls(layers, experts, constants)
+            window.sources, window._began = max(1, int(state["sources"])), float(state["began"])
+            end, seconds = state["newest"]
+            window._newest = (float(end), float(seconds))
+            for sums, (reference, tokens, own, lost, counts) in zip(window._sums, state["sums"], strict=True):
+                sums.reference = None if reference is None else float(reference)
+                sums.tokens, sums.own, sums.lost = float(tokens), float(own), float(lost)
+                sums.counts = np.frombuffer(counts, "<f4").reshape(layers, experts).astype(np.float32)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no state of a window: {error}") from error
+        if not all(np.isfinite(sums.counts).all() and min(sums.counts.min(), sums.tokens, sums.own, sums.lost) >= 0 for sums in window._sums):
+            raise ValueError("no state of a window: sums must be finite and not negative")
+        return window

@@ -1,5 +1,7 @@
 """What the tracker believes and refuses."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from fleet.events import DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts
-from tracker.activity import Activity, Fault, Refused
+from tracker.activity import Activity
 from tracker.config import TrackerConfig
+from tracker.refusals import Fault, Refused
 
 LAYERS, EXPERTS = 2, 8
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_intermediate=8)
@@ -39,11 +42,11 @@ def report(worker_id: int = 1, rank: int = 0, counts: Any = None, **fields: Any)
     return ExpertsActivated(worker_id=worker_id, rank=rank, **{**plain, **fields})
 
 
-def demands(said: list[Any]) -> dict[tuple[int, int], DemandPublished]:
+def demands(said: Iterable[Any]) -> dict[tuple[int, int], DemandPublished]:
     return {(message.worker_id, message.rank): message for message in said if isinstance(message, DemandPublished)}
 
 
-def profiles(said: list[Any]) -> dict[str, ProfilePublished]:
+def profiles(said: Iterable[Any]) -> dict[str, ProfilePublished]:
     return {message.model: message for message in said if isinstance(message, ProfilePublished)}
 
 
@@ -55,7 +58,7 @@ def test_a_model_that_joined_has_a_uniform_profile_before_anything_was_reported(
     assert found is not None
     assert (found.tokens, found.version) == (0.0, 0)
     np.testing.assert_allclose(found.profile.array(), 1 / EXPERTS)
-    assert activity.changed(5.0) == []
+    assert list(activity.changed(5.0)) == []
 
 
 def test_what_is_reported_is_published_once_as_profile_and_demand() -> None:
@@ -64,14 +67,14 @@ def test_what_is_reported_is_published_once_as_profile_and_demand() -> None:
     hot = np.zeros((LAYERS, EXPERTS))
     hot[:, 3] = 8
     activity.report(report(counts=hot), 1.0)
-    said = activity.changed(1.0)
+    said = list(activity.changed(1.0))
     np.testing.assert_allclose(profiles(said)["m"].profile.array()[:, 3], 1.0, rtol=1e-5)
     demand = demands(said)[1, 0]
     assert (demand.engine, demand.model) == ("a", "m")
     assert demand.tokens_per_second == pytest.approx(4.0)
     np.testing.assert_allclose(demand.demand.array(), hot, rtol=1e-5)
     assert len({message.version for message in said}) == 2
-    assert activity.changed(1.0) == []
+    assert list(activity.changed(1.0)) == []
 
 
 def test_the_profile_is_that_of_all_ranks_and_the_demand_that_of_each() -> None:
@@ -82,7 +85,7 @@ def test_the_profile_is_that_of_all_ranks_and_the_demand_that_of_each() -> None:
         counts = np.zeros((LAYERS, EXPERTS))
         counts[:, expert] = 8
         activity.report(report(worker_id, rank, counts, engine="ab"[worker_id - 1]), 1.0)
-    said = activity.changed(1.0)
+    said = list(activity.changed(1.0))
     np.testing.assert_allclose(profiles(said)["m"].profile.array()[:, :3], 1 / 3, rtol=1e-5)
     assert {key: int(demand.demand.array()[0].argmax()) for key, demand in demands(said).items()} == {(1, 0): 0, (1, 1): 1, (2, 0): 2}
     assert activity.ranks == 3
@@ -185,7 +188,7 @@ def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(fields: dic
     with pytest.raises(Refused) as refusal:
         activity.report(report(**fields), 1.0)
     assert refusal.value.fault is fault
-    assert (activity.ranks, activity.changed(2.0)) == (0, [])
+    assert (activity.ranks, list(activity.changed(2.0))) == (0, [])
 
 
 @pytest.mark.parametrize(("layers", "experts", "values"), [(2, 8, b"123"), (0, 8, b""), (-2, -8, b""), (1 << 40, 1 << 40, b"")])
@@ -230,11 +233,11 @@ def test_versions_never_repeat() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(-1, 2), st.integers(-1, 5), st.floats(-1, 10), st.floats(0, 100)), max_size=40))
 def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(steps: list[tuple[int, int, int, float, float]]) -> None:
-    activity, now = Activity(TrackerConfig(most_ranks=4)), 0.0
+    activity, now, numbers = Activity(TrackerConfig(most_ranks=4)), 0.0, itertools.count()
     for worker_id, rank, tokens, seconds, wait in steps:
         now += wait
         try:
-            activity.report(report(worker_id, rank, tokens=tokens, seconds=seconds), now, lost=tokens == 2)
+            activity.report(report(worker_id, rank, tokens=tokens, seconds=seconds), now, 1, next(numbers) * tokens)
         except Refused:
             pass  # every refusal is fine; what is believed must stay sound
         activity.forget_silent(now)

@@ -1,87 +1,264 @@
-"""Decayed counts against the integral they stand for."""
+"""Decayed counts and exposure against the integrals they stand for, computed one report at a time in double precision."""
 
 from math import exp
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracker.window import Window
+from tracker.gaps import MOST, Gaps
+from tracker.window import FAST, PATIENCE, SLOW, Window
 
-T = 60.0
+FAST_SECONDS, SLOW_SECONDS = 20.0, 900.0
+CONSTANTS = (FAST_SECONDS, SLOW_SECONDS)
+LAYERS, EXPERTS = 2, 3
+
+
+class Report(NamedTuple):
+    """As a publisher sends it: its number, when it arrived, and what it says."""
+
+    sequence: int
+    end: float
+    seconds: float
+    tokens: int
+    counts: tuple[int, ...]
+
+    @property
+    def table(self) -> np.ndarray:
+        return np.array(self.counts, np.float32).reshape(LAYERS, EXPERTS)
+
+
+def window() -> Window:
+    return Window(LAYERS, EXPERTS, CONSTANTS)
 
 
 def ones(scale: float = 1.0) -> np.ndarray:
-    return np.full((2, 4), scale)
+    return np.full((LAYERS, EXPERTS), scale)
+
+
+def hear(window: Window, gaps: Gaps, report: Report) -> None:
+    """What the tracker does with one report."""
+    for span in gaps.observe(report.sequence, report.end - report.seconds, report.end):
+        window.lose(span.start, span.end, found=span.found)
+    window.observe(report.table, report.tokens, report.seconds, report.end)
+
+
+def weight(constant: float, start: float, end: float, now: float) -> float:
+    """Integral of exp(-age / constant) over start..end."""
+    return constant * (exp(-(now - end) / constant) - exp(-(now - start) / constant)) if end > start else 0.0
+
+
+class Oracle:
+    """Sums over all reports at every look; nothing is kept between looks."""
+
+    def __init__(self, reports: list[Report], constant: float, sources: int = 1) -> None:
+        self.reports = sorted(set(reports))
+        self.constant = constant
+        self.sources = sources
+
+    def counts(self, now: float) -> np.ndarray:
+        return sum((self._density(report, now) * report.table.astype(np.float64) for report in self.reports), np.zeros((LAYERS, EXPERTS)))
+
+    def tokens(self, now: float) -> float:
+        return sum(self._density(report, now) * report.tokens for report in self.reports)
+
+    def _density(self, report: Report, now: float) -> float:
+        return weight(self.constant, report.end - report.seconds, report.end, now) / report.seconds
+
+    def exposure(self, now: float) -> float:
+        began = min(report.end - report.seconds for report in self.reports)
+        pairs = zip(self.reports, self.reports[1:], strict=False)
+        lost = sum(weight(self.constant, a.end, b.end - b.seconds, now) for a, b in pairs if b.sequence > a.sequence + 1)
+        own = sum(weight(self.constant, report.end - report.seconds, report.end, now) for report in self.reports)
+        return max(weight(self.constant, began, now, now) - lost / self.sources, own / self.sources)
+
+    def judged(self, now: float) -> float:
+        end, seconds = max((report.end, report.seconds) for report in self.reports)
+        return end + max(0.0, now - end - PATIENCE * seconds)
+
+
+reports = st.lists(
+    st.builds(
+        Report,
+        st.integers(0, 40),
+        st.floats(0.0, 300.0),
+        st.floats(0.05, 30.0),
+        st.integers(0, 1000),
+        st.tuples(*[st.integers(0, 60000)] * (LAYERS * EXPERTS)),
+    ),
+    min_size=1,
+    max_size=15,
+    unique_by=lambda report: report.sequence,
+)
 
 
 def test_an_empty_window_says_nothing() -> None:
-    window = Window(2, 4, T)
-    assert not window.rates(1e6).any()
-    assert window.tokens_per_second(1e6) == 0.0
-    assert not window.counts(0.0).any()
+    empty = window()
+    for level in (FAST, SLOW):
+        assert not empty.rates(level, 1e6).any()
+        assert empty.tokens_per_second(level, 1e6) == 0.0
+        assert not empty.counts(level, 0.0).any()
+
+
+@given(reports, st.floats(0.0, 100.0), st.randoms())
+def test_any_order_of_reports_gives_what_the_integrals_over_them_give(told: list[Report], later: float, random: object) -> None:
+    shuffled = list(told)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    heard, gaps = window(), Gaps()
+    for report in shuffled:
+        hear(heard, gaps, report)
+    now = max(report.end for report in told) + later
+    for level, constant in ((FAST, FAST_SECONDS), (SLOW, SLOW_SECONDS)):
+        oracle = Oracle(told, constant)
+        np.testing.assert_allclose(heard.counts(level, now), oracle.counts(now), rtol=2e-5, atol=1e-6)
+        assert heard.tokens(level, now) == pytest.approx(oracle.tokens(now), rel=1e-6, abs=1e-9)
+        judged = oracle.judged(now)
+        exposure = oracle.exposure(judged)
+        np.testing.assert_allclose(heard.rates(level, now), oracle.counts(judged) / exposure, rtol=1e-4, atol=1e-6)
+        assert heard.tokens_per_second(level, now) == pytest.approx(oracle.tokens(judged) / exposure, rel=1e-4, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 20.0), st.integers(1, 4)), min_size=1, max_size=10), st.floats(0.1, 1e4))
+def test_how_time_is_cut_into_reports_changes_nothing(intervals: list[tuple[float, int]], rate: float) -> None:
+    whole, cut, now = window(), window(), 0.0
+    for seconds, pieces in intervals:
+        for piece in range(1, pieces + 1):
+            part = seconds / pieces
+            cut.observe(ones(rate * part), rate * part, part, now + piece * part)
+        now += seconds
+        whole.observe(ones(rate * seconds), rate * seconds, seconds, now)
+    for level in (FAST, SLOW):
+        np.testing.assert_allclose(cut.counts(level, now + 5.0), whole.counts(level, now + 5.0), rtol=1e-5)
+        assert cut.tokens_per_second(level, now) == pytest.approx(whole.tokens_per_second(level, now), rel=1e-6)
 
 
 @given(st.lists(st.floats(0.01, 500.0), min_size=1, max_size=30), st.floats(0.01, 1e6))
 def test_a_constant_rate_is_estimated_exactly_whatever_the_intervals(lengths: list[float], rate: float) -> None:
-    window, now = Window(2, 4, T), 1000.0
+    heard, now = window(), 1000.0
     for seconds in lengths:
         now += seconds
-        window.observe(ones(3 * rate * seconds), rate * seconds, seconds, now)
-        np.testing.assert_allclose(window.rates(now), 3 * rate, rtol=1e-6)
-        assert window.tokens_per_second(now) == pytest.approx(rate, rel=1e-6)
+        heard.observe(ones(3 * rate * seconds), rate * seconds, seconds, now)
+        for level in (FAST, SLOW):
+            np.testing.assert_allclose(heard.rates(level, now), 3 * rate, rtol=1e-5)
+            assert heard.tokens_per_second(level, now) == pytest.approx(rate, rel=1e-6)
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 20.0), st.floats(0.0, 1000.0)), min_size=1, max_size=20))
-def test_counts_are_the_integral_of_the_fading_weight(intervals: list[tuple[float, float]]) -> None:
-    """Oracle: Riemann sum over what each moment activated, weighted by its age."""
-    window, now, moments = Window(1, 1, T), 0.0, []
-    for seconds, amount in intervals:
-        steps = 2000
-        moments += [(now + seconds * (i + 0.5) / steps, amount / steps) for i in range(steps)]
-        now += seconds
-        window.observe(np.array([[amount]]), amount, seconds, now)
-    later = now + 7.0
-    expected = sum(amount * exp(-(later - at) / T) for at, amount in moments)
-    assert window.counts(later)[0, 0] == pytest.approx(expected, rel=1e-4, abs=1e-9)
-    assert window.tokens(later) == pytest.approx(expected, rel=1e-4, abs=1e-9)
+def test_a_silent_rank_decays_under_both_time_constants() -> None:
+    heard = window()
+    for now in range(1, 2001):
+        heard.observe(ones(10.0), 10.0, 1.0, float(now))
+    for level, constant in ((FAST, FAST_SECONDS), (SLOW, SLOW_SECONDS)):
+        assert heard.tokens_per_second(level, 2000.0) == pytest.approx(10.0, rel=1e-6)
+        assert heard.tokens_per_second(level, 2002.0) == pytest.approx(10.0, rel=1e-6), "the next report may still come"
+        assert heard.tokens_per_second(level, 2002.0 + constant) == pytest.approx(
+            10.0 * (np.exp(-1.0) - np.exp(-2000.0 / constant - 1.0)) / (1.0 - np.exp(-2000.0 / constant - 1.0)), rel=1e-6
+        )
+        assert heard.rates(level, 2000.0 + 20 * constant).max() < 1e-6
 
 
-def test_a_silent_rank_decays() -> None:
-    window, now = Window(2, 4, T), 0.0
-    for _ in range(600):
-        now += 1.0
-        window.observe(ones(10.0), 10.0, 1.0, now)
-    assert window.tokens_per_second(now) == pytest.approx(10.0, rel=1e-9)
-    assert window.tokens_per_second(now + 2.0) == pytest.approx(10.0, rel=1e-9), "the next report may still come"
-    assert window.tokens_per_second(now + 2.0 + T) == pytest.approx(10.0 / np.e, rel=1e-3)
-    assert window.rates(now + 20 * T).max() < 1e-6
+def test_a_rank_that_idles_and_comes_back_was_silent_meanwhile() -> None:
+    heard, gaps = window(), Gaps()
+    for sequence, end in enumerate((1.0, 61.0)):
+        hear(heard, gaps, Report(sequence, end, 1.0, 10, (10,) * 6))
+    assert heard.tokens_per_second(FAST, 61.0) == pytest.approx(10.0 * (1 - exp(-1 / 20)) * (1 + exp(-3)) / (1 - exp(-61 / 20)), rel=1e-6)
 
 
 def test_time_whose_reports_were_lost_is_not_taken_for_silence() -> None:
-    known, blind = Window(2, 4, T), Window(2, 4, T)
-    for window in (known, blind):
-        window.observe(ones(10.0), 10.0, 1.0, 1.0)
-    for window, lost in ((known, False), (blind, True)):
-        window.observe(ones(10.0), 10.0, 1.0, 31.0, lost=lost)
-    assert blind.tokens_per_second(31.0) == pytest.approx(10.0, rel=1e-9)
-    assert known.tokens_per_second(31.0) < 1.0
+    heard, gaps = window(), Gaps()
+    for sequence, end in ((0, 1.0), (30, 31.0)):
+        hear(heard, gaps, Report(sequence, end, 1.0, 10, (10,) * 6))
+    assert heard.tokens_per_second(FAST, 31.0) == pytest.approx(10.0, rel=1e-6)
 
 
-def test_recent_behaviour_outweighs_old() -> None:
-    window = Window(1, 2, T)
-    window.observe(np.array([[100.0, 0.0]]), 100, 1.0, 0.0)
-    window.observe(np.array([[0.0, 100.0]]), 100, 1.0, 5 * T)
-    first, second = window.rates(5 * T)[0]
-    assert second > 100 * first > 0
+def test_a_burst_of_delayed_reports_stands_for_the_time_they_took() -> None:
+    heard, gaps = window(), Gaps()
+    for sequence in range(10):
+        hear(heard, gaps, Report(sequence, 100.0, 1.0, 10, (10,) * 6))
+    assert heard.tokens_per_second(FAST, 100.0) == pytest.approx(10.0, rel=1e-6)
 
 
-@given(st.floats(-1e9, 1e9), st.floats(-100, 100))
-def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(start: float, jump: float) -> None:
-    window = Window(1, 1, T)
-    window.observe(np.array([[5.0]]), 5, 1.0, start)
-    window.observe(np.array([[5.0]]), 5, 1.0, start + jump)
-    rates = window.rates(start + jump)
-    assert np.isfinite(rates).all()
-    assert rates.min() >= 0
+def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
+    heard = window()
+    for now in range(1, 101):
+        for rate in (10.0, 30.0):
+            heard.observe(ones(rate), rate, 1.0, float(now))
+    heard.sources = 2
+    assert heard.tokens_per_second(FAST, 100.0) == pytest.approx(40.0, rel=1e-6)
+    np.testing.assert_allclose(heard.rates(SLOW, 100.0), 40.0, rtol=1e-5)
+
+
+def test_counts_without_an_interval_enter_one_profile_and_no_rate() -> None:
+    heard = window()
+    heard.observe(ones(10.0), 10.0, 1.0, 1.0)
+    before = heard.counts(FAST, 1.0)
+    heard.take(ones(500.0), 500.0, 1.0, SLOW)
+    np.testing.assert_array_equal(heard.counts(FAST, 1.0), before)
+    np.testing.assert_allclose(heard.counts(SLOW, 1.0), 510.0, rtol=1e-3)
+    assert heard.tokens(SLOW, 1.0) == pytest.approx(510.0, rel=1e-3)
+
+
+def test_sums_stay_exact_when_the_reference_moves() -> None:
+    heard = window()
+    for now in range(1, 5001):
+        heard.observe(ones(7.0), 7.0, 1.0, float(now))
+    np.testing.assert_allclose(heard.counts(FAST, 5000.0), 7.0 * FAST_SECONDS, rtol=1e-4)
+    np.testing.assert_allclose(heard.counts(SLOW, 5000.0), 7.0 * SLOW_SECONDS * (1 - exp(-5000 / SLOW_SECONDS)), rtol=1e-4)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-1e5, 1e5), st.floats(-100, 100))
+def test_a_clock_that_seems_to_go_back_changes_nothing_for_the_worse(start: float, jump: float, look: float) -> None:
+    heard = window()
+    heard.observe(ones(5.0), 5, 1.0, start)
+    heard.observe(ones(5.0), 5, 1.0, start + jump)
+    for level in (FAST, SLOW):
+        rates = heard.rates(level, start + look)
+        assert np.isfinite(rates).all()
+        assert rates.min() >= 0
+
+
+def test_512_ranks_of_58_x_256_fit_in_a_gigabyte() -> None:
+    one = Window(58, 256, CONSTANTS)
+    one.observe(np.ones((58, 256), np.float32), 10, 1.0, 1.0)
+    assert one.stored_bytes == 2 * 58 * 256 * 4
+    assert 512 * one.stored_bytes == 60_817_408  # 61 MB
+
+
+@given(reports, st.floats(0.0, 50.0), st.randoms())
+def test_a_restored_window_says_what_the_saved_one_would_have_said(told: list[Report], later: float, random: object) -> None:
+    half = len(told) // 2
+    plain, saved, plain_gaps, saved_gaps = window(), window(), Gaps(), Gaps()
+    for report in told[:half]:
+        hear(plain, plain_gaps, report)
+        hear(saved, saved_gaps, report)
+    saved, saved_gaps = Window.restore(CONSTANTS, saved.state()), Gaps.restore(saved_gaps.state())
+    for report in told[half:]:
+        hear(plain, plain_gaps, report)
+        hear(saved, saved_gaps, report)
+    now = max(report.end for report in told) + later
+    for level in (FAST, SLOW):
+        np.testing.assert_array_equal(saved.rates(level, now), plain.rates(level, now))
+        assert saved.tokens(level, now) == plain.tokens(level, now)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"shape": [2, 3]}, {**Window(1, 1, CONSTANTS).state(), "shape": [2, 2]}, {**Window(1, 1, CONSTANTS).state(), "sums": []}]
+)
+def test_what_is_no_state_of_a_window_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no state of a window"):
+        Window.restore(CONSTANTS, state)
+
+
+def test_gaps_are_bounded_and_the_oldest_stay_as_they_are() -> None:
+    gaps = Gaps()
+    for sequence in range(0, 4 * MOST, 2):
+        list(gaps.observe(sequence, sequence - 1.0, float(sequence)))
+    assert list(gaps.observe(1, 0.0, 1.0)) == []
+    assert len(list(gaps.observe(4 * MOST - 3, 0.0, 1.0))) == 1
+
+
+@pytest.mark.parametrize("state", [[], [None, None, []], [[1], [2, 3.0], []], [None, [1, 2.0], [[1]]]])
+def test_what_is_no_state_of_gaps_is_refused(state: list[object]) -> None:
+    with pytest.raises(ValueError, match="no state of gaps"):
+        Gaps.restore(state)

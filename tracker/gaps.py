@@ -1,0 +1,83 @@
+"""The time for which a publisher's reports are missing: between two reports whose sequence numbers do not follow one another. Pure.
+
+Which spans are missing depends only on the reports that were heard, not on the order in which they came: a late report takes
+its gap back and leaves what is still missing on either side of it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+MOST = 64
+"""Gaps that a late report can still narrow; older ones stay as they are."""
+
+
+class Span(NamedTuple):
+    """From start to end (seconds) nothing was heard; `found`: what was said before of this span holds no more."""
+
+    start: float
+    end: float
+    found: bool = False
+
+
+class Gaps:
+    """One publisher's reports, each heard once."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        """sequence and start of the earliest"""
+        self._last = (-1, 0.0)
+        """sequence and end of the latest"""
+        self._open: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
+        """by the sequence before the gap: that behind it, start and end"""
+
+    @property
+    def last(self) -> int:
+        """The highest sequence heard; -1: none."""
+        return self._last[0]
+
+    def observe(self, sequence: int, start: float, end: float) -> Iterator[Span]:
+        """A report that speaks for start..end (seconds). Gives what is missing because of it, and what no longer is."""
+        if self._first is None:
+            self._first, self._last = (sequence, start), (sequence, end)
+        elif sequence > self._last[0]:
+            before, self._last = self._last, (sequence, end)
+            yield from self._missing(before, (sequence, start))
+        elif sequence < self._first[0]:
+            behind, self._first = self._first, (sequence, start)
+            yield from self._missing((sequence, end), behind)
+        else:
+            yield from self._fill(sequence, start, end)
+
+    def _missing(self, before: tuple[int, float], behind: tuple[int, float]) -> Iterator[Span]:
+        if behind[0] > before[0] + 1:
+            self._open[before[0]] = (behind[0], before[1], behind[1])
+            if len(self._open) > MOST:
+                self._open.popitem(last=False)
+            yield Span(before[1], behind[1])
+
+    def _fill(self, sequence: int, start: float, end: float) -> Iterator[Span]:
+        for low, (high, since, until) in self._open.items():
+            if low < sequence < high:
+                del self._open[low]
+                yield Span(since, until, found=True)
+                yield from self._missing((low, since), (sequence, start))
+                yield from self._missing((sequence, end), (high, until))
+                return
+
+    def state(self) -> list[Any]:
+        """Everything, in what msgpack can say."""
+        return [self._first and list(self._first), list(self._last), [[low, *gap] for low, gap in self._open.items()]]
+
+    @classmethod
+    def restore(cls, state: list[Any]) -> "Gaps":
+        """ValueError when this is no state of gaps."""
+        gaps = cls()
+        try:
+            first, last, spans = state
+            gaps._first = None if first is None else (int(first[0]), float(first[1]))
+            gaps._last = (int(last[0]), float(last[1]))
+            gaps._open = OrderedDict((int(low), (int(high), float(since), float(until))) for low, high, since, until in spans[-MOST:])
+        except (IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"no state of gaps: {error}") from error
+        return gaps

@@ -1,0 +1,54 @@
+"""Why something that was said cannot be used. Pure."""
+
+from enum import StrEnum
+
+import numpy as np
+
+from fleet.popularity import ExpertCounts
+from tracker.window import Table
+
+MOST = float(1 << 53)
+"""Numbers above this are not counts."""
+
+
+class Fault(StrEnum):
+    """Why a report was refused."""
+
+    DEPARTED = "departed"
+    MODEL = "model"
+    """another model than the worker joined with"""
+    RANK = "rank"
+    INTERVAL = "interval"
+    COUNTS = "counts"
+    """not a table of finite numbers >= 0, or counts without tokens"""
+    SHAPE = "shape"
+    """another shape than the model's"""
+    PLACEMENT = "placement"
+    """a placement that contradicts itself, or does not fit the engine"""
+    CLUSTERS = "clusters"
+    """a profile or an outcome that cannot be learnt from"""
+    CAPACITY = "capacity"
+
+
+class Refused(ValueError):
+    """A report that cannot be used."""
+
+    def __init__(self, fault: Fault, detail: str) -> None:
+        super().__init__(detail)
+        self.fault = fault
+
+
+def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int) -> Table:
+    """float32 [layers, experts]: counts as they were said. Refused when they cannot be true, or are of more than `most_cells`."""
+    for name, value in (("tokens", tokens), ("cached_tokens", cached_tokens)):
+        if not 0 <= value <= MOST:
+            raise Refused(Fault.COUNTS, f"{name} must be a count, not {value}")
+    if told.layers * told.experts > most_cells:
+        raise Refused(Fault.CAPACITY, f"a table of {told.layers} x {told.experts}; raise tracker.most_cells to follow such a model")
+    try:
+        counts = told.array()
+    except ValueError as error:
+        raise Refused(Fault.COUNTS, str(error)) from error
+    if (told.width == 8 and counts.max() > MOST) or (tokens == 0 and counts.any()):
+        raise Refused(Fault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times")
+    return counts.astype(np.float32)

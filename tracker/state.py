@@ -1,0 +1,92 @@
+"""The tracker's memory on disk: one file, written whole or not at all, and believed only when it is undamaged.
+
+Layout: MAGIC, which names the format's version; the sha256 of the body; the body, a msgpack `Saved`. Times in its parts are those of
+the tracker's own clock (`Saved.now`); `saved_at` is the wall clock's, so that whoever reads the file knows how much time has gone by.
+"""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"roost tracker 1\n"
+_DIGEST = 32
+MOST_BYTES = 4 << 30
+"""No more of a file is read."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """What was known. ValueError while reading for anything else."""
+
+    saved_at: float
+    """wall clock, seconds"""
+    now: float
+    """the tracker's clock at that moment, seconds"""
+    meaning_from: int
+    """cluster models of this version and above are understood"""
+    activity: tuple[tuple[str, Any], ...]
+    learnt: dict[str, Any]
+    """by model"""
+    drifts: dict[str, Any]
+    """by model"""
+
+
+_DECODER: msgspec.msgpack.Decoder[Saved] = msgspec.msgpack.Decoder(Saved)
+
+
+def write(path: Path, saved: Saved) -> int:
+    """Replace the file at once; its bytes. OSError when it cannot be written: then the old one is still there."""
+    body = msgspec.msgpack.encode(saved)
+    draft = path.with_name(path.name + ".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(MAGIC)
+        file.write(hashlib.sha256(body).digest())
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return len(MAGIC) + _DIGEST + len(body)
+
+
+def read(path: Path) -> Saved | None:
+    """What was kept; None when nothing was, or when it cannot be used: such a file is set aside, and the log says why."""
+    try:
+        with path.open("rb") as file:
+            return _parsed(file.read(MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("the tracker's state %s cannot be read (%s); starting afresh", path, error)
+    except ValueError as error:
+        _set_aside(path, error)
+    return None
+
+
+def _parsed(raw: bytes) -> Saved:
+    if not raw.startswith(MAGIC):
+        raise ValueError("it was not written by this version of the tracker")
+    body = memoryview(raw)[len(MAGIC) + _DIGEST :]
+    if hashlib.sha256(body).digest() != raw[len(MAGIC) : len(MAGIC) + _DIGEST]:
+        raise ValueError("it is damaged: its checksum does not fit")
+    return _DECODER.decode(body)
+
+
+def _set_aside(path: Path, why: ValueError) -> None:
+    aside = path.with_name(path.name + ".unusable")
+    try:
+        path.replace(aside)
+    except OSError as error:
+        logger.warning("the tracker's state %s cannot be used: %s; nor moved aside: %s; starting afresh", path, why, error)
+    else:
+        logger.warning("the tracker's state %s cannot be used: %s; it is now %s; starting afresh", path, why, aside)
