@@ -27,8 +27,8 @@ class RouterConfig:
     """request header that names a conversation; without it, the body's prompt_cache_key"""
     tenant_header: str = "x-tenant-id"
     """request header that names who asks; without it, the body's user or safety_identifier"""
-    prediction_bytes: int = 64 * 1024 * 1024
-    """memory for the copy of one model's prediction tables"""
+    prediction_bytes: int = 96 * 1024 * 1024
+    """memory that the copy of one model's prediction tables may take; enough for all that a tracker keeps by default"""
     outcome_seconds: float = 0.5
     """finished requests are told to the tracker so often, or sooner when many wait"""
     most_outcomes_waiting: int = 4096

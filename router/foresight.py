@@ -15,7 +15,7 @@ import xxhash
 
 from fleet.prediction import SOURCES, Query, predict
 from fleet.signatures import Weights
-from router.replica import TOUCHED, Change, Replica
+from router.replica import Change, Replica
 
 NAMED_CLUSTERS = 4
 """Clusters that a decision's record names, heaviest first."""
@@ -141,12 +141,6 @@ class Foresight:
             confidences=found.confidences,
             confidence=found.confidence,
         )
-
-    def used(self, model: str, forecast: Forecast, prefix: Sequence[int], keys: Keys) -> None:
-        """A request was booked on this forecast."""
-        replica = self._replicas.get(model)
-        if replica is not None:
-            replica.used(prefix[: min(forecast.blocks, TOUCHED)], *keys)
 
     def replica(self, model: str) -> Replica | None:
         return self._replicas.get(model)

@@ -107,8 +107,6 @@ class Picker:
         blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
             self.prefixes.routed(target.key, prompt.chained(size)[:], target.engine.kv_blocks or None)
-        if decision.outlook is not None:
-            self.foresight.used(decision.ask.model, decision.outlook.forecast, prompt.chained(_block_size(decision.roster)), decision.ask.keys)
         self._kept[decision.id] = decision
         if len(self._kept) > self._config.kept_decisions:
             self._kept.popitem(last=False)

@@ -2,12 +2,8 @@
 
 What the tracker says is read (`read`) and checked before anything of it is taken, so that reading may happen in a thread. Taking
 is synchronous and changes the tables in place: whoever predicts does so between two takings, out of one state.
-
-Rows are kept by use: those of blocks that decisions met stay longest, and of a prefix the end goes first (`longest_known` relies on it).
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -17,53 +13,21 @@ from numpy.typing import NDArray
 from fleet.events import KeyedRows, TablesPublished
 from fleet.prediction import ROW, SOURCES, Tables
 from fleet.signatures import MOST_CLUSTERS, Weights
+from router.rows import Keys, Packed, Rows
 
-ROW_BYTES = 256
-"""What one row costs in memory: key, row, and their place in the mapping (measured; tests/router/test_replica.py)."""
 MOST_TRUST = 64.0
 """A larger trust is no trust but a fault."""
-SLICE = 4096
+SLICE = 2048
 """Rows that are taken in one go: about a millisecond."""
-TOUCHED = 256
-"""Leading blocks of a used prefix that are noted as used."""
-_KEYED_SHARE = 0.125
-"""Of the budget, what sessions may take, and as much again tenants; the token table may take half, blocks what is left of all."""
-
-
-class Rows:
-    """Rows by key, the least used first. Beyond `limit` the least used goes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = max(1, limit)
-        self.table: OrderedDict[int, bytes] = OrderedDict()
-
-    def put(self, keys: Iterable[int], rows: Iterable[bytes]) -> None:
-        """In the given order, so that the last ones stay longest. A row without evidence takes its key away."""
-        table = self.table
-        for key, row in zip(keys, rows, strict=True):
-            if row.endswith(_NO_EVIDENCE):
-                table.pop(key, None)
-            else:
-                table[key] = row
-        while len(table) > self.limit:
-            table.popitem(last=False)
-
-    def touch(self, keys: Sequence[int]) -> None:
-        """These were of use, the first one most."""
-        for key in reversed(keys):
-            if key in self.table:
-                self.table.move_to_end(key)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-
-_NO_EVIDENCE = bytes(4)
+SESSIONS_SHARE, TENANTS_SHARE = 0.1, 0.02
+"""Of the budget. The token table may take half; blocks have what is left of all."""
 
 
 class KeyedChange(NamedTuple):
-    keys: list[int]
-    rows: list[bytes]
+    """keys: u64 [n]; rows: u8 [n, ROW]."""
+
+    keys: Keys
+    rows: Packed
 
 
 class Change(NamedTuple):
@@ -149,8 +113,7 @@ def _token_rows(published: TablesPublished, clusters: int) -> tuple[NDArray[np.i
 def _keyed(name: str, part: KeyedRows) -> KeyedChange:
     if len(part.keys) % 8 or len(part.rows) != len(part.keys) // 8 * ROW:
         raise ValueError(f"tables: {len(part.keys)} bytes of keys and {len(part.rows)} of rows in {name} do not belong together (8 and {ROW} each)")
-    rows = part.rows
-    return KeyedChange(np.frombuffer(part.keys, "<u8").tolist(), [rows[at : at + ROW] for at in range(0, len(rows), ROW)])
+    return KeyedChange(np.frombuffer(part.keys, "<u8"), np.frombuffer(part.rows, np.uint8).reshape(-1, ROW))
 
 
 class Verdict(Enum):
@@ -191,9 +154,9 @@ class Replica:
         if size > self._budget // 2:
             raise ValueError(f"tables: a token table of {size} bytes is more than half of the {self._budget} that a model's tables may take")
         new = Replica(self._budget)
-        keyed = int(_KEYED_SHARE * self._budget) // ROW_BYTES
-        new._sessions, new._tenants = Rows(keyed), Rows(keyed)
-        new._blocks = Rows((self._budget - size) // ROW_BYTES - 2 * keyed)
+        sessions, tenants = int(SESSIONS_SHARE * self._budget), int(TENANTS_SHARE * self._budget)
+        new._sessions, new._tenants = Rows(sessions), Rows(tenants)
+        new._blocks = Rows(self._budget - size - sessions - tenants)
         new._tokens = np.zeros((change.buckets, len(change.shares)), np.float32)
         for at in range(0, max(change.rows, 1), SLICE):
             new.take(change, at)
@@ -215,21 +178,15 @@ class Replica:
             version=change.version,
             clusters=change.clusters,
             shares=change.shares,
-            blocks=self._blocks.table,
-            sessions=self._sessions.table,
-            tenants=self._tenants.table,
+            blocks=self._blocks,
+            sessions=self._sessions,
+            tenants=self._tenants,
             tokens=self._tokens,
             trust=change.trust,
             reliability=change.reliability,
             gain=change.gain,
         )
 
-    def used(self, prefix: Sequence[int], session: int, tenant: int) -> None:
-        """A decision met these rows (the leading blocks of a prefix by sequence hashes). Noted only once room becomes scarce."""
-        for rows, keys in ((self._blocks, prefix), (self._sessions, (session,)), (self._tenants, (tenant,))):
-            if 2 * len(rows) > rows.limit:
-                rows.touch(keys)
-
     @property
     def stored_bytes(self) -> int:
-        return self._tokens.nbytes + ROW_BYTES * (len(self._blocks) + len(self._sessions) + len(self._tenants))
+        return self._tokens.nbytes + self._blocks.stored_bytes + self._sessions.stored_bytes + self._tenants.stored_bytes

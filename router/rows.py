@@ -1,0 +1,127 @@
+"""Rows of a prediction table by key, in a fixed number of bytes: a set-associative table over flat arrays. Pure.
+
+A key's set follows from its bits, and the row may lie in any of the set's WAYS. Where a set is full, the row told longest ago makes
+room, and of equals the one with most tokens behind it, so that the end of a prefix goes before its beginning. Memory is taken as it is used.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.prediction import ROW
+from fleet.signatures import PACKED
+
+WAYS = 16
+SLOT = 8 + ROW + 2
+"""Bytes of one slot: key, row, and when it was told."""
+Keys = NDArray[np.uint64]
+Packed = NDArray[np.uint8]
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_YOUNGEST = (1 << 16) - 1
+
+
+class Rows(Mapping[int, bytes]):
+    """At most `budget` bytes, at least one set. Key 0 is no key. ROW bytes per row, as `fleet.prediction.row` makes them."""
+
+    def __init__(self, budget: int) -> None:
+        self._sets = max(1, budget // (SLOT * WAYS))
+        slots = self._sets * WAYS
+        self._key_bytes, self._row_bytes = bytearray(8 * slots), bytearray(ROW * slots)
+        self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
+        self._rows: Packed = np.frombuffer(self._row_bytes, np.uint8).reshape(slots, ROW)
+        self._told = np.zeros(slots, np.uint16)
+        self._now = 0
+        self._filled = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the rows there are."""
+        return SLOT * self._filled
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys[self._keys != 0].tolist())
+
+    def __getitem__(self, key: int) -> bytes:
+        found: bytes | None = self.get(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """The row of a key. By byte search: the numbers of one key are too few for numpy."""
+        if not key:
+            return default
+        start = ((((key * _MIX) & _MASK) >> 32) * self._sets >> 32) * (WAYS * 8)
+        wanted, stop = key.to_bytes(8, "little"), start + WAYS * 8
+        at = self._key_bytes.find(wanted, start, stop)
+        while at >= 0 and at & 7:
+            at = self._key_bytes.find(wanted, at + 1, stop)
+        if at < 0:
+            return default
+        row = (at >> 3) * ROW
+        return bytes(self._row_bytes[row : row + ROW])
+
+    def put(self, keys: Keys, rows: Packed) -> None:
+        """Rows [n, ROW] of keys [n], the later ones in the place of earlier ones; a row without evidence takes its key away."""
+        keys, rows = _last_of_each(keys, rows)
+        self._pass_time()
+        ways = self._ways(keys)
+        hits = self._keys[ways] == keys[:, None]
+        known = hits.any(axis=1)
+        slots = ways[np.arange(len(keys)), hits.argmax(axis=1)]
+        empty = ~rows[:, PACKED:].any(axis=1)
+        self._write(slots[known & ~empty], keys[known & ~empty], rows[known & ~empty])
+        self._keys[slots[known & empty]] = 0
+        self._filled -= int((known & empty).sum())
+        self._add(keys[~known & ~empty], rows[~known & ~empty], ways[~known & ~empty])
+
+    def _add(self, keys: Keys, rows: Packed, ways: NDArray[np.int64]) -> None:
+        """Keys [n] that are new, with the ways [n, WAYS] they may take: one of each set at a time."""
+        while len(keys):
+            _, first = np.unique(ways[:, 0], return_index=True)
+            taken = ways[first]
+            held = self._keys[taken]
+            slots = taken[np.arange(len(first)), self._weakest(taken, held)]
+            self._filled += int((self._keys[slots] == 0).sum())
+            self._write(slots, keys[first], rows[first])
+            left = np.ones(len(keys), np.bool_)
+            left[first] = False
+            keys, rows, ways = keys[left], rows[left], ways[left]
+
+    def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
+        """[n]: the way of each set that a newcomer takes."""
+        tokens = np.ascontiguousarray(self._rows[ways][:, :, PACKED:]).view("<u4")[:, :, 0]
+        worth = (self._told[ways].astype(np.int64) << 32) + (0xFFFFFFFF - tokens.astype(np.int64))
+        worth[held == 0] = -1
+        return np.asarray(worth.argmin(axis=1), np.intp)
+
+    def _write(self, slots: NDArray[np.int64], keys: Keys, rows: Packed) -> None:
+        self._keys[slots], self._rows[slots], self._told[slots] = keys, rows, self._now
+
+    def _pass_time(self) -> None:
+        """Each putting is an age; when they are used up, all that is older than half of them counts as equally old."""
+        if self._now == _YOUNGEST:
+            half = np.uint16(_YOUNGEST // 2)
+            np.maximum(self._told, half, out=self._told)
+            self._told -= half
+            self._now -= int(half)
+        self._now += 1
+
+    def _ways(self, keys: Keys) -> NDArray[np.int64]:
+        """int64 [n, WAYS]: the slots a key may lie in."""
+        mixed = (keys * np.uint64(_MIX)) >> np.uint64(32)
+        first = ((mixed * np.uint64(self._sets)) >> np.uint64(32)).astype(np.int64) * WAYS
+        return np.asarray(first[:, None] + np.arange(WAYS))
+
+
+def _last_of_each(keys: Keys, rows: Packed) -> tuple[Keys, Packed]:
+    """Without repetitions, and without key 0."""
+    found, back = np.unique(keys[::-1], return_index=True)
+    last = len(keys) - 1 - back[found != 0]
+    return keys[last], rows[last]
