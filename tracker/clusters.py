@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.popularity import uniform
-from fleet.signatures import LEAST, ClusterModel, Weights
+from fleet.signatures import ClusterModel, Weights
 from tracker.config import TrackerConfig
 from tracker.mixture import FEWEST, first_sharpness
 from tracker.refit import Fitted, Merge, Refit, Split
@@ -190,7 +190,7 @@ class Clusters:
         ratio = fitted.sharpness / self._model.sharpness
         if self._shares_moved() or not 1 / CHANGED_SHARPNESS < ratio < CHANGED_SHARPNESS:
             return True
-        return _divergence(fitted.profiles, self._model.profiles, self.shares) > CHANGED_NATS
+        return fitted.divergence > CHANGED_NATS
 
     def _shares_moved(self) -> bool:
         return float(np.abs(self.shares - self._model.shares).sum()) / 2 > CHANGED_SHARES
@@ -205,10 +205,3 @@ def _model(state: Mapping[str, Any], shape: tuple[int, int, int]) -> ClusterMode
     if not 0 < state["sharpness"] < float("inf"):
         raise ValueError(f"sharpness must be finite and above 0, not {state['sharpness']}")
     return ClusterModel(int(state["version"]), profiles.copy(), shares.copy(), float(state["sharpness"]))
-
-
-def _divergence(new: NDArray[np.float32], old: NDArray[np.float32], shares: Weights) -> float:
-    """Kullback-Leibler divergence of profiles [K, layers, experts], nats per pair, mean over layers, weighted by shares."""
-    used = np.flatnonzero(shares > 0)
-    ratios = np.log(np.maximum(new[used], LEAST)) - np.log(np.maximum(old[used], LEAST))
-    return float(shares[used] @ (new[used] * ratios).sum(axis=2).mean(axis=1))

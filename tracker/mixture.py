@@ -27,7 +27,7 @@ CERTAIN = 2.0
 """Standard errors by which a split must predict better than no split. On noise the gain lies several below 0, so this need not be strict."""
 DOUBTFUL = -1.0
 """Two clusters are merged when they predict worse than one by as many; between the two, things stay as they are."""
-FEWEST = 10
+FEWEST = 12
 """Requests that are split, at least."""
 AXES = 3
 """Principal axes along which a split is tried."""
@@ -35,7 +35,7 @@ JUDGES = 256
 """Requests the sharpness is judged by, at most."""
 GRID = tuple(float(10.0 ** (-5.0 + step / 4.0)) for step in range(25))
 """Sharpnesses: four to a decade, 1e-5 to 10."""
-LEVELS = GRID[4::4]
+LEVELS = GRID[4::8]
 """Those at which splits and merges are judged: each at its best."""
 
 

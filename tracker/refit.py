@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import ClusterModel
+from fleet.signatures import LEAST, ClusterModel
 from tracker.mixture import DOUBTFUL, Requests, apart, likeliest, neighbours, settle, sharpest, split
 from tracker.reservoir import Sample, counts
 
@@ -42,6 +42,8 @@ class Fitted(NamedTuple):
     profiles: NDArray[np.float32]
     shares: NDArray[np.float64]
     sharpness: float
+    divergence: float
+    """Kullback-Leibler divergence from the model that was refined, nats per pair, mean over layers, weighted by shares"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,4 +186,11 @@ class _Fit:
         self._sharpen()
         profiles = self._requests.profiles(self._labels, self._clusters).reshape(self._job.model.profiles.shape)
         labels = {sample.number: int(slot) for sample, slot in zip(self._job.samples, self._labels, strict=True)}
-        return Fitted(labels, self._changes, self._moved, profiles, self._shares(), self._sharpness)
+        shares = self._shares()
+        return Fitted(labels, self._changes, self._moved, profiles, shares, self._sharpness, _divergence(profiles, self._job.model.profiles, shares))
+
+
+def _divergence(new: NDArray[np.float32], old: NDArray[np.float32], shares: NDArray[np.float64]) -> float:
+    used = np.flatnonzero(shares)
+    ratios = np.log(np.maximum(new[used], LEAST)) - np.log(np.maximum(old[used], LEAST))
+    return float(shares[used] @ (new[used] * ratios).sum(axis=2).mean(axis=1))
