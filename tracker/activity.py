@@ -13,7 +13,7 @@ from tracker.config import TrackerConfig
 from tracker.gaps import Gaps
 from tracker.mismatch import Supply
 from tracker.refusals import Fault, Refused, checked_counts
-from tracker.window import FAST, SLOW, Table, Window
+from tracker.window import FAST, SLOW, Report, Table, Window
 
 DEPARTED = 4096
 """Workers that left and are remembered, so that a late report does not bring them back."""
@@ -178,8 +178,9 @@ class Activity:
         rank.reported = model.changed = True
         if sequence is not None:
             _note_losses(rank, model, publisher, sequence, now - report.seconds, now)
-        rank.window.observe(counts, report.tokens, report.seconds, now)
-        model.window.observe(counts, report.tokens, report.seconds, now)
+        weighed = Report(counts, report.tokens, report.seconds, now)
+        rank.window.observe(weighed)
+        model.window.observe(weighed)
         return Seen(report.model, counts, report.tokens)
 
     def imported(self, imported: CountsImported, now: float) -> bool:

@@ -12,11 +12,11 @@ not wait for the window to fill. Exposure is the larger of two sums, neither of 
 The time since the newest report is silence only beyond PATIENCE of its intervals: what happens now is reported a moment later.
 
 Sums are kept in forward form (Cormode et al. 2009, Forward Decay, section 3): a report enters with its weight as of a fixed
-reference time, nothing that is there is touched, and whoever looks divides by the growth since. The reference moves when the
-weights grow large.
+reference time, nothing that is there is touched, and whoever looks divides by the growth since. References lie on a grid of MOVE
+time constants, so that windows share them, and a report is weighed once for all windows it enters.
 """
 
-from math import exp, expm1, inf
+from math import exp, expm1, floor, inf
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,39 @@ FAST, SLOW = 0, 1
 PATIENCE = 2.0
 """Reports are awaited for so many of the last interval's lengths."""
 MOVE = 30.0
-"""Time constants after which the reference moves: weights stay below e^30, far inside float32."""
+"""Time constants from one reference to the next: weights stay below e^30, far inside float32."""
+LEAST = -700.0
+"""Exponents below this are as good as nothing."""
+
+
+class Report:
+    """What came of `seconds` that ended at `end`: counts [layers, experts] of (token, k) pairs, and the tokens they come from.
+
+    float32 counts are taken fastest.
+    """
+
+    __slots__ = ("_weighed", "counts", "end", "seconds", "tokens")
+
+    def __init__(self, counts: NDArray[Any], tokens: float, seconds: float, end: float) -> None:
+        self.counts = counts
+        self.tokens = tokens
+        self.seconds = seconds
+        self.end = end
+        self._weighed: dict[tuple[float, float], tuple[float, float, Table]] = {}
+
+    def weighed(self, constant: float, reference: float) -> tuple[float, float, Table]:
+        """As of a reference: the weight of its time (s), that of its tokens, and its weighted counts."""
+        found = self._weighed.get((constant, reference))
+        if found is None:
+            span = weight_of(self.seconds, self.end, constant, reference)
+            weight = span / self.seconds
+            found = self._weighed[constant, reference] = (span, weight, self.counts * np.float32(weight))
+        return found
+
+
+def weight_of(seconds: float, end: float, constant: float, reference: float) -> float:
+    """Integral of exp((t - reference) / constant) over the seconds before end."""
+    return -constant * expm1(-seconds / constant) * exp(max(LEAST, (end - reference) / constant))
 
 
 class _Sums:
@@ -47,19 +79,17 @@ class _Sums:
         """time whose reports are missing"""
         self.reference: float | None = None
 
-    def span(self, seconds: float, end: float) -> float:
-        """The weight of a span of time, as of the reference."""
+    def advance(self, end: float) -> float:
+        """The reference for something that ends then, moved on if need be."""
+        reference = floor(end / (MOVE * self.constant)) * MOVE * self.constant
         if self.reference is None:
-            self.reference = end
-        elif end - self.reference > MOVE * self.constant:
-            self._move(end)
-        return -self.constant * expm1(-seconds / self.constant) * exp(max(-700.0, (end - self.reference) / self.constant))
-
-    def _move(self, end: float) -> None:
-        fade = self.fade(end)
-        self.counts *= np.float32(fade)
-        self.tokens, self.own, self.lost = self.tokens * fade, self.own * fade, self.lost * fade
-        self.reference = end
+            self.reference = reference
+        elif reference > self.reference:
+            fade = self.fade(reference)
+            self.counts *= np.float32(fade)
+            self.tokens, self.own, self.lost = self.tokens * fade, self.own * fade, self.lost * fade
+            self.reference = reference
+        return self.reference
 
     def fade(self, now: float) -> float:
         """What a weight as of the reference is worth at a time not before the newest report."""
@@ -81,24 +111,21 @@ class Window:
         self._newest = (-inf, 0.0)
         """end and length of the newest report"""
 
-    def observe(self, counts: NDArray[Any], tokens: float, seconds: float, end: float) -> None:
-        """A report over the `seconds` before `end`: counts [layers, experts] of (token, k) pairs, and the tokens they come from.
-
-        float32 counts are taken fastest. Reports may come in any order.
-        """
-        self._began = min(self._began, end - seconds)
-        self._newest = max(self._newest, (end, seconds))
+    def observe(self, report: Report) -> None:
+        """Reports may come in any order, each once."""
+        self._began = min(self._began, report.end - report.seconds)
+        if report.end >= self._newest[0]:
+            self._newest = max(self._newest, (report.end, report.seconds))
         for sums in self._sums:
-            span = sums.span(seconds, end)
-            weight = span / seconds
-            sums.counts += counts * np.float32(weight)
-            sums.tokens += tokens * weight
+            span, weight, counts = report.weighed(sums.constant, sums.advance(report.end))
+            sums.counts += counts
+            sums.tokens += report.tokens * weight
             sums.own += span
 
     def take(self, counts: NDArray[Any], tokens: float, now: float, level: int) -> None:
         """Counts without an interval of their own, as if of this moment; they say nothing of rates."""
         sums = self._sums[level]
-        weight = sums.span(1.0, now) / -(sums.constant * expm1(-1.0 / sums.constant))
+        weight = exp((now - sums.advance(now)) / sums.constant)
         sums.counts += counts * np.float32(weight)
         sums.tokens += tokens * weight
         self._newest = max(self._newest, (now, 0.0))
@@ -107,7 +134,7 @@ class Window:
         """Nobody knows what happened from start to end; `found`: now somebody does. An empty span is no loss."""
         if end > start:
             for sums in self._sums:
-                span = sums.span(end - start, end)
+                span = weight_of(end - start, end, sums.constant, sums.advance(end))
                 sums.lost = max(0.0, sums.lost - span) if found else sums.lost + span
 
     def counts(self, level: int, now: float) -> Table:
