@@ -12,12 +12,13 @@ share a domain, its layers agree, it lasts many reports, and few requests fall i
    (Thom 1958, shape of a gamma), which no single large y spoils, and shrunk to few: a mix of two kinds of requests has but one.
    Values are learnt some time after they were seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
 3. The mean itself is known from few windows, b so far, so that y / mean is F(d, d * b); its quantile by Paulson's (1942) cube-root
-   normal approximation. At `shift_sigmas` = 4.75 one independent look in a million exceeds it.
+   normal approximation. At `shift_sigmas` = 5.25 one independent look in ten million would exceed it.
 4. A shift smaller than `shift_floor` is too small to matter. Where noise alone could diverge by more than MOST_NOISE, or nothing
    was heard for a fast time constant, there is no evidence, and no verdict: what was said last stands.
 
 After an alarm a second slow profile begins afresh (the reference). It stands for what is new, so a further change is noticed
 long before the slow profile has caught up; an alarm needs both the slow profile and the reference to differ from the fast one.
+Noise is learnt afresh as well, against the reference: another mix of requests is noisier, or less.
 A shift is settled when fast and slow have agreed (divergence under `shift_settle` of the threshold) for a fast time constant.
 """
 
@@ -36,6 +37,8 @@ LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
 MOST_NOISE = 0.1
 """nats; where noise alone diverges so far, nothing can be said"""
+MOST_DIVERGENCE = log(2.0)
+"""of two profiles that share no expert"""
 SAMPLES = 4.0
 """Noise is sampled so often in a fast time constant."""
 LAG = 6.0
@@ -52,6 +55,8 @@ PRIOR_SPREAD = 0.5772
 """log(mean) - mean(log) of two degrees of freedom (Euler's constant)"""
 PRIOR_LOOKS = 8.0
 """That is believed as if so many looks had shown it."""
+FRESH_LOOKS = 6.0
+"""After an alarm, noise learnt since replaces what was known before once it rests on so many looks; until then there is no other alarm."""
 
 
 class Shift(NamedTuple):
@@ -114,6 +119,15 @@ class _Noise:
         self.by_layer += (by_layer - self.by_layer) / weight
         self.weight = weight
 
+    def state(self) -> dict[str, Any]:
+        return {"sums": [self.weight, self.mean, self.mean_log], "by_layer": self.by_layer.astype("<f8").tobytes()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.weight, self.mean, self.mean_log = _numbers(state["sums"], 3, signed=True)
+        self.by_layer = _array(state["by_layer"], self.by_layer.shape)
+        if self.weight < 0 or (self.weight > 0 and self.mean <= 0):
+            raise ValueError(f"drift: noise of mean {self.mean} and weight {self.weight}")
+
     @property
     def looks(self) -> float:
         """Independent looks at the noise so far."""
@@ -128,7 +142,11 @@ class _Noise:
     def ratio(self, sigmas: float) -> float:
         """What y / mean hardly exceeds: the quantile of F(d, d * looks)."""
         freedom = self.freedom()
-        return _f_quantile(sigmas, freedom, max(freedom * self.looks, 2.0))
+        return _f_quantile(sigmas, freedom, freedom * self.looks)
+
+    def usual_ratio(self, sigmas: float) -> float:
+        """The same, were the mean known for certain: an uncertain mean must not make a shift look settled."""
+        return _f_quantile(sigmas, self.freedom(), float("inf"))
 
 
 class Drift:
@@ -147,6 +165,8 @@ class Drift:
         self._slow = _Faded(layers, experts, config.slow_seconds)
         self._reference: _Faded | None = None
         self._noise = _Noise(layers)
+        self._fresh: _Noise | None = None
+        """noise since the last alarm, while it is not yet enough to go by"""
         self._pending: Table = np.zeros((layers, experts))
         self._pending_tokens = 0.0
         self._began: float | None = None
@@ -184,8 +204,7 @@ class Drift:
             return None
         by_layer, evidence = compared
         divergence = float(by_layer.mean())
-        if not self.shifted and self._old_enough():
-            self._sample(at, evidence * by_layer)
+        self._learn(at, compared)
         if self._noise.looks < 1.0:
             return None
         threshold = self._threshold(evidence)
@@ -237,27 +256,32 @@ class Drift:
             return None
         return divergence_by_layer(fast.counts, slow.counts), 1.0 / doubt
 
-    def _old_enough(self) -> bool:
-        return self._observed >= YOUNG * self._config.fast_seconds
-
     # Noise
 
-    def _sample(self, now: float, noise: NDArray[np.float64]) -> None:
-        """Learn what was seen a while ago; in the warm-up, when there is no alarm, at once."""
+    def _learn(self, now: float, compared: tuple[NDArray[np.float64], float]) -> None:
+        """Take a sample of the noise when one is due, and learn what was seen a while ago; in a warm-up, when there is no alarm, at once."""
         interval = self._config.fast_seconds / SAMPLES
-        if (self._sampled_at is not None and now - self._sampled_at < interval) or not noise.mean() > 0.0:
+        since = self._observed if self._reference is None else self._since_alarm
+        if since < YOUNG * self._config.fast_seconds or (self._sampled_at is not None and now - self._sampled_at < interval):
+            return
+        against = compared if self._reference is None else self._compare(self._reference)
+        if against is None or not against[0].any():
             return
         self._sampled_at = now
-        self._samples.append((now, noise))
-        lag = 0.0 if self._observed < self._config.shift_warmup_seconds else LAG * self._config.fast_seconds
+        self._samples.append((now, against[0] * against[1]))
+        eager = self._fresh is not None or self._observed < self._config.shift_warmup_seconds
+        lag = 0.0 if eager else LAG * self._config.fast_seconds
+        noise = self._fresh or self._noise
         while self._samples and self._samples[0][0] <= now - lag:
-            self._noise.learn(interval, MEMORY * self._config.slow_seconds, self._samples.popleft()[1])
+            noise.learn(interval, MEMORY * self._config.slow_seconds, self._samples.popleft()[1])
+        if self._fresh is not None and self._fresh.looks >= FRESH_LOOKS:
+            self._noise, self._fresh = self._fresh, None
 
     def _threshold(self, evidence: float) -> float | None:
         """Nats; None where noise alone may be anything."""
-        if self._noise.mean / evidence > MOST_NOISE:
-            return None
-        return max(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * self._noise.mean / evidence)
+        noise = self._noise.mean / evidence
+        threshold = max(self._config.shift_floor, self._noise.ratio(self._config.shift_sigmas) * noise)
+        return threshold if noise <= MOST_NOISE and threshold < MOST_DIVERGENCE else None
 
     # The verdict
 
@@ -269,7 +293,7 @@ class Drift:
         if self.divergence > self.threshold and self._is_new():
             self._alarm()
             return Shift(False, self.divergence, self.threshold, self._moved(by_layer, evidence))
-        if self.shifted and self._has_settled(now):
+        if self.shifted and self._has_settled(evidence, now):
             self.shifted, self._calm_since = False, None
             return Shift(True, self.divergence, self.threshold, ())
         return None
@@ -278,7 +302,7 @@ class Drift:
         """The fast profile differs from what came since the last alarm, too, and that was not just now."""
         if self._reference is None:
             return True
-        if self._since_alarm < self._config.shift_cooldown_seconds:
+        if self._fresh is not None or self._since_alarm < self._config.shift_cooldown_seconds:
             return False
         compared = self._compare(self._reference)
         if compared is None:
@@ -293,11 +317,13 @@ class Drift:
         self._calm_since = None
         self._since_alarm = 0.0
         self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
+        self._fresh = _Noise(self.layers)
 
-    def _has_settled(self, now: float) -> bool:
+    def _has_settled(self, evidence: float, now: float) -> bool:
         assert self.divergence is not None
-        assert self.threshold is not None
-        if self._since_alarm < self._config.shift_cooldown_seconds or self.divergence > self._config.shift_settle * self.threshold:
+        usual = max(self._config.shift_floor, self._noise.usual_ratio(self._config.shift_sigmas) * self._noise.mean / evidence)
+        early = self._fresh is not None or self._since_alarm < self._config.shift_cooldown_seconds
+        if early or self.divergence > self._config.shift_settle * usual:
             self._calm_since = None
             return False
         if self._calm_since is None:
@@ -315,14 +341,13 @@ class Drift:
     def state(self) -> dict[str, Any]:
         """What `restore` takes: plain numbers and bytes."""
         self._catch_up(self._at)
-        noise = self._noise
         return {
             "shape": [self.layers, self.experts],
             "fast": self._fast.state(),
             "slow": self._slow.state(),
             "reference": None if self._reference is None else self._reference.state(),
-            "noise": [noise.weight, noise.mean, noise.mean_log],
-            "noise_by_layer": noise.by_layer.astype("<f8").tobytes(),
+            "noise": self._noise.state(),
+            "fresh": None if self._fresh is None else self._fresh.state(),
             "shifted": self.shifted,
             "seconds": [self._observed, self._since_alarm, self._at],
             "moments": [self._heard_at, self._calm_since, self._sampled_at],
@@ -342,11 +367,10 @@ class Drift:
             if state["reference"] is not None:
                 drift._reference = _Faded(drift.layers, drift.experts, config.slow_seconds)
                 drift._reference.restore(state["reference"])
-            noise = drift._noise
-            noise.weight, noise.mean, noise.mean_log = _numbers(state["noise"], 3, signed=True)
-            if noise.weight < 0 or (noise.weight > 0 and noise.mean <= 0):
-                raise ValueError(f"drift: noise of mean {noise.mean} and weight {noise.weight}")
-            noise.by_layer = _array(state["noise_by_layer"], (drift.layers,))
+            drift._noise.restore(state["noise"])
+            if state["fresh"] is not None:
+                drift._fresh = _Noise(drift.layers)
+                drift._fresh.restore(state["fresh"])
             drift.shifted = bool(state["shifted"])
             drift._observed, drift._since_alarm, drift._at = _numbers(state["seconds"], 3)
             drift._heard_at, drift._calm_since, drift._sampled_at = (None if at is None else float(at) for at in state["moments"])
