@@ -116,7 +116,7 @@ class ClusterModel:
             raise ValueError(f"cluster model: {record.clusters} clusters and {len(record.shares)} bytes of shares; 1 to {MOST_CLUSTERS} are allowed")
         if len(record.profiles) != 2 * record.clusters * record.layers * record.experts:
             raise ValueError(f"cluster model: {len(record.profiles)} bytes do not make profiles of shape {shape}")
-        shares = np.frombuffer(record.shares, "<f4").astype(np.float32)
+        shares = np.frombuffer(record.shares, "<f4").astype(np.float64)
         profiles = np.frombuffer(record.profiles, "<f2").astype(np.float32).reshape(shape)
         sums = profiles.sum(axis=2, keepdims=True)
         if not (np.isfinite(sums).all() and (profiles >= 0).all() and (sums > 0).all()):
@@ -125,7 +125,7 @@ class ClusterModel:
             raise ValueError("cluster model: shares must be probabilities")
         if not 0 < record.sharpness < float("inf"):
             raise ValueError(f"cluster model: sharpness must be finite and above 0, not {record.sharpness}")
-        return cls(record.version, profiles / sums, shares / shares.sum(), record.sharpness)
+        return cls(record.version, profiles / sums, np.asarray(shares / shares.sum(), np.float32), record.sharpness)
 
 
 def posterior(shares: Weights, ratios: NDArray[Any]) -> Weights:

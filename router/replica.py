@@ -54,7 +54,7 @@ class Change(NamedTuple):
 
 def read(published: TablesPublished) -> Change:
     """ValueError for what cannot be tables: wrong lengths, values that are not finite or out of range."""
-    shares = _floats("shares", published.shares, "<f4")
+    shares = _floats("shares", published.shares, "<f4").astype(np.float64)
     if not 1 <= len(shares) <= MOST_CLUSTERS or (shares < 0).any() or shares.sum() <= 0:
         raise ValueError(f"tables: {len(shares)} shares that are no probabilities; 1 to {MOST_CLUSTERS} are allowed")
     if not 0.0 <= published.gain <= 1.0:
