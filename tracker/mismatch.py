@@ -64,7 +64,7 @@ class Supply:
         layers, experts = np.nonzero(chosen[self.boundary :])
         found = rates[self.boundary :][layers, experts]
         if len(found) > NAMED:
-            few = np.argpartition(direction * found, NAMED)[:NAMED]
+            few = direction * found <= np.partition(direction * found, NAMED - 1)[NAMED - 1]
             layers, experts, found = layers[few], experts[few], found[few]
-        order = np.lexsort((experts, layers, direction * found))
+        order = np.lexsort((experts, layers, direction * found))[:NAMED]
         return tuple((int(layers[at]) + self.boundary, int(experts[at]), float(found[at])) for at in order)
