@@ -23,7 +23,9 @@ PREFIX, SESSION, TOKENS, TENANT = range(len(SOURCES))
 MOST_TOKENS = 256
 """Prompt tokens that are looked up in the token table: those after the longest known prefix."""
 SHRINK = (16.0, 64.0, 64.0, 512.0)
-"""Tokens of evidence at which a source counts half."""
+"""Tokens of evidence at which a source counts half. The sum over a prompt's tokens is held to so many at most: tokens of one text say
+much the same, and what n of them add up to is worth n * half / (n + half) (measured on the demo model: the best exponent falls
+from 0.4 at 8 tokens to 0.14 at 96)."""
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that nothing is ever called impossible."""
 
@@ -125,7 +127,8 @@ def know(tables: Tables, query: Query) -> Known:
     ids = np.asarray(query.tokens[looked_up], np.int64)
     if len(ids) and len(tables.tokens):
         evidence[TOKENS] = len(ids)
-        ratios[TOKENS] = tables.tokens[ids % len(tables.tokens)].sum(axis=0)
+        independent = SHRINK[TOKENS] / (SHRINK[TOKENS] + len(ids))
+        ratios[TOKENS] = tables.tokens[ids % len(tables.tokens)].sum(axis=0) * np.float32(independent)
     return Known(ratios, tuple(evidence), blocks, query.prefix[blocks - 1] if blocks else 0, looked_up)
 
 

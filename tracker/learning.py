@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
-from fleet.prediction import SOURCES, Known, Query, Tables, know
-from fleet.signatures import PACKED, ClusterModel, Weights, pack
+from fleet.prediction import SOURCES, Query, Tables, know
+from fleet.signatures import ClusterModel, Weights, pack
 from tracker.calibration import Calibration
 from tracker.carrying import Change, History, carried, carried_weights, dense
 from tracker.clusters import Merge, Split
@@ -232,25 +232,22 @@ class Learning:
         if since is None or not profile.tokens:
             self.stale += since is None
             return
-        shares = self._shares
-        signature = _through(np.frombuffer(profile.signature, np.uint8).reshape(1, PACKED), since)
-        observed = dense(signature, shares)[0]
+        observed = dense(_through(np.frombuffer(profile.signature, np.uint8)[None], since), self._shares)[0]
         weight = profile.tokens / (profile.tokens + HALF)
-        ids = np.frombuffer(outcome.tokens, "<u4").astype(np.int64)
-        self._trust.learn(shares, self._know(outcome, ids).ratios, observed, weight)
+        ids = np.frombuffer(outcome.tokens, "<u4").astype(np.int64) % self._tokens.buckets
+        buckets, places, repeats = np.unique(ids, return_inverse=True, return_counts=True)
+        tables = self._tables(self._tokens.ratios(buckets))
+        prefix = (outcome.prefix,) if outcome.prefix else ()
+        known = know(tables, Query(prefix, places, 0, outcome.session, outcome.tenant))
+        self._trust.learn(tables.log_shares, known.ratios, observed, weight)
         self._judge(profile, outcome, weight)
-        self._tokens.learn(ids, observed, weight, now)
+        self._tokens.learn(buckets, repeats, observed, weight, now)
         self._follow(self._sessions, outcome.session, observed, profile.tokens, SESSION_TOKENS, now)
         self._follow(self._tenants, outcome.tenant, observed, profile.tokens, TENANT_TOKENS, now)
         self._blocks.touch(outcome.prefix, now)
 
-    def _know(self, outcome: Outcome, ids: NDArray[np.int64]) -> Known:
-        """What the tables say before they learn: of the tokens, only those rows that are asked for are made."""
-        tables = self._tables(self._tokens.ratios(ids))
-        prefix = (outcome.prefix,) if outcome.prefix else ()
-        return know(tables, Query(prefix, range(len(ids)), 0, outcome.session, outcome.tenant))
-
     def _tables(self, ratios: NDArray[np.float32]) -> Tables:
+        """The tables before they learn; ratios [n, K]: of the token table, only the rows that are asked for."""
         return Tables(
             version=self._version,
             clusters=0,
@@ -282,7 +279,7 @@ class Learning:
         if known is not None:
             behind = min(float(known["tokens"]), most)
             weights = (_weights(known[None])[0] * behind + observed * fresh) / (behind + fresh)
-        table.put(np.array([key], np.uint64), _cells(weights[None], np.array([behind + fresh])), now)
+        table.put_one(key, _cells(weights[None], np.array([behind + fresh])), now)
 
     # What is told
 

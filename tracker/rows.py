@@ -156,6 +156,30 @@ class Rows(Mapping[int, bytes]):
             self._parents[slots[0]] = before + 1
             self._parents[slots[1:]] = slots[:-1] + 1
 
+    def put_one(self, key: int, cells: Cells, now: float) -> None:
+        """`put` of a single row [1], a good deal faster. ValueError for key 0."""
+        if not 0 < key <= _MASK:
+            raise ValueError(f"rows: {key} is no key")
+        self.advance(now)
+        slot = self._slot(key)
+        same = False
+        if slot < 0:
+            slot = self._room_for(key)
+            self._uses[slot] = 1
+        else:
+            self._uses[slot] = min(int(self._uses[slot]) + 1, MOST_USES)
+            same = self._cells[slot].tobytes() == cells.tobytes()
+        self._touched[slot], self._keys[slot], self._cells[slot] = self._tick, key, cells[0]
+        if not same:
+            self._note(np.array([key], np.uint64))
+
+    def _room_for(self, key: int) -> int:
+        """The place that a newcomer takes, emptied."""
+        ways = self._ways(np.array([key], np.uint64))
+        weakest = int(self._weakest(ways, self._keys[ways])[0])
+        self._make_room(ways, ways[:, weakest])
+        return int(ways[0, weakest])
+
     def _place(self, keys: Keys, ways: NDArray[np.int64], cells: Cells) -> NDArray[np.int64]:
         """int64 [n]: where keys of different sets were put."""
         held = self._keys[ways]

@@ -16,7 +16,8 @@ PRIOR = 4.0
 """Counts that speak for the mix of the clusters."""
 LEAST_CHANGE = 0.05
 """A row is told again when one of its log-ratios moved by so much."""
-MOST_RATIO = 8.0
+LEAST_RATIO = 1e-4
+"""P(b | k) / P(b) is taken for no less."""
 REVISITED = 4096
 """Buckets that are looked at again whenever changes are taken: the mix they are measured against moves as well."""
 _MOST_SCALE = 1e6
@@ -54,10 +55,9 @@ class TokenTable:
         """Bytes of the buckets that were counted in, and of those below them."""
         return self.nbytes // self.buckets * self._top
 
-    def learn(self, ids: NDArray[np.int64], weights: NDArray[np.float32], weight: float, now: float) -> None:
-        """Tokens [n] of a request with signature weights [K]; weight: what one of them counts."""
+    def learn(self, buckets: NDArray[np.int64], repeats: NDArray[np.int64], weights: NDArray[np.float32], weight: float, now: float) -> None:
+        """A request of signature weights [K] had tokens of different buckets [n], in rising order, so many each; weight: what a token counts."""
         self._fade(now)
-        buckets, repeats = np.unique(ids % self.buckets, return_counts=True)
         if not len(buckets):
             return
         counted = (np.sqrt(repeats) * (weight * self._scale)).astype(np.float32)
@@ -76,11 +76,8 @@ class TokenTable:
                 np.divide(array, self._scale, out=array, casting="same_kind")
             self._scale = 1.0
 
-    def ratios(self, ids: NDArray[np.int64]) -> Ratios:
-        """float32 [n, K] of tokens [n], as they stand."""
-        return self._of(ids % self.buckets)
-
-    def _of(self, buckets: NDArray[np.int64]) -> Ratios:
+    def ratios(self, buckets: NDArray[np.int64]) -> Ratios:
+        """float32 [n, K] of buckets [n], as they stand."""
         everything = self._mass.sum()
         if not everything:
             return np.zeros((len(buckets), self.clusters), np.float32)
@@ -88,10 +85,10 @@ class TokenTable:
         seen = mix > 1e-6
         prior = np.float32(PRIOR * self._scale)
         likely = (self._counts[buckets] + prior * mix) / (self._totals[buckets] + prior)[:, None]
-        ratios = np.zeros_like(likely)
-        np.divide(likely, mix, out=ratios, where=seen)
-        np.log(ratios, out=ratios, where=ratios > 0)
-        return np.asarray(np.clip(ratios, -MOST_RATIO, MOST_RATIO) * seen, np.float32)
+        likely /= np.where(seen, mix, 1.0)
+        likely[:, ~seen] = 1.0
+        np.log(np.maximum(likely, LEAST_RATIO, out=likely), out=likely)
+        return np.asarray(likely, np.float32)
 
     # Telling
 
@@ -109,10 +106,10 @@ class TokenTable:
         return chosen.astype(np.uint32), self._told[chosen]
 
     def _moved(self, buckets: NDArray[np.int64]) -> NDArray[np.float32]:
-        return np.asarray(np.abs(self._of(buckets) - self._told[buckets]).max(axis=1), np.float32)
+        return np.asarray(np.abs(self.ratios(buckets) - self._told[buckets]).max(axis=1), np.float32)
 
     def _tell(self, buckets: NDArray[np.int64]) -> None:
-        self._told[buckets] = self._of(buckets)
+        self._told[buckets] = self.ratios(buckets)
         self._dirty[buckets] = False
 
     def settle(self) -> None:

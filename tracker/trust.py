@@ -22,8 +22,10 @@ PRECISION = 4.0
 """Curvature that speaks for the first trusts: that of a few outcomes."""
 SURE = 32.0
 """Outcomes at which a reliability counts half."""
-_SWEEPS = 12
+_SWEEPS = 50
 _LEAST = 1e-6
+_TOGETHER, _PRIOR = -2, -1
+"""Rows of what is predicted, after those of each source alone: all together, and the mix."""
 
 
 class Trust:
@@ -33,16 +35,18 @@ class Trust:
         count = len(SOURCES)
         self._memory = memory
         self._outcomes = 0
-        self._together = np.asarray(FIRST, np.float64)
+        self._spoken = np.zeros(count, np.int64)
+        self._together = np.array(FIRST)
         self._curvature = np.zeros((count, count))
         self._pull = np.zeros(count)
-        self._alone = np.asarray(FIRST, np.float64)
+        self._alone = np.array(FIRST)
         self._alone_curvature = np.zeros(count)
         self._alone_pull = np.zeros(count)
         self._excess = np.zeros(count)
+        """cross-entropy beyond that of hindsight, summed: of each source alone"""
         self._prior_excess = np.zeros(count)
+        """of the mix, where the source spoke"""
         self._weight = np.zeros(count)
-        self._spoken = np.zeros(count, np.int64)
 
     @property
     def values(self) -> NDArray[np.float32]:
@@ -60,7 +64,7 @@ class Trust:
         gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
-    def learn(self, shares: Weights, ratios: NDArray[np.float32], observed: Weights, weight: float) -> None:
+    def learn(self, log_shares: NDArray[np.float32], ratios: NDArray[np.float32], observed: Weights, weight: float) -> None:
         """One outcome: the mix [K], what the sources said before it [sources, K] (0: nothing), what it was [K], and what it counts."""
         speaking = ratios.any(axis=1)
         if not speaking.any():
@@ -68,76 +72,97 @@ class Trust:
         self._outcomes += 1
         self._spoken += speaking
         keep = 1.0 - 1.0 / min(self._memory, 20.0 + 0.5 * self._outcomes)
-        with np.errstate(divide="ignore"):
-            logits = np.log(shares.astype(np.float64))
         said, seen = ratios.astype(np.float64), observed.astype(np.float64)
-        self._judge(logits, said, seen, np.where(speaking, keep, 1.0), weight * speaking)
-        self._fit_together(logits, said, seen, keep, weight)
-        self._fit_alone(logits, said, seen, np.where(speaking, keep, 1.0), weight)
+        likely = self._predicted(log_shares, said)
+        self._judge(likely, seen, np.where(speaking, keep, 1.0), weight * speaking)
+        between = 0.5 * (likely + seen)
+        means, slopes = between @ said.T, (likely - seen) @ said.T
+        self._fit_together((said * between[_TOGETHER]) @ said.T - np.outer(means[_TOGETHER], means[_TOGETHER]), slopes[_TOGETHER], keep, weight)
+        spread = (said * said * between[:_TOGETHER]).sum(axis=1) - means.diagonal() ** 2
+        self._fit_alone(spread, slopes.diagonal(), np.where(speaking, keep, 1.0), weight)
 
-    def _judge(self, logits: NDArray[np.float64], said: NDArray[np.float64], seen: NDArray[np.float64], keep: Any, weight: Any) -> None:
+    def _predicted(self, log_shares: NDArray[np.float32], said: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [sources + 2, K]: by each source alone, by all together, by none."""
+        trusts = np.zeros((len(FIRST) + 2, len(FIRST)))
+        np.fill_diagonal(trusts, self._alone)
+        trusts[_TOGETHER] = self._together
+        logits = log_shares + trusts @ said
+        likely = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(likely / likely.sum(axis=1, keepdims=True))
+
+    def _judge(self, likely: NDArray[np.float64], seen: NDArray[np.float64], keep: NDArray[np.float64], weight: NDArray[np.float64]) -> None:
         """Prequentially: by the trusts before this outcome."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            hindsight = float(np.sum(np.where(seen > 0, seen * np.log(seen), 0.0)))
-        alone = np.log(np.maximum(_likely(logits + self._alone[:, None] * said), _LEAST))
-        prior = np.log(np.maximum(_likely(logits), _LEAST))
-        self._excess = keep * self._excess + weight * np.maximum(hindsight - alone @ seen, 0.0)
-        self._prior_excess = keep * self._prior_excess + weight * max(hindsight - float(prior @ seen), 0.0)
-        self._weight = keep * self._weight + weight
+        hindsight = float(seen @ np.log(np.maximum(seen, _LEAST)))
+        excess = np.maximum(hindsight - np.log(np.maximum(likely, _LEAST)) @ seen, 0.0)
+        for total, new in ((self._excess, excess[:_TOGETHER]), (self._prior_excess, excess[_PRIOR]), (self._weight, 1.0)):
+            total *= keep
+            total += weight * new
 
-    def _fit_together(self, logits: NDArray[np.float64], said: NDArray[np.float64], seen: NDArray[np.float64], keep: float, weight: float) -> None:
-        likely = _likely(logits + self._together @ said)
-        between = 0.5 * (likely + seen)
-        centred = said - (said @ between)[:, None]
-        curvature = weight * (centred * between) @ centred.T
-        self._curvature = keep * self._curvature + curvature
-        self._pull = keep * self._pull + curvature @ self._together - weight * (said @ (likely - seen))
-        self._together = _bounded_minimum(self._curvature + PRECISION * np.eye(len(FIRST)), self._pull + PRECISION * np.asarray(FIRST), self._together)
+    def _fit_together(self, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: float, weight: float) -> None:
+        self._curvature *= keep
+        self._curvature += weight * curvature
+        self._pull *= keep
+        self._pull += weight * (curvature @ self._together - slope)
+        self._together[:] = _bounded_minimum(self._curvature + PRECISION * np.eye(len(FIRST)), self._pull + PRECISION * np.array(FIRST), self._together)
 
-    def _fit_alone(self, logits: NDArray[np.float64], said: NDArray[np.float64], seen: NDArray[np.float64], keep: Any, weight: float) -> None:
-        likely = _likely(logits + self._alone[:, None] * said)
-        between = 0.5 * (likely + seen)
-        centred = said - (said * between).sum(axis=1, keepdims=True)
-        curvature = weight * (between * centred * centred).sum(axis=1)
-        self._alone_curvature = keep * self._alone_curvature + curvature
-        self._alone_pull = keep * self._alone_pull + curvature * self._alone - weight * (said * (likely - seen)).sum(axis=1)
-        fitted = (self._alone_pull + PRECISION * np.asarray(FIRST)) / (self._alone_curvature + PRECISION)
-        self._alone = np.clip(fitted, 0.0, MOST)
+    def _fit_alone(self, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: NDArray[np.float64], weight: float) -> None:
+        self._alone_curvature *= keep
+        self._alone_curvature += weight * curvature
+        self._alone_pull *= keep
+        self._alone_pull += weight * (curvature * self._alone - slope)
+        fitted = (self._alone_pull + PRECISION * np.array(FIRST)) / (self._alone_curvature + PRECISION)
+        self._alone[:] = np.clip(fitted, 0.0, MOST)
 
     # Surviving
 
+    def _sums(self) -> dict[str, NDArray[np.float64]]:
+        return {
+            "together": self._together,
+            "curvature": self._curvature,
+            "pull": self._pull,
+            "alone": self._alone,
+            "alone_curvature": self._alone_curvature,
+            "alone_pull": self._alone_pull,
+            "excess": self._excess,
+            "prior_excess": self._prior_excess,
+            "weight": self._weight,
+        }
+
     def state(self) -> dict[str, Any]:
         """Everything, as msgpack takes it."""
-        return {"outcomes": self._outcomes, "spoken": self._spoken.tolist()} | {name: getattr(self, f"_{name}").tobytes() for name in _KEPT}
+        sums: dict[str, Any] = {name: values.tobytes() for name, values in self._sums().items()}
+        return sums | {"outcomes": self._outcomes, "spoken": self._spoken.tolist()}
 
     def take_over(self, state: dict[str, Any]) -> None:
         """Become what `state` was. ValueError when it does not fit; then nothing changed."""
-        kept = {name: np.frombuffer(state[name], "<f8") for name in _KEPT}
-        for name, values in kept.items():
-            if values.size != getattr(self, f"_{name}").size or not np.isfinite(values).all():
-                raise ValueError(f"trust: {name} must be {getattr(self, f'_{name}').size} finite numbers")
-        spoken = np.asarray(state["spoken"], np.int64)
+        read = {name: np.frombuffer(state[name], "<f8") for name in self._sums()}
+        for name, values in self._sums().items():
+            if read[name].size != values.size or not np.isfinite(read[name]).all():
+                raise ValueError(f"trust: {name} must be {values.size} finite numbers")
+        spoken = np.array(state["spoken"], np.int64)
         if spoken.shape != self._spoken.shape:
             raise ValueError(f"trust: {spoken.size} sources; there are {len(SOURCES)}")
         self._outcomes, self._spoken = int(state["outcomes"]), spoken
-        for name, values in kept.items():
-            setattr(self, f"_{name}", values.reshape(getattr(self, f"_{name}").shape).copy())
-
-
-_KEPT = ("together", "curvature", "pull", "alone", "alone_curvature", "alone_pull", "excess", "prior_excess", "weight")
-
-
-def _likely(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[..., K] probabilities."""
-    likely = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(likely / likely.sum(axis=-1, keepdims=True))
+        for name, values in self._sums().items():
+            values[...] = read[name].reshape(values.shape)
 
 
 def _bounded_minimum(curvature: NDArray[np.float64], pull: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The t in [0, MOST]^n that minimises t'At/2 - b't, by coordinate descent (exact in the limit: A is positive definite)."""
-    table, aim, found = curvature.tolist(), pull.tolist(), start.tolist()
+    """The t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite): where that is inside, at once; else by coordinate descent."""
+    free = np.linalg.solve(curvature, pull)
+    if free.min() >= 0.0 and free.max() <= MOST:
+        return free
+    found = start.tolist()
+    lines = list(zip(range(len(found)), curvature.tolist(), pull.tolist(), strict=True))
     for _ in range(_SWEEPS):
-        for at, line in enumerate(table):
-            rest = aim[at] - sum(factor * value for factor, value in zip(line, found, strict=True)) + line[at] * found[at]
-            found[at] = min(max(rest / line[at], 0.0), MOST)
-    return np.asarray(found)
+        moved = 0.0
+        for at, line, aim in lines:
+            before = found[at]
+            found[at] = 0.0
+            for factor, value in zip(line, found, strict=True):
+                aim -= factor * value
+            found[at] = min(max(aim / line[at], 0.0), MOST)
+            moved = max(moved, abs(found[at] - before))
+        if moved < 1e-6:
+            break
+    return np.array(found)
