@@ -123,12 +123,12 @@ class Activity:
         """A worker holds this; only its newest epoch counts. Refused when that is more than may be followed."""
         if worker_id in self._departed:
             return
-        known = self._supplies.get(worker_id)
-        if known is not None and known.epoch >= supply.epoch:
-            return
         ranks, layers, experts = supply.held.shape
         if ranks > self._config.most_ranks or layers * experts > self._config.most_cells:
             raise Refused(Fault.CAPACITY, f"a placement of {ranks} ranks, {layers} x {experts} experts; raise tracker.most_ranks or most_cells to follow it")
+        known = self._supplies.get(worker_id)
+        if known is not None and known.epoch >= supply.epoch:
+            return
         self._supplies[worker_id] = supply
         while sum(len(supply.held) for supply in self._supplies.values()) > 2 * self._config.most_ranks:
             self._supplies.popitem(last=False)
@@ -285,7 +285,7 @@ class Activity:
     def _demand(self, worker_id: int, worker: _Worker, number: int, rank: _Rank, now: float) -> DemandPublished:
         speed, rates = self._wanted(rank, now)
         rank.reported, rank.said = False, speed
-        supply = self._supply(worker_id, number, rank.window)
+        supply = self._supply(worker_id, worker, number, rank.window)
         return DemandPublished(
             engine=worker.engine,
             worker_id=worker_id,
@@ -302,11 +302,12 @@ class Activity:
         speed, rates = rank.window.tokens_per_second(FAST, now), rank.window.rates(FAST, now)
         return (speed, rates) if speed >= self._config.least_tokens_per_second else (0.0, np.zeros_like(rates))
 
-    def _supply(self, worker_id: int, rank: int, window: Window) -> Supply | None:
-        """What a worker holds, if that is known and about the same experts."""
+    def _supply(self, worker_id: int, worker: _Worker, rank: int, window: Window) -> Supply | None:
+        """What a worker holds, if that is known and about the same ranks and experts."""
         supply = self._supplies.get(worker_id)
-        fits = supply is not None and rank < len(supply.held) and supply.held.shape[1:] == (window.layers, window.experts)
-        return supply if fits else None
+        if supply is None or rank >= len(supply.held) or supply.held.shape[1:] != (window.layers, window.experts):
+            return None
+        return supply if worker.ranks in (None, len(supply.held)) else None
 
     def rank_keys(self, name: str) -> list[RankKey]:
         """The ranks that serve a model and have reported, by engine and number."""
@@ -320,7 +321,7 @@ class Activity:
         if worker is None or rank is None:
             return None
         speed, rates = self._wanted(rank, now)
-        supply = self._supply(key.worker_id, key.rank, rank.window)
+        supply = self._supply(key.worker_id, worker, key.rank, rank.window)
         if supply is None:
             return RankPopularity(engine=worker.engine, rank=key.rank, tokens_per_second=speed, remote=None)
         pairs = rank.window.counts(FAST, now) * np.float32(speed > 0)

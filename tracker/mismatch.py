@@ -34,9 +34,6 @@ class Supply:
         held = np.ascontiguousarray(placement.replicas_on_rank.transpose(1, 0, 2) > 0)
         return cls(record.epoch, held, record.layers if layout.attention == "tp" else layout.boundary)
 
-    def fits(self, ranks: int, layers: int, experts: int) -> bool:
-        return self.held.shape == (ranks, layers, experts)
-
     def remote(self, rank: int, rates: NDArray[Any]) -> float | None:
         """Share of the rates [layers, experts] whose expert has no replica on the rank, over the layers that hold whole experts.
 

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.events import DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished
+from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished
 from fleet.experts import ModelShape
+from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts
 from tracker.activity import Activity
 from tracker.config import TrackerConfig
+from tracker.mismatch import Supply
 from tracker.refusals import Fault, Refused
 
 LAYERS, EXPERTS = 2, 8
@@ -247,3 +249,242 @@ def test_no_sequence_of_reports_makes_the_tracker_say_nonsense(steps: list[tuple
             if isinstance(message, ProfilePublished):
                 np.testing.assert_allclose(table.sum(axis=1), 1.0, rtol=1e-4)
         assert activity.ranks <= 4
+
+
+Heard = tuple[int, int, int, float, float, list[int]]
+"""worker, rank, sequence, arrival, seconds, counts"""
+arrivals = st.lists(
+    st.tuples(
+        st.integers(1, 2), st.integers(0, 1), st.integers(0, 20), st.floats(0, 200), st.floats(0.1, 10), st.lists(st.integers(0, 300), min_size=16, max_size=16)
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda heard: heard[:3],
+)
+
+
+def tell(activity: Activity, heard: Heard) -> None:
+    worker_id, rank, sequence, arrival, seconds, counts = heard
+    said = report(worker_id, rank, np.reshape(counts, (LAYERS, EXPERTS)), engine="ab"[worker_id - 1], tokens=sum(counts), seconds=seconds)
+    activity.report(said, arrival, publisher=10 * worker_id + rank, sequence=sequence)
+
+
+def everything(activity: Activity, now: float) -> dict[Any, tuple[float, np.ndarray]]:
+    """All that is published, without versions."""
+    found: dict[Any, tuple[float, np.ndarray]] = {}
+    for said in activity.changed(now):
+        if isinstance(said, ProfilePublished):
+            found[said.model] = (said.tokens, said.profile.array())
+        else:
+            found[said.worker_id, said.rank] = (said.tokens_per_second, said.demand.array())
+    fast = activity.fast_profile("m", now)
+    assert fast is not None
+    return found | {"fast": (0.0, fast.array())}
+
+
+def assert_same(one: dict[Any, tuple[float, np.ndarray]], other: dict[Any, tuple[float, np.ndarray]], rtol: float) -> None:
+    assert one.keys() == other.keys()
+    for key, (number, table) in one.items():
+        assert number == pytest.approx(other[key][0], rel=rtol, abs=1e-9)
+        np.testing.assert_allclose(table, other[key][1], rtol=rtol, atol=1e-6)
+
+
+@given(arrivals, st.randoms())
+def test_the_order_in_which_reports_are_taken_changes_nothing(told: list[Heard], random: Any) -> None:
+    shuffled = list(told)
+    random.shuffle(shuffled)
+    orders = (told, shuffled, sorted(told, key=lambda heard: heard[3]))
+    believed = [Activity(TrackerConfig()) for _ in orders]
+    for activity, order in zip(believed, orders, strict=True):
+        for heard in order:
+            tell(activity, heard)
+    first, *others = (everything(activity, 201.0) for activity in believed)
+    for other in others:
+        assert_same(first, other, 1e-4)
+
+
+@given(arrivals, st.floats(0, 2000), st.integers(0, 12))
+def test_a_restart_changes_nothing(told: list[Heard], away: float, until: int) -> None:
+    told = sorted(told, key=lambda heard: heard[3])
+    plain, restarted = Activity(TrackerConfig()), Activity(TrackerConfig())
+    plain.joined(joined(1, "a"), 0.0)
+    restarted.joined(joined(1, "a"), 0.0)
+    for heard in told[:until]:
+        tell(plain, heard)
+        tell(restarted, heard)
+    pieces = msgspec.msgpack.decode(msgspec.msgpack.encode(list(restarted.state())))
+    restarted = Activity(TrackerConfig())
+    restarted.restore([(kind, piece) for kind, piece in pieces])
+    for heard in told[until:]:
+        tell(plain, heard)
+        tell(restarted, heard)
+    assert_same(everything(plain, 201.0 + away), everything(restarted, 201.0 + away), 0.0)
+    assert sorted(plain.heard()) == sorted(restarted.heard())
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [("nothing", [])],
+        [("model", [])],
+        [("model", ["m", {}, 0.0, None, False, 1])],
+        [("rank", [1, 0, {}, [], False, 0.0])],
+        [("worker", [1])],
+        [("departed", 5)],
+        [("constants", [1.0, 2.0])],
+    ],
+)
+def test_a_state_that_makes_no_sense_is_refused(pieces: list[tuple[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="no state of"):
+        Activity(TrackerConfig()).restore(pieces)
+
+
+def test_a_state_of_more_than_may_be_followed_is_refused() -> None:
+    activity = Activity(TrackerConfig())
+    for rank in range(3):
+        activity.report(report(rank=rank), 1.0)
+    with pytest.raises(ValueError, match="most_ranks"):
+        Activity(TrackerConfig(most_ranks=2)).restore(activity.state())
+    with pytest.raises(ValueError, match="most_cells"):
+        Activity(TrackerConfig(most_cells=8)).restore(activity.state())
+
+
+def test_counts_of_several_publishers_of_one_rank_add_up() -> None:
+    activity = Activity(TrackerConfig())
+    for now in range(1, 60):
+        for publisher, tokens in ((7, 10), (8, 30)):
+            activity.report(report(tokens=tokens), float(now), publisher, now)
+    assert demands(activity.changed(59.0))[1, 0].tokens_per_second == pytest.approx(40.0)
+
+
+def test_a_restarted_worker_starts_afresh() -> None:
+    activity = Activity(TrackerConfig())
+    activity.joined(joined(1), 0.0)
+    for now in range(1, 60):
+        activity.report(report(1, tokens=1000), float(now), 5, now)
+    activity.joined(joined(2), 60.0)
+    activity.report(report(2, tokens=10), 61.0, 6, 0)
+    assert {key: demand.tokens_per_second for key, demand in demands(activity.changed(61.0)).items()} == {(2, 0): pytest.approx(10.0)}
+
+
+def placed(activity: Activity, worker_id: int, epoch: int, slots: Any) -> None:
+    placement = Placement(np.tile(np.asarray(slots), (LAYERS, 1)), experts=EXPERTS, ranks=2, epoch=epoch)
+    activity.placed(worker_id, Supply.of(placement.record(), None))
+
+
+def test_only_the_newest_placement_says_what_is_remote() -> None:
+    activity = Activity(TrackerConfig())
+    activity.joined(joined(), 0.0)
+    hot = np.zeros((LAYERS, EXPERTS))
+    hot[:, 0] = 30
+    hot[:, 7] = 10
+    activity.report(report(counts=hot, tokens=20), 1.0)
+    assert demands(activity.changed(1.0))[1, 0].remote is None
+    for epoch, slots, remote in ((1, [4, 5, 6, 7, 0, 1, 2, 3], 0.75), (3, [0, 1, 2, 7, 4, 5, 6, 3], 0.0), (2, [4, 5, 6, 7, 0, 1, 2, 3], 0.0)):
+        placed(activity, 1, epoch, slots)
+        activity.report(report(counts=hot, tokens=20), 1.0)
+        assert demands(activity.changed(1.0))[1, 0].remote == pytest.approx(remote, abs=1e-6)
+
+
+def test_a_placement_may_be_heard_before_its_worker_and_goes_with_it() -> None:
+    activity = Activity(TrackerConfig())
+    placed(activity, 1, 0, range(8))
+    activity.joined(joined(), 0.0)
+    activity.report(report(), 1.0)
+    assert demands(activity.changed(1.0))[1, 0].remote == pytest.approx(0.5)
+    before = activity.stored_bytes
+    activity.left(1)
+    placed(activity, 1, 5, range(8))
+    assert activity.stored_bytes < before - 2 * LAYERS * EXPERTS
+
+
+def test_a_placement_of_other_ranks_or_experts_says_nothing() -> None:
+    activity = Activity(TrackerConfig(most_ranks=4))
+    activity.joined(joined(ranks=4), 0.0)
+    placed(activity, 1, 0, range(8))
+    for rank in (0, 3):
+        activity.report(report(rank=rank), 1.0)
+    assert [demand.remote for demand in demands(activity.changed(1.0)).values()] == [None, None]
+    with pytest.raises(Refused, match="most_ranks"):
+        activity.placed(1, Supply.of(linear(layers=LAYERS, experts=EXPERTS, ranks=8).record(), None))
+
+
+def test_what_a_rank_wants_and_holds_is_told_expert_by_expert() -> None:
+    activity = Activity(TrackerConfig())
+    activity.joined(joined(), 0.0)
+    placed(activity, 1, 0, range(8))
+    counts = np.zeros((LAYERS, EXPERTS))
+    counts[0, [0, 1, 5]] = (200, 100, 300)
+    counts[1, 6] = 600
+    for now in range(1, 100):
+        activity.report(report(counts=counts, tokens=300), float(now))
+    (key,) = activity.rank_keys("m")
+    found = activity.rank_popularity(key, 99.0)
+    assert found is not None
+    assert (found.engine, found.rank) == ("a", 0)
+    assert found.tokens_per_second == pytest.approx(300.0)
+    assert found.remote == pytest.approx(0.75)
+    assert [(layer, expert) for layer, expert, _ in found.wanted_remote] == [(1, 6), (0, 5)]
+    assert [(layer, expert) for layer, expert, _ in found.local_idle] == [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    silent = activity.rank_popularity(key, 2000.0)
+    assert silent is not None
+    assert (silent.tokens_per_second, silent.remote, silent.wanted_remote, silent.local_idle) == (0.0, None, (), ())
+    activity.left(1)
+    assert activity.rank_popularity(key, 99.0) is None
+    assert activity.rank_keys("m") == []
+
+
+def imported(digest: str = "d", counts: Any = None, tokens: int = 100, model: str = "m") -> CountsImported:
+    table = np.ones((LAYERS, EXPERTS)) if counts is None else np.asarray(counts)
+    return CountsImported(model=model, digest=digest, tokens=tokens, counts=ExpertCounts.of(np.asarray(table, np.int64)))
+
+
+def test_an_import_enters_the_slow_profile_once_and_no_demand() -> None:
+    activity = Activity(TrackerConfig(prior_pairs=1e-6))
+    hot = np.zeros((LAYERS, EXPERTS))
+    hot[:, 2] = 1000
+    assert activity.imported(imported(counts=hot), 1.0)
+    assert not activity.imported(imported(counts=hot), 2.0)
+    (said,) = activity.changed(2.0)
+    assert isinstance(said, ProfilePublished)
+    assert said.tokens == pytest.approx(100.0, rel=0.01)
+    np.testing.assert_allclose(said.profile.array()[:, 2], 1.0, rtol=1e-5)
+    activity.report(report(), 3.0)
+    assert demands(activity.changed(3.0))[1, 0].tokens_per_second == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        (imported(digest=""), Fault.COUNTS),
+        (imported(digest="d" * 200), Fault.COUNTS),
+        (imported(tokens=-1), Fault.COUNTS),
+        (imported(counts=np.ones((LAYERS + 1, EXPERTS))), Fault.SHAPE),
+        (imported(counts=np.ones((300, 300)), model="huge"), Fault.CAPACITY),
+    ],
+)
+def test_an_import_that_cannot_be_used_is_refused_and_may_be_tried_again(bad: CountsImported, fault: Fault) -> None:
+    activity = Activity(TrackerConfig())
+    activity.joined(joined(), 0.0)
+    with pytest.raises(Refused) as refusal:
+        activity.imported(bad, 1.0)
+    assert refusal.value.fault is fault
+    assert list(activity.changed(2.0)) == []
+    assert activity.imported(imported(), 2.0)
+
+
+def test_the_fast_profile_follows_what_changed_and_the_slow_one_remembers() -> None:
+    activity = Activity(TrackerConfig())
+    assert activity.fast_profile("m", 0.0) is None
+    for now in range(1, 401):
+        counts = np.zeros((LAYERS, EXPERTS))
+        counts[:, 0 if now <= 340 else 1] = 100
+        activity.report(report(counts=counts, tokens=100), float(now))
+    fast, slow = activity.fast_profile("m", 400.0), activity.profile("m", 400.0)
+    assert fast is not None
+    assert slow is not None
+    assert fast.array()[0, 1] > 0.9
+    assert slow.profile.array()[0, 0] > 0.8
+    quiet = activity.fast_profile("m", 3000.0)
+    assert quiet is not None
+    np.testing.assert_allclose(quiet.array(), slow.profile.array(), atol=0.05)
