@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+_TAKEN = ("authorization", "traceparent", "tracestate", "x-request-id")
+"""Headers that mean something else."""
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -84,8 +86,9 @@ class RouterConfig:
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port must be 0..65535 (0: any free one), not {self.port}")
         for name in ("session_header", "tenant_header"):
-            if not _HEADER.fullmatch(getattr(self, name)):
-                raise ValueError(f"{name} must be a header's name in lower case, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not _HEADER.fullmatch(value) or value in _TAKEN:
+                raise ValueError(f"{name} must be a header's name in lower case, and none of {', '.join(_TAKEN)}; not {value!r}")
         for url in self.backends:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"backends: {url!r} must start with http:// or https://")
