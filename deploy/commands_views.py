@@ -1,4 +1,4 @@
-"""`roost status`, `placement`, `explain`, `events`: what is there, where, why, and what is said.
+"""`roost status`, `placement`, `popularity`, `explain`, `events`: what is there, where, what is wanted, why, and what is said.
 
 What does the work is imported when its command runs: the NATS client and the router's values are not for every command.
 """
@@ -22,7 +22,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (status, placement, explain, events):
+    for command in (status, placement, popularity, explain, events):
         app.command(command.__name__)(command)
 
 
@@ -43,6 +43,38 @@ def placement(
     from deploy.view_fleet import show_placement
 
     show_placement(_bus_from(config, nats), layer, as_json=as_json)
+
+
+def popularity(
+    model: Annotated[str | None, typer.Option("--model", help="Which model.  [default: the one that is served]", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw heat maps, e.g. experts.png (needs the extra `plot`).")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show a load in a file instead: SGLang's recorder .pt; .npy .npz .json .csv.")
+    ] = None,
+    learn: Annotated[Path | None, typer.Option("--learn", metavar="FILE", help="Let the tracker take such a file into the profile of --model, once.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="With --learn: experts per token, where neither an engine nor the file says.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="With --learn: the tokens that a file of proportions stands for.")] = None,
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Show which experts are wanted: skew per layer, demand per rank, clusters, drift, and how good the predictions are."""
+    from deploy.view_popularity import learn_load, show_load, show_popularity
+
+    if file is not None and learn is not None:
+        fail("--from shows a file, --learn hands it to the tracker: use one of them", USAGE)
+    if learn is not None and plot is not None:
+        fail("--learn draws nothing: look at the file with --from FILE --plot FILE, or at the model with --plot FILE afterwards", USAGE)
+    if learn is None and (top_k is not None or tokens is not None):
+        fail("--top-k and --tokens say more about a file for --learn; name it", USAGE)
+    if file is not None:
+        show_load(file, plot, as_json=as_json)
+    elif learn is None:
+        show_popularity(_bus_from(config, nats), model, plot, as_json=as_json)
+    elif model is None:
+        fail("--learn needs --model: whose experts are these?", USAGE)
+    else:
+        learn_load(_bus_from(config, nats), learn, model, top_k, tokens)
 
 
 def explain(
