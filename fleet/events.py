@@ -191,7 +191,8 @@ class DescribeClusters(Event, frozen=True, kw_only=True):
 
 
 class KeyedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a table: `keys` u64 little endian [n], `rows` [n, fleet.prediction.ROW] bytes. Later ones replace earlier ones of a key."""
+    """Part of a table: `keys` u64 little endian [n], `rows` [n, fleet.prediction.ROW] bytes. Later ones replace earlier ones of a key; a row
+    with no tokens behind it says that the key is forgotten."""
 
     keys: bytes = b""
     rows: bytes = b""
@@ -209,7 +210,9 @@ class TablesPublished(Event, frozen=True, kw_only=True):
     shares: bytes
     """float32 [clusters]: the traffic's mix now"""
     trust: dict[str, float]
-    """by source"""
+    """by source, whoever else speaks"""
+    trusts: bytes = b""
+    """float32 little endian [fleet.prediction.PATTERNS, sources]: by who speaks, and better; empty: `trust` whoever speaks"""
     reliability: dict[str, float]
     """by source: share of the way from the mix to hindsight that it goes, in [0, 1]"""
     gain: float

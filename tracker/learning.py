@@ -38,12 +38,12 @@ class _Head(NamedTuple):
 
     clusters: int
     shares: Weights
-    trust: NDArray[np.float32]
+    trusts: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float
 
     def near(self, other: "_Head") -> bool:
-        pairs = ((self.shares, other.shares), (self.trust, other.trust), (self.reliability, other.reliability))
+        pairs = ((self.shares, other.shares), (self.trusts, other.trusts), (self.reliability, other.reliability))
         moved = max(abs(self.gain - other.gain), *(float(np.abs(one - two).max()) for one, two in pairs))
         return self.clusters == other.clusters and moved < HEAD
 
@@ -238,8 +238,8 @@ class Learning:
         buckets, places, repeats = np.unique(ids, return_inverse=True, return_counts=True)
         tables = self._tables(self._tokens.ratios(buckets))
         prefix = (outcome.prefix,) if outcome.prefix else ()
-        known = know(tables, Query(prefix, places, 0, outcome.session, outcome.tenant))
-        self._trust.learn(tables.log_shares, known.ratios, observed, weight)
+        known = know(tables, Query(prefix, places.tolist(), 0, outcome.session, outcome.tenant))
+        self._trust.learn(tables.log_shares, known, observed, weight)
         self._judge(profile, outcome, weight)
         self._tokens.learn(buckets, repeats, observed, weight, now)
         self._follow(self._sessions, outcome.session, observed, profile.tokens, SESSION_TOKENS, now)
@@ -317,7 +317,7 @@ class Learning:
         return self._blocks, self._sessions, self._tenants
 
     def _now(self) -> _Head:
-        return _Head(self._model.version, self._shares, self.trust, self.reliability, self.gain)
+        return _Head(self._model.version, self._shares, self._trust.table, self.reliability, self.gain)
 
     def _said(
         self, name: str, head: _Head, base: int | None, buckets: NDArray[np.uint32], ratios: NDArray[np.float16], rows: list[KeyedRows]
@@ -328,7 +328,8 @@ class Learning:
             base=base,
             clusters=head.clusters,
             shares=head.shares.astype("<f4").tobytes(),
-            trust=dict(zip(SOURCES, head.trust.tolist(), strict=True)),
+            trust=dict(zip(SOURCES, head.trusts[0].tolist(), strict=True)),
+            trusts=head.trusts.astype("<f4").tobytes(),
             reliability=dict(zip(SOURCES, head.reliability.tolist(), strict=True)),
             gain=head.gain,
             buckets=self._tokens.buckets,

@@ -3,7 +3,9 @@
 A prediction is p ~ share * exp(sum_s t_s * r_s) (`fleet.prediction`); the cross-entropy between the observed weights w and p is convex in
 the trusts t, with gradient R (p - w) and Hessian R Cov(p) R'. The trusts minimise, with older outcomes forgotten, the sum of its
 quadratic expansions, each about the trusts of its time, plus PRECISION / 2 * |t - FIRST|^2, within [0, MOST]. All sources are
-fitted together, so that what two of them say alike is believed once. The curvature is taken at (p + w) / 2: an overconfident p has
+fitted together, so that what two of them say alike is believed once; and once more for each set of sources that speak
+(`fleet.prediction.pattern`), held to the trusts of all outcomes in the place of FIRST (one source alone: to its own), since who speaks alone is to be believed more.
+The curvature is taken at (p + w) / 2: an overconfident p has
 hardly any of its own, and a step would go too far; where p is right it makes no difference to where the fit ends.
 """
 
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.prediction import SOURCES
+from fleet.prediction import PATTERNS, SOURCES, Known, pattern
 from fleet.signatures import Weights
 
 FIRST = (0.8, 0.5, 0.5, 0.3)
@@ -20,12 +22,14 @@ FIRST = (0.8, 0.5, 0.5, 0.3)
 MOST = 2.0
 PRECISION = 4.0
 """Curvature that speaks for the first trusts: that of a few outcomes."""
+FIRST_MEMORY, MEMORY_GROWTH = 5.0, 0.1
+"""Outcomes that are remembered at first, and more for each: the tables learn as well, and what was true of young ones is soon wrong."""
 SURE = 32.0
 """Outcomes at which a reliability counts half."""
 _SWEEPS = 50
 _LEAST = 1e-6
-_TOGETHER, _PRIOR = -2, -1
-"""Rows of what is predicted, after those of each source alone: all together, and the mix."""
+_GENERAL, _TOGETHER, _PRIOR = -3, -2, -1
+"""Rows of what is predicted, after those of each source alone: all together, twice, and the mix."""
 
 
 class Trust:
@@ -36,9 +40,10 @@ class Trust:
         self._memory = memory
         self._outcomes = 0
         self._spoken = np.zeros(count, np.int64)
-        self._together = np.array(FIRST)
-        self._curvature = np.zeros((count, count))
-        self._pull = np.zeros(count)
+        self._together = np.tile(FIRST, (PATTERNS, 1))
+        self._curvature = np.zeros((PATTERNS, count, count))
+        self._pull = np.zeros((PATTERNS, count))
+        """by who spoke; row 0: of all outcomes"""
         self._alone = np.array(FIRST)
         self._alone_curvature = np.zeros(count)
         self._alone_pull = np.zeros(count)
@@ -50,7 +55,12 @@ class Trust:
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """float32 [sources]"""
+        """float32 [sources]: whoever else speaks"""
+        return self._together[0].astype(np.float32)
+
+    @property
+    def table(self) -> NDArray[np.float32]:
+        """float32 [PATTERNS, sources]: by who speaks."""
         return self._together.astype(np.float32)
 
     @property
@@ -64,28 +74,32 @@ class Trust:
         gone = 1.0 - self._excess / np.maximum(self._prior_excess, _LEAST)
         return np.asarray(np.clip(gone, 0.0, 1.0) * self._weight / (self._weight + SURE), np.float32)
 
-    def learn(self, log_shares: NDArray[np.float32], ratios: NDArray[np.float32], observed: Weights, weight: float) -> None:
-        """One outcome: the mix [K], what the sources said before it [sources, K] (0: nothing), what it was [K], and what it counts."""
-        speaking = ratios.any(axis=1)
+    def learn(self, log_shares: NDArray[np.float32], known: Known, observed: Weights, weight: float) -> None:
+        """One outcome: the mix [K], what the sources said before it, what it was [K], and what it counts."""
+        speaking = np.array(known.evidence) > 0
         if not speaking.any():
             return
         self._outcomes += 1
         self._spoken += speaking
-        keep = 1.0 - 1.0 / min(self._memory, 20.0 + 0.5 * self._outcomes)
-        said, seen = ratios.astype(np.float64), observed.astype(np.float64)
-        likely = self._predicted(log_shares, said)
-        self._judge(likely, seen, np.where(speaking, keep, 1.0), weight * speaking)
+        who = pattern(known.evidence)
+        keep = 1.0 - 1.0 / min(self._memory, FIRST_MEMORY + MEMORY_GROWTH * self._outcomes)
+        keeps = np.where(speaking, keep, 1.0)
+        said, seen = known.ratios.astype(np.float64), observed.astype(np.float64)
+        likely = self._predicted(log_shares, said, who)
+        self._judge(likely, seen, keeps, weight * speaking)
         between = 0.5 * (likely + seen)
         means, slopes = between @ said.T, (likely - seen) @ said.T
-        self._fit_together((said * between[_TOGETHER]) @ said.T - np.outer(means[_TOGETHER], means[_TOGETHER]), slopes[_TOGETHER], keep, weight)
-        spread = (said * said * between[:_TOGETHER]).sum(axis=1) - means.diagonal() ** 2
-        self._fit_alone(spread, slopes.diagonal(), np.where(speaking, keep, 1.0), weight)
+        alone = int(speaking.sum()) == 1
+        for row, at, held_to in ((0, _GENERAL, np.array(FIRST)), (who, _TOGETHER, self._alone if alone else self._together[0])):
+            self._fit_together(row, (said * between[at]) @ said.T - np.outer(means[at], means[at]), slopes[at], keep, weight, held_to)
+        spread = (said * said * between[: len(FIRST)]).sum(axis=1) - means.diagonal() ** 2
+        self._fit_alone(spread, slopes.diagonal(), keeps, weight)
 
-    def _predicted(self, log_shares: NDArray[np.float32], said: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [sources + 2, K]: by each source alone, by all together, by none."""
-        trusts = np.zeros((len(FIRST) + 2, len(FIRST)))
+    def _predicted(self, log_shares: NDArray[np.float32], said: NDArray[np.float64], who: int) -> NDArray[np.float64]:
+        """float64 [sources + 3, K]: by each source alone, by all together with the trusts of any and of this pattern, by none."""
+        trusts = np.zeros((len(FIRST) + 3, len(FIRST)))
         np.fill_diagonal(trusts, self._alone)
-        trusts[_TOGETHER] = self._together
+        trusts[_GENERAL], trusts[_TOGETHER] = self._together[0], self._together[who]
         logits = log_shares + trusts @ said
         likely = np.exp(logits - logits.max(axis=1, keepdims=True))
         return np.asarray(likely / likely.sum(axis=1, keepdims=True))
@@ -94,16 +108,19 @@ class Trust:
         """Prequentially: by the trusts before this outcome."""
         hindsight = float(seen @ np.log(np.maximum(seen, _LEAST)))
         excess = np.maximum(hindsight - np.log(np.maximum(likely, _LEAST)) @ seen, 0.0)
-        for total, new in ((self._excess, excess[:_TOGETHER]), (self._prior_excess, excess[_PRIOR]), (self._weight, 1.0)):
+        for total, new in ((self._excess, excess[: len(FIRST)]), (self._prior_excess, excess[_PRIOR]), (self._weight, 1.0)):
             total *= keep
             total += weight * new
 
-    def _fit_together(self, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: float, weight: float) -> None:
-        self._curvature *= keep
-        self._curvature += weight * curvature
-        self._pull *= keep
-        self._pull += weight * (curvature @ self._together - slope)
-        self._together[:] = _bounded_minimum(self._curvature + PRECISION * np.eye(len(FIRST)), self._pull + PRECISION * np.array(FIRST), self._together)
+    def _fit_together(
+        self, row: int, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: float, weight: float, held_to: NDArray[np.float64]
+    ) -> None:
+        self._curvature[row] *= keep
+        self._curvature[row] += weight * curvature
+        self._pull[row] *= keep
+        self._pull[row] += weight * (curvature @ self._together[row] - slope)
+        whole = self._curvature[row] + PRECISION * np.eye(len(FIRST))
+        self._together[row] = _bounded_minimum(whole, self._pull[row] + PRECISION * held_to, self._together[row])
 
     def _fit_alone(self, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: NDArray[np.float64], weight: float) -> None:
         self._alone_curvature *= keep
