@@ -13,9 +13,13 @@ from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import in_json, show
 from deploy.view_fleet import on_bus
+from fleet.events import KeyedRows, RankPopularity, RequestOutcome, RequestProfile
 from fleet.placement import PlacementRecord
-from fleet.popularity import ExpertTable
+from fleet.popularity import ExpertCounts, ExpertTable
+from fleet.signatures import PACKED, ClusterRecord
 
+SHOWN = 8
+"""A longer list is told by its length."""
 KV_EVENTS = "KvEvents"
 """Our word for a batch in Dynamo's untagged form."""
 
@@ -68,7 +72,7 @@ async def _replayed(bus: Bus, subjects: Subjects, seconds: float, follow: bool) 
 
 def _line(received: Received) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(received.published_at)) + f".{int(received.published_at * 1000) % 1000:03d}"
-    return f"{at} {kind_of(received.message):18} {_words(received.message)}"
+    return f"{at} {kind_of(received.message):19} {_words(received.message)}"
 
 
 def _words(message: Message) -> str:
@@ -85,15 +89,53 @@ def _change(data: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, ExpertTable):
+    """A field's value; what is large by what it amounts to."""
+    match value:
+        case ExpertTable() | ExpertCounts():
+            return _table_word(value)
+        case PlacementRecord():
+            return f"[epoch {value.epoch}: {value.layers} layers, {value.ranks}x{value.slots_per_rank} slots]"
+        case ClusterRecord():
+            return f"[version {value.version}: {value.clusters} clusters of {value.layers}x{value.experts}, sharpness {value.sharpness:.3g}]"
+        case KeyedRows():
+            return f"[{len(value.keys) // 8} rows]"
+        case msgspec.Struct():
+            return "(" + " ".join(f"{name}={_word(getattr(value, name))}" for name in value.__struct_fields__) + ")"
+        case float():
+            return f"{value:.6g}"
+        case bytes():
+            return _signature_word(value) if len(value) == PACKED else f"<{len(value)} bytes>"
+        case dict():
+            return "{" + ", ".join(f"{name}: {_word(inner)}" for name, inner in value.items()) + "}"
+        case tuple():
+            return _tuple_word(value)
+    return str(value)
+
+
+def _table_word(value: ExpertTable | ExpertCounts) -> str:
+    try:
         return f"[{value.layers}x{value.experts} sum {value.array().sum():.6g}]"
-    if isinstance(value, PlacementRecord):
-        return f"[epoch {value.epoch}: {value.layers} layers, {value.ranks}x{value.slots_per_rank} slots]"
-    if isinstance(value, msgspec.Struct):
-        return "(" + " ".join(f"{name}={_word(getattr(value, name))}" for name in value.__struct_fields__) + ")"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"<{len(value)} values>" if isinstance(value, tuple) and len(value) > 8 else str(value)
+    except ValueError as error:
+        return f"[unusable: {error}]"
+
+
+def _signature_word(packed: bytes) -> str:
+    """The clusters that a packed signature names, by weight."""
+    pairs = zip(packed[::2], packed[1::2], strict=True)
+    return "[" + " ".join(f"{cluster}:{weight / 255:.2f}" for cluster, weight in pairs if weight) + "]"
+
+
+def _tuple_word(values: tuple[Any, ...]) -> str:
+    match values:
+        case (RequestProfile(), *_):
+            samples, blocks = sum(one.sample is not None for one in values), sum(len(one.blocks) // 8 for one in values)
+            return f"<{len(values)} requests, {sum(one.tokens for one in values)} tokens, {blocks} blocks, {samples} whole profiles>"
+        case (RequestOutcome(), *_):
+            known = sum(one.prefix != 0 for one in values)
+            return f"<{len(values)} requests, {known} with a known prefix>"
+        case (RankPopularity(), *_):
+            return f"<{len(values)} ranks>"
+    return f"<{len(values)} values>" if len(values) > SHOWN else "(" + ", ".join(map(_word, values)) + ("," if len(values) == 1 else "") + ")"
 
 
 def _json_line(received: Received) -> str:

@@ -3,9 +3,12 @@
 import base64
 import binascii
 import io
+from math import prod
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 UNKNOWN = -1
@@ -27,12 +30,30 @@ def from_vllm(text: str, experts: int | None = None) -> NDArray[np.int32]:
     ValueError for what is no such array, or names an expert outside 0..experts - 1.
     """
     try:
-        table = np.load(io.BytesIO(_decoded(text)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        table = read_npy(_decoded(text))
+    except ValueError as error:
         raise ValueError(f"routed_experts: not the base64 of a .npy file ({error})") from error
-    if not isinstance(table, np.ndarray) or table.dtype.kind not in "iu":
+    if table.dtype.kind not in "iu":
         raise ValueError("routed_experts: the .npy holds no integers")
     return _checked(table, experts)
+
+
+def read_npy(content: bytes) -> NDArray[Any]:
+    """A .npy file's array, read-only. ValueError for anything else, for objects (which would be pickled), and for a header that claims
+    another size than there is: `numpy.load` would allocate what is claimed."""
+    file = io.BytesIO(content)
+    try:
+        version = npy.read_magic(file)
+        header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, fortran_order, dtype = header(file)
+    except (ValueError, EOFError, OSError, MemoryError, RecursionError, OverflowError, SyntaxError, TokenError) as error:
+        raise ValueError(f"no .npy header: {error}") from error
+    if dtype.hasobject:
+        raise ValueError("a .npy of Python objects, which are never unpickled")
+    rest = content[file.tell() :]
+    if prod(shape) * dtype.itemsize != len(rest):
+        raise ValueError(f"its header claims {dtype} {shape}, and {len(rest)} bytes follow")
+    return np.frombuffer(rest, dtype).reshape(shape, order="F" if fortran_order else "C")
 
 
 def from_sglang(text: str, layers: int, top_k: int, experts: int | None = None) -> NDArray[np.int32]:

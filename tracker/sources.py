@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tracker.torch_files import read_torch_file
+from fleet.routings import read_npy
+from tracker.torch_files import MAGIC, read_torch_file
 
 LOAD_NAMES = ("logical_count", "weight", "expert_load", "load", "counts", "physical_count", "global_physical_count")
 """Under which a load matrix is looked for, in this order."""
@@ -147,12 +148,10 @@ def _archive(content: bytes) -> Load:
 
 def _npy(content: bytes) -> Array:
     try:
-        table = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError, MemoryError) as error:
-        raise ValueError(f"not a .npy array of numbers ({error})") from error
-    if isinstance(table, np.ndarray):
-        return table
-    raise ValueError("not a .npy array, but an archive; name it .npz")
+        return read_npy(content)
+    except ValueError as error:
+        remedy = "; it is an archive, name it .npz" if content.startswith(MAGIC) else ""
+        raise ValueError(f"not a .npy array of numbers ({error}){remedy}") from error
 
 
 def _text(content: bytes) -> Load:
