@@ -20,6 +20,8 @@ from tracker.config import TrackerConfig
         (BusConfig, {"stream_bytes": -1}, r"bus\.stream_bytes"),
         (BusConfig, {"reconnect_most_seconds": 0.01}, r"bus\.reconnect_most_seconds"),
         (TrackerConfig, {"fast_seconds": -1.0}, r"tracker\.fast_seconds"),
+        (TrackerConfig, {"fast_seconds": 900.0}, r"tracker\.fast_seconds"),
+        (TrackerConfig, {"state_seconds": 0.0}, r"tracker\.state_seconds"),
         (TrackerConfig, {"change": 1.0}, r"tracker\.change"),
         (TrackerConfig, {"shortest_interval_seconds": 1e9}, r"tracker\.shortest_interval_seconds"),
         (MigrationConfig, {"retry_seconds": 0.0}, r"planner\.retry_seconds"),

@@ -12,6 +12,7 @@ from deploy.local import Fleet, child_environment
 from deploy.rundir import run_directory
 from deploy.settings import read_settings
 from deploy.supervise import Command, Incarnation, Policy, Unit, UnitFailed
+from tracker.config import TrackerConfig
 
 Script = Callable[..., Command]
 FOREVER = "import time; time.sleep(600)"
@@ -78,3 +79,12 @@ def test_children_get_their_settings_by_file_and_our_packages_first() -> None:
     assert "ROOST_ROUTER_PORT" not in found
     assert found["PYTHONPATH"] == os.pathsep.join([str(Path(__file__).resolve().parents[2]), "/theirs"])
     assert (found["PATH"], found["OTEL_SERVICE_NAME"], found["OMP_NUM_THREADS"]) == ("/bin", "x", "1")
+
+
+@pytest.mark.parametrize(("set_to", "expected"), [(None, "tracker.state"), ("/elsewhere/tracker", "/elsewhere/tracker")])
+async def test_a_tracker_that_is_started_again_finds_what_it_knew(set_to: str | None, expected: str, tmp_path: Path) -> None:
+    environment = {} if set_to is None else {"ROOST_TRACKER_STATE_FILE": set_to}
+    with run_directory(tmp_path / "state") as run:
+        async with Fleet(read_settings(None, environment, tmp_path), run, {}, lambda _: None) as fleet:
+            told = read_settings(fleet._ground().config_file, {}, tmp_path).part(TrackerConfig)
+        assert told.state_file == run.path / expected

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,9 +55,22 @@ def report(worker_id: int = 1, rank: int = 0, expert: int = 0, **fields: Any) ->
     return ExpertsActivated(worker_id=worker_id, rank=rank, **{**plain, **fields})
 
 
+class Inline(Executor):
+    """Runs what it is given at once: virtual time knows no threads."""
+
+    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> "Future[Any]":
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments, **named))
+        except Exception as error:  # noqa: BLE001, an executor passes on whatever it was
+            done.set_exception(error)
+        return done
+
+
 @asynccontextmanager
 async def serving(bus: MemoryBus, **settings: Any) -> AsyncIterator[TrackerService]:
-    service = TrackerService(bus, SUBJECTS, TrackerConfig(**settings), clock=asyncio.get_running_loop().time)
+    time = asyncio.get_running_loop().time
+    service = TrackerService(bus, SUBJECTS, TrackerConfig(**settings), time, lambda: time() + 1e9, Inline(), Inline())
     running = asyncio.create_task(service.run())
     try:
         async with asyncio.timeout(5):
