@@ -46,6 +46,8 @@ class Outlook(NamedTuple):
 
     def of(self, at: NDArray[np.intp]) -> "Outlook":
         """For some of the candidates."""
+        if len(at) == len(self.priced):
+            return self
         return Outlook(self.forecast, columns(self.remote_ranks, at), columns(self.local, at), columns(self.prior_local, at), columns(self.priced, at))
 
 

@@ -148,7 +148,7 @@ class Picker:
         if prices.clusters != len(forecast.weights):
             nothing = np.zeros(targets)
             return Outlook(forecast, nothing, nothing, nothing, np.zeros(targets, np.bool_))
-        both = prices.flat @ np.stack((forecast.weights, forecast.shares), axis=1)
+        both = prices.flat @ np.array((forecast.weights, forecast.shares)).T
         return Outlook(forecast, both[:targets, 0], both[targets:, 0], both[targets:, 1], prices.priced)
 
     def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:

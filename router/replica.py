@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import KeyedRows, TablesPublished
-from fleet.prediction import ROW, SOURCES, Tables
+from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
 from fleet.signatures import MOST_CLUSTERS, Weights
 from router.rows import Keys, Packed, Rows
 
@@ -38,6 +38,7 @@ class Change(NamedTuple):
     clusters: int
     shares: Weights
     trust: NDArray[np.float32]
+    """as `Tables.trust`"""
     reliability: NDArray[np.float32]
     gain: float
     buckets: int
@@ -67,7 +68,7 @@ def read(published: TablesPublished) -> Change:
         base=published.base,
         clusters=published.clusters,
         shares=np.asarray(shares / shares.sum(), np.float32),
-        trust=_by_source("trust", published.trust, MOST_TRUST),
+        trust=_trust(published),
         reliability=_by_source("reliability", published.reliability, 1.0),
         gain=float(published.gain),
         buckets=published.buckets,
@@ -96,6 +97,17 @@ def _by_source(name: str, said: dict[str, float], most: float) -> NDArray[np.flo
         if not 0.0 <= value <= most:
             raise ValueError(f"tables: {name} {value} of source {source!r}; it must be in [0, {most:g}]")
     return np.array(values, np.float32)
+
+
+def _trust(published: TablesPublished) -> NDArray[np.float32]:
+    """float32 [PATTERNS, sources], or [sources] where nothing is said of who else speaks."""
+    trust = _by_source("trust", published.trust, MOST_TRUST)
+    if not published.trusts:
+        return trust
+    trusts = _floats("trusts", published.trusts, "<f4")
+    if len(trusts) != PATTERNS * len(SOURCES) or (trusts < 0).any() or (trusts > MOST_TRUST).any():
+        raise ValueError(f"tables: {len(trusts)} trusts; {PATTERNS} x {len(SOURCES)} in [0, {MOST_TRUST:g}] are allowed")
+    return trusts.reshape(PATTERNS, len(SOURCES))
 
 
 def _token_rows(published: TablesPublished, clusters: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -104,6 +104,11 @@ def test_a_table_of_many_ages_stays_whole() -> None:
         ({"gain": -0.1}, "gain"),
         ({"trust": {"prefix": float("inf")}}, "trust inf of source 'prefix'"),
         ({"trust": {"tokens": -1.0}}, "trust"),
+        ({"trusts": bytes(4)}, "1 trusts"),
+        ({"trusts": b"12345"}, "no whole number"),
+        ({"trusts": np.full(64, np.nan, "<f4").tobytes()}, "finite"),
+        ({"trusts": np.full(64, -1, "<f4").tobytes()}, "64 trusts"),
+        ({"trusts": np.full(64, 1e9, "<f4").tobytes()}, "64 trusts"),
         ({"reliability": {"tenant": float("nan")}}, "reliability"),
         ({"reliability": {"tenant": 1.5}}, "reliability"),
         ({"version": -1}, "version -1"),
@@ -134,6 +139,16 @@ def test_sources_nobody_speaks_of_count_nothing_and_unknown_ones_are_left_out() 
     assert not change.trust.any()
     found = read(msgspec.structs.replace(tables(), trust={"tokens": 0.5, "horoscope": 3.0}))
     assert found.trust.tolist() == [0.0, 0.0, 0.5, 0.0]
+
+
+def test_trusts_may_depend_on_who_else_speaks() -> None:
+    trusts = np.zeros((16, 4), "<f4")
+    trusts[0b0010, 1] = 1.0  # the session alone
+    said = tables(trusts=trusts.tobytes(), sessions={5: ((0.9, 0.1), 1e6)}, blocks={7: ((0.9, 0.1), 1e6)})
+    replica = Replica(BUDGET).prepare(read(said))
+    assert replica.tables is not None
+    assert predict(replica.tables, Query(session=5)).weights[0] == pytest.approx(0.9, abs=0.02)
+    assert predict(replica.tables, Query(prefix=(7,), session=5)).weights[0] == pytest.approx(0.5)
 
 
 def test_a_whole_is_taken_slice_by_slice_as_at_once() -> None:
