@@ -1,14 +1,13 @@
 """Says on the bus what each ended request activated, as signatures over the tracker's clusters (`fleet.events.RequestsProfiled`).
 
-Every rank does this for its own requests, whoever sent them. The traces wait in a queue bounded in bytes, one thread reads them, one
-after another, off the event loop, and what it finds is said in batches. Without a cluster model, so without a tracker, requests are
+Every rank does this for its own requests, whoever sent them. The traces wait in a queue bounded in bytes, one thread reads them, off
+the event loop, and what it finds is said in batches. Without a cluster model, so without a tracker, requests are
 let go at once. What could not be kept up with is left out and counted in `lost`: the counts of `ExpertsActivated` miss nothing.
 """
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from bus.subjects import Subjects
 from engine_adapter.clusters import ClusterFeed
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
-from engine_adapter.signatures import request_profile
+from engine_adapter.signatures import most_together, request_profiles
 from fleet.events import RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.placement import Placement
@@ -27,11 +26,10 @@ from fleet.signatures import ClusterModel
 MESSAGE_BYTES = 400_000
 """of profiles in one message; below what the bus sends in one piece (`bus.codec.LARGE`)"""
 TURN_BYTES = 8 * 1024 * 1024
-"""of traces that the thread is given at once"""
+"""of traces that the thread is given at once, unless one is larger"""
+TURN_REQUESTS = 64
 _PROFILE_BYTES = 160
 """of a profile without its tables"""
-_BREATH_SECONDS = 50e-6
-"""for which the thread lets go of the interpreter between two requests: the step thread would else wait up to 5 ms for it"""
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +56,6 @@ class Allowance:
 class _Waiting(NamedTuple):
     ended: EndedRequest
     placement: Placement
-
-
-class _Task(NamedTuple):
-    """One request for the thread."""
-
-    ended: EndedRequest
-    placement: Placement
-    sampled: bool
 
 
 class Profiling:
@@ -126,45 +116,41 @@ class Profiling:
 
     async def _profile(self, now: float) -> None:
         """Work off one turn of what waits."""
-        model, tasks = self._clusters.model, self._turn(now)
+        model = self._clusters.model
+        turn = self._turn(1 if model is None else min(TURN_REQUESTS, most_together(model)))
         if not self._waiting:
             self._work.clear()
-        if model is None or not tasks:
+        if model is None or not turn:
             return
-        profiles = await asyncio.to_thread(self._read, tasks, model)
-        for task, profile in zip(tasks, profiles, strict=True):
-            self._batch.setdefault((task.placement.epoch, model.version), []).append(profile)
-            self._batch_bytes += _size(profile)
+        sampled = [self._samples.take(now) for _ in turn]
+        profiles = await asyncio.to_thread(self._read, turn, sampled, model)
+        self._batch.setdefault((turn[0].placement.epoch, model.version), []).extend(profiles)
+        self._batch_bytes += sum(map(_size, profiles))
 
-    def _turn(self, now: float) -> list[_Task]:
-        limit, tasks = self._waiting_bytes - TURN_BYTES, list[_Task]()
-        while self._waiting and (not tasks or self._waiting_bytes > limit):
-            one = self._next()
-            tasks.append(_Task(one.ended, one.placement, self._samples.take(now)))
-        return tasks
+    def _turn(self, most: int) -> list[_Waiting]:
+        """The next ones that are read together: all of one placement, and few enough that a turn is short."""
+        turn: list[_Waiting] = []
+        limit = self._waiting_bytes - TURN_BYTES
+        while self._waiting and (not turn or (self._waiting_bytes > limit and len(turn) < most and self._waiting[0].placement is turn[0].placement)):
+            turn.append(self._next())
+        return turn
 
     def _next(self) -> _Waiting:
         one = self._waiting.popleft()
         self._waiting_bytes -= one.ended.nbytes
         return one
 
-    def _read(self, tasks: list[_Task], model: ClusterModel) -> list[RequestProfile]:
-        """In a thread: the profiles of some requests, one after another."""
-        about, profiles = self._about, list[RequestProfile]()
-        for task in tasks:
-            profiles.append(
-                request_profile(
-                    task.ended,
-                    model,
-                    task.placement,
-                    about.rank,
-                    block_size=about.block_size,
-                    most_blocks=self._config.profile_blocks,
-                    sampled=task.sampled,
-                )
-            )
-            time.sleep(_BREATH_SECONDS)
-        return profiles
+    def _read(self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel) -> list[RequestProfile]:
+        """In a thread, one turn at a time."""
+        return request_profiles(
+            [one.ended for one in turn],
+            model,
+            turn[0].placement,
+            self._about.rank,
+            block_size=self._about.block_size,
+            most_blocks=self._config.profile_blocks,
+            sampled=sampled,
+        )
 
     async def _say(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, {}, 0

@@ -20,7 +20,7 @@ from engine_adapter.config import AgentConfig
 from engine_adapter.embedded.scheduler import identify
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.profiling import Allowance, Profiling
-from engine_adapter.signatures import request_profile
+from engine_adapter.signatures import request_profiles
 from fleet.events import Capabilities, ClustersPublished, DescribeClusters, RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
@@ -122,7 +122,8 @@ def decisions(messages: Sequence[RequestsProfiled]) -> list[str]:
 
 
 def expected(one: EndedRequest, model: ClusterModel, placement: Placement = HERE, *, sampled: bool = True) -> RequestProfile:
-    return request_profile(one, model, placement, 1, block_size=16, most_blocks=CONFIG.profile_blocks, sampled=sampled)
+    (profile,) = request_profiles([one], model, placement, 1, block_size=16, most_blocks=CONFIG.profile_blocks, sampled=[sampled])
+    return profile
 
 
 async def test_an_ended_request_is_said_with_all_that_a_reader_needs_to_place_it(broker: MemoryBroker) -> None:

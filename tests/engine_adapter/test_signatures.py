@@ -1,6 +1,7 @@
 """What is said of an ended request, against the same written down token by token."""
 
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from engine_adapter import signatures
 from engine_adapter.embedded.routed import RoutedTrace
 from engine_adapter.embedded.scheduler import identify
 from engine_adapter.engine import EndedRequest
-from engine_adapter.signatures import block_signatures, computed_blocks, pair_counts, request_profile
+from engine_adapter.signatures import longest_run, pair_counts, request_profiles
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import RequestProfile
 from fleet.placement import Placement, linear
 from fleet.routings import UNKNOWN
-from fleet.signatures import PACKED, ClusterModel, pack
+from fleet.signatures import PACKED, ClusterModel, pack, unpack
 
 BLOCK = 4
 
@@ -39,21 +40,34 @@ def placement_of(random: np.random.Generator, layers: int, experts: int, ranks: 
     return Placement(np.array(rows).reshape(layers, -1), experts=experts, ranks=ranks)
 
 
+class Case(NamedTuple):
+    requests: list[EndedRequest]
+    model: ClusterModel
+    placement: Placement
+    rank: int
+
+    def profiles(self, most_blocks: int = 100, sampled: bool = False) -> list[RequestProfile]:
+        wanted = [sampled] * len(self.requests)
+        return request_profiles(self.requests, self.model, self.placement, self.rank, block_size=BLOCK, most_blocks=most_blocks, sampled=wanted)
+
+
 @st.composite
-def ended_requests(draw: st.DrawFn) -> tuple[EndedRequest, ClusterModel, Placement, int]:
-    """A trace with unknown positions anywhere, and everything it is judged by."""
+def cases(draw: st.DrawFn) -> Case:
+    """Some traces with unknown positions anywhere, and everything they are judged by."""
     layers, experts, ranks = draw(st.integers(1, 3)), draw(st.integers(2, 7)), draw(st.integers(1, 3))
     top_k = draw(st.integers(1, min(3, experts)))
-    spans = draw(st.lists(st.tuples(st.booleans(), st.integers(1, 13)), min_size=1, max_size=6))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    known = np.concatenate([np.full(length, computed) for computed, length in spans])
-    routed = np.full((len(known), layers, top_k), UNKNOWN, np.int16)
-    for position in np.flatnonzero(known):
-        routed[position] = [random.choice(experts, top_k, replace=False) for _ in range(layers)]
-    routed = routed[: np.flatnonzero(known)[-1] + 1 if known.any() else 0]
-    tokens = random.integers(0, 1000, len(routed) + draw(st.integers(0, BLOCK))).tolist()
-    ended = EndedRequest("d", draw(st.integers(0, len(routed))), routed, identify(tokens, BLOCK))
-    return ended, clusters(random, layers, experts), placement_of(random, layers, experts, ranks), draw(st.integers(0, ranks - 1))
+    requests = []
+    for at in range(draw(st.integers(1, 4))):
+        spans = draw(st.lists(st.tuples(st.booleans(), st.integers(1, 13)), min_size=1, max_size=6))
+        known = np.concatenate([np.full(length, computed) for computed, length in spans])
+        routed = np.full((len(known), layers, top_k), UNKNOWN, np.int16)
+        for position in np.flatnonzero(known):
+            routed[position] = [random.choice(experts, top_k, replace=False) for _ in range(layers)]
+        routed = routed[: np.flatnonzero(known)[-1] + 1 if known.any() else 0]
+        tokens = random.integers(0, 1000, len(routed) + draw(st.integers(0, BLOCK))).tolist()
+        requests.append(EndedRequest(f"d{at}", draw(st.integers(0, len(routed))), routed, identify(tokens, BLOCK)))
+    return Case(requests, clusters(random, layers, experts), placement_of(random, layers, experts, ranks), draw(st.integers(0, ranks - 1)))
 
 
 def counted(routed: np.ndarray, positions: Any, experts: int) -> np.ndarray:
@@ -67,7 +81,7 @@ def counted(routed: np.ndarray, positions: Any, experts: int) -> np.ndarray:
     return counts
 
 
-def longest_run(routed: np.ndarray) -> list[int]:
+def run_of(routed: np.ndarray) -> list[int]:
     """Indexes of the blocks of which everything is known, of the longest unbroken run, the first of several."""
     best: list[int] = []
     run: list[int] = []
@@ -82,51 +96,51 @@ def blocks_of(profile: RequestProfile) -> list[int]:
     return [int.from_bytes(profile.blocks[at : at + 8], "little") for at in range(0, len(profile.blocks), 8)]
 
 
-@given(ended_requests(), st.booleans())
-def test_a_profile_is_what_counting_token_by_token_gives(case: tuple[EndedRequest, ClusterModel, Placement, int], sampled: bool) -> None:
-    ended, model, placement, rank = case
-    routed, experts = ended.routed, placement.experts
-    profile = request_profile(ended, model, placement, rank, block_size=BLOCK, most_blocks=100, sampled=sampled)
-    counts = counted(routed, range(len(routed)), experts)
+@given(cases(), st.booleans(), st.sampled_from([1, 60, 1 << 18]))
+def test_a_profile_is_what_counting_token_by_token_gives(case: Case, sampled: bool, cells: int) -> None:
+    with patch.object(signatures, "CELLS", cells):
+        profiles = case.profiles(sampled=sampled)
+    assert [profile.decision for profile in profiles] == [one.decision for one in case.requests]
+    for ended, profile in zip(case.requests, profiles, strict=True):
+        assert_counted(ended, profile, case)
+        assert (profile.sample is not None) == sampled
+        if profile.sample is not None:
+            experts = case.placement.experts
+            assert np.array_equal(profile.sample.prompt.array(), counted(ended.routed, range(ended.prompt_tokens), experts))
+            assert np.array_equal(profile.sample.completion.array(), counted(ended.routed, range(ended.prompt_tokens, len(ended.routed)), experts))
+
+
+def assert_counted(ended: EndedRequest, profile: RequestProfile, case: Case) -> None:
+    routed, model, placement = ended.routed, case.model, case.placement
+    counts = counted(routed, range(len(routed)), placement.experts)
     computed = sum(position[0][0] != UNKNOWN for position in routed.tolist())
-    assert (profile.decision, profile.tokens, profile.cached_tokens, profile.block_size) == ("d", computed, len(routed) - computed, BLOCK)
-    assert profile.signature == pack(model.signature(counts)).tobytes()
-    held = [set(placement.on_rank(rank)[layer].tolist()) for layer in range(placement.layers)]
+    assert (profile.tokens, profile.cached_tokens, profile.block_size) == (computed, len(routed) - computed, BLOCK)
+    assert_packed(profile.signature, model, counts)
+    held = [set(placement.on_rank(case.rank)[layer].tolist()) for layer in range(placement.layers)]
     near = sum(count for layer, row in enumerate(counts) for expert, count in enumerate(row.tolist()) if expert in held[layer])
     assert profile.local == (pytest.approx(near / counts.sum()) if computed else None)
-    run = longest_run(routed)
+    run = run_of(routed)
     assert blocks_of(profile) == [ended.blocks[block].block_hash for block in run]
     assert profile.parent == (ended.blocks[run[0] - 1].block_hash if run and run[0] else None)
-    each = [pack(model.signature(counted(routed, range(block * BLOCK, (block + 1) * BLOCK), experts))).tobytes() for block in run]
-    assert profile.block_signatures == b"".join(each)
-    if not sampled:
-        assert profile.sample is None
-        return
-    assert profile.sample is not None
-    assert np.array_equal(profile.sample.prompt.array(), counted(routed, range(ended.prompt_tokens), experts))
-    assert np.array_equal(profile.sample.completion.array(), counted(routed, range(ended.prompt_tokens, len(routed)), experts))
+    assert len(profile.block_signatures) == PACKED * len(run)
+    for at, block in enumerate(run):
+        own = counted(routed, range(block * BLOCK, (block + 1) * BLOCK), placement.experts)
+        assert_packed(profile.block_signatures[at * PACKED : (at + 1) * PACKED], model, own)
 
 
-@given(ended_requests(), st.integers(1, 4))
-def test_of_a_long_request_the_first_blocks_are_said_and_the_signature_stays_that_of_all(
-    case: tuple[EndedRequest, ClusterModel, Placement, int], most: int
-) -> None:
-    ended, model, placement, rank = case
-    whole = request_profile(ended, model, placement, rank, block_size=BLOCK, most_blocks=100)
-    part = request_profile(ended, model, placement, rank, block_size=BLOCK, most_blocks=most)
-    assert blocks_of(part) == blocks_of(whole)[:most]
-    assert part.block_signatures == whole.block_signatures[: most * PACKED]
-    assert (part.parent, part.signature, part.tokens, part.local) == (whole.parent, whole.signature, whole.tokens, whole.local)
+def assert_packed(packed: bytes, model: ClusterModel, counts: np.ndarray) -> None:
+    """It is the signature of counts, up to one step of its rounding: products of matrices are not added up in the same order."""
+    nothing = np.zeros(model.clusters, np.float32)
+    wanted = pack(model.signature(counts)).tolist()
+    assert unpack(packed, nothing) == pytest.approx(unpack(wanted, nothing), abs=1.1 / 255)
 
 
-def test_tables_that_are_filled_in_many_turns_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = np.random.default_rng(5)
-    chosen = random.integers(0, 8, (40 * BLOCK, 3, 2)).astype(np.int16)
-    model = clusters(random, 3, 8)
-    at_once = pair_counts(chosen, 8), block_signatures(chosen, model, BLOCK)
-    monkeypatch.setattr(signatures, "CELLS", 3 * 8 * 7)
-    assert np.array_equal(pair_counts(chosen, 8), at_once[0])
-    assert np.array_equal(block_signatures(chosen, model, BLOCK), at_once[1])
+@given(cases(), st.integers(1, 4))
+def test_of_a_long_request_the_first_blocks_are_said_and_the_signature_stays_that_of_all(case: Case, most: int) -> None:
+    for part, whole in zip(case.profiles(most_blocks=most), case.profiles(), strict=True):
+        assert blocks_of(part) == blocks_of(whole)[:most]
+        assert part.block_signatures == whole.block_signatures[: most * PACKED]
+        assert (part.parent, part.signature, part.tokens, part.local) == (whole.parent, whole.signature, whole.tokens, whole.local)
 
 
 def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix() -> None:
@@ -135,7 +149,7 @@ def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix(
     trace = RoutedTrace(2, 6, 2)
     trace.note(3 * BLOCK, random.integers(0, 6, (len(tokens) - 1 - 3 * BLOCK, 2, 2)))
     ended = EndedRequest("", 20, trace.chosen(), identify(tokens, BLOCK))
-    profile = request_profile(ended, clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1, block_size=BLOCK, most_blocks=100)
+    (profile,) = Case([ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1).profiles()
     chained = sequence_hashes(local_hashes(tokens, BLOCK))
     assert (blocks_of(profile), profile.parent) == (chained[3:], chained[2])
     assert (profile.tokens, profile.cached_tokens) == (8 * BLOCK, 3 * BLOCK)
@@ -149,16 +163,7 @@ def test_a_position_computed_again_counts_once_and_as_it_was_the_last_time() -> 
 
 
 @pytest.mark.parametrize(
-    ("known", "run"),
-    [
-        ("", (0, 0)),
-        ("...", (0, 0)),
-        ("----", (0, 0)),
-        ("....", (0, 1)),
-        ("--......-.........", (1, 2)),
-        ("....-..............", (2, 4)),
-        ("--------..........", (2, 4)),
-    ],
+    ("full", "run"), [("", (0, 0)), ("-", (0, 0)), ("..-", (0, 2)), ("--..", (2, 4)), (".-.--", (0, 1)), (".-..-..-", (2, 4)), ("..-...", (3, 6))]
 )
-def test_the_blocks_that_are_reported_are_full_computed_and_consecutive(known: str, run: tuple[int, int]) -> None:
-    assert computed_blocks(np.array([letter == "." for letter in known], bool), BLOCK) == run
+def test_the_blocks_that_are_reported_are_the_longest_unbroken_run(full: str, run: tuple[int, int]) -> None:
+    assert longest_run(np.array([letter == "." for letter in full], bool)) == run
