@@ -1,0 +1,316 @@
+"""How well experts are predicted: recorded routings go through router, rank and tracker as a fleet has them, and requests of other documents are
+predicted before anything of them was learnt.
+
+The truth of a request is what it has yet to activate: its uncached prompt and its completion (`all`), or its completion alone. Recall is the
+mass of the true more popular half of a layer's experts (top 16 of 32) that is among the predicted half, over its whole mass. KL is that of
+the truth from the prediction, nats per pair, mean over layers. `prior` is the traffic's mix; one source `alone` is given the trust that made
+what was learnt from likeliest. Skill is the cosine between the predicted and the true difference from the mean: what a router does with
+every request alike, as untrained ones do, counts for nothing in it.
+
+    python -m benchmarks.prediction --quick
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+from benchmarks.rig.tracking import RANKS, Fleet
+from benchmarks.rig.traffic import Request, Routings, counted, load, request, stream, tenants, untrained
+from deploy.demo_model import routings_path
+from fleet.prediction import FLOOR, SOURCES
+from fleet.signatures import LEAST, Weights
+from fleet.timing import expected_local_share
+
+RECALL_GAIN, QUIET, LOUD = 0.12, 0.1, 0.3
+"""recall over the prior's on cold requests; the gain where prediction is of no use, at most; where it is, at least"""
+TRUSTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+RESAMPLED = 2000
+BINS = 10
+COMBINED, PRIOR, HINDSIGHT = "combined", "prior", "hindsight"
+
+Table = NDArray[np.float64]
+File = typer.Option(routings_path(), "--routings", help="recorded routings, as deploy.demo_model.record_routings writes them")
+Seeds = typer.Option(3, "--seeds", min=1, help="orders in which the requests come, and names they come under (1 with --quick)")
+
+
+class Quality(NamedTuple):
+    """By request: float64 [n] each. `all`: of everything it has yet to activate; `completion`: of that alone."""
+
+    recall_all: Table
+    recall_completion: Table
+    kl_all: Table
+    kl_completion: Table
+
+
+@dataclass
+class Scenario:
+    """Requests that are predicted with the same kinds of knowledge, out of what a fleet has learnt."""
+
+    name: str
+    fleet: Fleet
+    requests: list[Request]
+
+    def weights(self) -> dict[str, Table]:
+        """float64 [n, K] by prediction: combined, each source that has something to say, the mix."""
+        trusts, found = alone(self.fleet), dict[str, list[Weights]]()
+        tables = self.fleet.tables
+        for asked in self.requests:
+            said = self.fleet.ask(asked)
+            found.setdefault(COMBINED, []).append(said.weights)
+            for at, source in enumerate(SOURCES):
+                if said.known.evidence[at]:
+                    found.setdefault(source, []).append(_pooled(tables.shares, trusts[at] * said.known.ratios[at]))
+            found.setdefault(PRIOR, []).append(tables.shares)
+        return {name: np.stack(rows).astype(np.float64) for name, rows in found.items() if len(rows) == len(self.requests)}
+
+    def truth(self) -> tuple[Table, Table]:
+        return counted(self.requests, self.fleet.experts, self.fleet.prompt)
+
+    def qualities(self) -> dict[str, Quality]:
+        """By prediction, with hindsight: what the clusters could say if they knew."""
+        everything, completion = self.truth()
+        weights = self.weights() | {HINDSIGHT: self.fleet.model.signature(everything).astype(np.float64)}
+        return {name: quality(self.expected(each), everything, completion) for name, each in weights.items()}
+
+    def expected(self, weights: Table) -> Table:
+        """float64 [n, layers, experts]"""
+        return np.asarray(np.tensordot(weights, self.fleet.model.profiles.astype(np.float64), 1))
+
+
+def quality(predicted: Table, everything: Table, completion: Table) -> Quality:
+    return Quality(recall(predicted, everything), recall(predicted, completion), divergence(predicted, everything), divergence(predicted, completion))
+
+
+def recall(predicted: Table, counts: Table) -> Table:
+    """float64 [n] of [n, layers, experts] each."""
+    half = counts.shape[2] // 2
+    true, foreseen = (np.argsort(-table, axis=2, kind="stable")[:, :, :half] for table in (counts, predicted))
+    hit = np.zeros(counts.shape, bool)
+    np.put_along_axis(hit, foreseen, True, axis=2)
+    masses = np.take_along_axis(counts, true, axis=2)
+    found = (masses * np.take_along_axis(hit, true, axis=2)).sum(axis=(1, 2))
+    return np.asarray(found / np.maximum(masses.sum(axis=(1, 2)), 1.0))
+
+
+def divergence(predicted: Table, counts: Table) -> Table:
+    """float64 [n]: Kullback-Leibler of what was counted from what was predicted, mean over layers."""
+    truth = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
+    ratios = np.log(np.maximum(truth, LEAST)) - np.log(np.maximum(predicted, LEAST))
+    return np.asarray((truth * ratios).sum(axis=2).mean(axis=1))
+
+
+def skill(predicted: Table, counts: Table) -> float:
+    """Mean cosine between predicted and true differences from the mean request; [n, layers, experts] each."""
+    truth = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
+    one, two = ((table - table.mean(axis=0)).reshape(len(table), -1) for table in (predicted, truth))
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
+    return float(((one * two).sum(axis=1) / np.maximum(lengths, LEAST)).mean())
+
+
+def _pooled(shares: Weights, ratios: NDArray[np.float32]) -> Weights:
+    weights = shares * np.exp(ratios - ratios.max())
+    return np.asarray(weights / weights.sum(), np.float32)
+
+
+def alone(fleet: Fleet) -> tuple[float, ...]:
+    """For each source the trust that would have made what was observed likeliest, had it been the only one."""
+    return tuple(_best_trust(fleet, at) for at in range(len(SOURCES)))
+
+
+def _best_trust(fleet: Fleet, source: int) -> float:
+    heard = [said for said in fleet.said if said.ratios[source].any()]
+    if not heard:
+        return 1.0
+
+    def likelihood(trust: float) -> float:
+        pooled = ((1 - FLOOR) * _pooled(said.shares, trust * said.ratios[source]) + FLOOR * said.shares for said in heard)
+        return float(sum(said.observed @ np.log(np.maximum(weights, LEAST)) for said, weights in zip(heard, pooled, strict=True)))
+
+    return max(TRUSTS, key=likelihood)
+
+
+# What is learnt
+
+
+def learnt(routings: Routings, rows: NDArray[np.intp], seed: int, *, shuffled: bool = False) -> Fleet:
+    """A fleet that has served these requests. shuffled: what the ranks observe is always what some other of them did."""
+    random = np.random.default_rng(seed)
+    fleet = Fleet(routings.layers, routings.width, routings.prompt, random)
+    for asked, known in stream(routings, rows, random):
+        happens = asked._replace(routed=request(routings, random.choice(rows)).routed[: len(asked.routed)]) if shuffled else asked
+        if known:
+            fleet.serve(asked, happens)
+        else:
+            fleet.leave_prefix(happens)
+    return fleet
+
+
+def scenarios(routings: Routings, fleet: Fleet, seed: int) -> list[Scenario]:
+    """The test requests, with more and more known of them."""
+    rows, names = routings.where(1), tenants(routings, np.random.default_rng(seed + 1000))
+    cold = [request(routings, row) for row in rows]
+    named = [request(routings, row, tenant=int(names[row])).first_seen for row in rows]
+    made = [Scenario("cold", fleet, [each.first_seen for each in cold]), Scenario("cold, tenant", fleet, named)]
+    if len(again := routings.where(1, sampled=True)):
+        made.append(Scenario("cold, sampled", fleet, [request(routings, row).first_seen for row in again]))
+    made.extend(_hits(fleet, cold, blocks) for blocks in (4, 8) if blocks < len(cold[0].hashes))
+    if len(turns := _turns(routings, rows)):
+        talked = fleet.copy()
+        for row in rows[~np.isin(rows, turns)]:
+            talked.serve(request(routings, row, session=int(routings.document[row]) + 1))
+        later = [request(routings, row, session=int(routings.document[row]) + 1, tenant=int(names[row])) for row in turns]
+        made.append(Scenario("next turn", talked, [asked._replace(tenant=0).first_seen for asked in later]))
+        made.append(_hits(talked, later, 4, "next turn, tenant, "))
+    return made
+
+
+def _hits(fleet: Fleet, requests: Sequence[Request], blocks: int, name: str = "") -> Scenario:
+    """Each continues a prefix that other requests began with, and ended."""
+    warm = fleet.copy()
+    for asked in requests:
+        warm.leave_prefix(asked.opening(blocks))
+    return Scenario(f"{name}{blocks} blocks known", warm, [asked._replace(cached=blocks, hashes=asked.hashes[:blocks]) for asked in requests])
+
+
+def _turns(routings: Routings, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The last request of each document that has several."""
+    last = [mine[np.argmax(routings.start[mine])] for each in np.unique(routings.document[rows]) if len(mine := rows[routings.document[rows] == each]) > 1]
+    return np.array(last, np.intp)
+
+
+# What is reported
+
+
+class Difference(NamedTuple):
+    """Combined less one source, by request (float64 [n], over all seeds); positive: the combination is better."""
+
+    scenario: str
+    source: str
+    recall: Table
+    kl: Table
+
+
+def low_and_high(values: Table, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean, by the bootstrap."""
+    drawn = np.random.default_rng(seed).integers(0, len(values), (RESAMPLED, len(values)))
+    low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def calibration(scenario: Scenario) -> tuple[float, float, float]:
+    """Of the predicted local share of each request on each rank: expected calibration error (BINS bins of as many), root mean square error,
+    and that of the mix."""
+    everything, _ = scenario.truth()
+    share = scenario.fleet.placement.share
+    said, mix = (expected_local_share(scenario.expected(scenario.weights()[name]), share).ravel() for name in (COMBINED, PRIOR))
+    seen = expected_local_share(everything / everything.sum(axis=2, keepdims=True), share).ravel()
+    bins = np.array_split(np.argsort(said, kind="stable"), BINS)
+    error = sum(len(each) * abs(said[each].mean() - seen[each].mean()) for each in bins) / len(said)
+    return float(error), float(np.sqrt(np.mean((said - seen) ** 2))), float(np.sqrt(np.mean((mix - seen) ** 2)))
+
+
+def _predictions(report: Report, made: Sequence[Sequence[Scenario]]) -> list[Difference]:
+    """One row per scenario and prediction, means over requests and seeds. `made`: by seed."""
+    differences = []
+    for same in zip(*made, strict=True):
+        found = [scenario.qualities() for scenario in same]
+        pooled = {name: Quality(*(np.concatenate(parts) for parts in zip(*(each[name] for each in found), strict=True))) for name in found[0]}
+        for name, each in pooled.items():
+            report.add(f"{same[0].name}: {name}", *(float(values.mean()) for values in each), len(each.recall_all))
+        best = pooled[COMBINED]
+        differences += [
+            Difference(same[0].name, name, best.recall_all - each.recall_all, each.kl_all - best.kl_all)
+            for name, each in pooled.items()
+            if name not in (COMBINED, HINDSIGHT)
+        ]
+    cold = next(each for each in differences if (each.scenario, each.source) == ("cold", PRIOR))
+    report.targets.append(Target("recall over the prior's, cold requests", float(cold.recall.mean()), RECALL_GAIN, unit=""))
+    return differences
+
+
+def _not_beaten(report: Report, differences: Sequence[Difference]) -> None:
+    """The upper end of the interval of combined less single must not be below 0, wherever one source speaks."""
+    for measure in ("recall", "KL"):
+        ends = {f"{each.scenario}, {each.source}": low_and_high(each.recall if measure == "recall" else each.kl) for each in differences}
+        worst = min(ends, key=lambda name: ends[name][1])
+        report.notes.append(f"combined less single, {measure}: least for {worst}: 95 % interval {ends[worst][0]:+.4f} to {ends[worst][1]:+.4f}")
+        report.targets.append(Target(f"combined less single, {measure}, upper end of the worst interval", ends[worst][1], 0.0, unit=""))
+
+
+def _calibrated(report: Report, made: Sequence[Sequence[Scenario]]) -> None:
+    for same in zip(*made, strict=True):
+        error, said, mix = np.mean([calibration(scenario) for scenario in same], axis=0)
+        report.notes.append(f"local share on each of {RANKS} ranks, {same[0].name}: calibration error {error:.4f}, rms error {said:.4f} (prior {mix:.4f})")
+
+
+def _gains(report: Report, recorded: Routings, fleets: Sequence[Fleet], *, quick: bool) -> None:
+    """Where prediction is of use, and where it is not."""
+    loud = [fleet.learning.gain for fleet in fleets]
+    quiet = [learnt(recorded, recorded.where(0), seed, shuffled=True).learning.gain for seed in range(len(fleets))]
+    report.notes.append(f"gain after {fleets[0].served} requests: mixed traffic {_listed(loud)}, shuffled signatures {_listed(quiet)}")
+    report.targets.append(Target("gain on mixed traffic, aligned placement", min(loud), LOUD, unit=""))
+    report.targets.append(Target("gain on shuffled signatures", max(quiet), QUIET, at_least=False, unit=""))
+    single = {}
+    for number in range(0, len(recorded.domains), 4 if quick else 1):
+        rows = np.flatnonzero((recorded.domain == number) & ~recorded.sampled)
+        single[recorded.domains[number]] = learnt(recorded, rows, number).learning.gain
+    report.notes.append("gain on traffic of one domain: " + ", ".join(f"{name} {gain:.3f}" for name, gain in single.items()))
+    report.targets.append(Target("gain on traffic of one domain, highest", max(single.values()), QUIET, at_least=False, unit=""))
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+def _skills(report: Report, recorded: Routings, cold: Scenario, *, quick: bool) -> None:
+    """The same architecture, never trained, on the same requests."""
+    try:
+        rows = np.concatenate([recorded.where(0)[:: 3 if quick else 1], recorded.where(1)[:: 3 if quick else 1]])
+        control = untrained(recorded, rows)
+    except ValueError as error:
+        report.notes.append(f"skill of {_way(cold)}; no untrained control: {error}")
+        return
+    other = scenarios(control, learnt(control, control.where(0), 0), 0)[0]
+    report.notes.append(f"cold requests, trained: {_way(cold)}")
+    report.notes.append(f"cold requests, untrained control: {_way(other)}, {len(other.requests)} requests")
+    lead = _skill(cold) - _skill(other)
+    report.targets.append(Target("skill of the trained model over the untrained control's, cold requests", lead, 0.0, unit=""))
+
+
+def _skill(scenario: Scenario) -> float:
+    return skill(scenario.expected(scenario.weights()[COMBINED]), scenario.truth()[0])
+
+
+def _way(scenario: Scenario) -> str:
+    found = {name: {part: float(values.mean()) for part, values in each._asdict().items()} for name, each in scenario.qualities().items()}
+    way = {part: (found[COMBINED][part] - found[PRIOR][part]) / (found[HINDSIGHT][part] - found[PRIOR][part]) for part in ("recall_all", "kl_all")}
+    gained = found[COMBINED]["recall_all"] - found[PRIOR]["recall_all"]
+    return (
+        f"skill {_skill(scenario):.3f} (centred cosine), recall {gained:+.3f} over the prior's, "
+        f"of the way from the prior to hindsight {way['recall_all']:.0%} of recall, {way['kl_all']:.0%} of KL"
+    )
+
+
+def main(routings: Path = File, quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, seeds: int = Seeds) -> None:
+    """Learn, predict, compare."""
+    recorded = load(routings)
+    report = Report("Prediction of experts", ["requests / prediction", "recall all", "completion", "KL all", "completion", "n"])
+    seeds = 1 if quick else seeds
+    fleets = [learnt(recorded, recorded.where(0), seed) for seed in range(seeds)]
+    made = [scenarios(recorded, fleet, seed) for seed, fleet in enumerate(fleets)]
+    differences = _predictions(report, made)
+    _not_beaten(report, differences)
+    _calibrated(report, made)
+    _gains(report, recorded, fleets, quick=quick)
+    _skills(report, recorded, made[0][0], quick=quick)
+    report.finish(as_json=as_json, check=check)
+
+
+if __name__ == "__main__":
+    typer.run(main)

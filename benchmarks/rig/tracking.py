@@ -1,0 +1,158 @@
+"""Router, rank and tracker around recorded requests, in one process and out of the real parts: what the router predicts, what the rank then
+reports of the request, and what the tracker learns from both, in the order it happens in a fleet."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.rig.alignment import aligned
+from benchmarks.rig.traffic import Request
+from engine_adapter.engine import EndedRequest
+from engine_adapter.signatures import request_profiles
+from fleet.blocks import BLOCK_SIZE
+from fleet.events import KvBlock, RequestOutcome, RequestProfile
+from fleet.prediction import Prediction, Query, Tables, predict
+from fleet.signatures import ClusterModel, Weights, pack, unpack
+from fleet.timing import expected_local_share
+from router.replica import SLICE, Replica, read
+from tracker.clusters import Clusters
+from tracker.config import TrackerConfig
+from tracker.learning import Learning
+
+RANKS = 4
+REPLICA_BYTES = 256 << 20
+MODEL = "recorded"
+SECONDS = 1.0
+"""between two requests"""
+PLANNED = 25
+"""Requests between two placements."""
+
+
+@dataclass
+class Said:
+    """What the tables said of a request before it ran, and what it then was: for fitting what one source alone would be trusted."""
+
+    shares: Weights
+    ratios: NDArray[np.float32]
+    observed: Weights
+
+
+@dataclass
+class Fleet:
+    """One model on one engine of RANKS ranks. `random` decides whether a request goes where its experts are thought to be, or anywhere."""
+
+    layers: int
+    experts: int
+    prompt: int
+    random: np.random.Generator
+    config: TrackerConfig = field(default_factory=TrackerConfig)
+    now: float = 0.0
+    served: int = 0
+    said: list[Said] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clusters = Clusters(self.config, self.layers, self.experts)
+        self.learning = Learning(self.config)
+        self.learning.adopt(self.clusters.model, [])
+        self.replica = Replica(REPLICA_BYTES).prepare(read(self.learning.whole(MODEL)))
+        self.placement = aligned(self.clusters.model, RANKS)
+
+    @property
+    def model(self) -> ClusterModel:
+        return self.clusters.model
+
+    @property
+    def tables(self) -> Tables:
+        if self.replica.tables is None:
+            raise RuntimeError("the replica has no tables although they were told")
+        return self.replica.tables
+
+    def ask(self, request: Request, *, tokens: bool = True) -> Prediction:
+        return predict(self.tables, query(request, tokens=tokens))
+
+    def copy(self) -> "Fleet":
+        """As after a restart of the tracker: another one, that goes on from here."""
+        other = Fleet(self.layers, self.experts, self.prompt, np.random.default_rng(0), self.config, self.now, self.served, list(self.said))
+        other.clusters = Clusters.restore(self.config, self.clusters.state())
+        other.learning = Learning.restore(self.config, self.learning.state(), self.learning.version + 1)
+        other.learning.adopt(other.clusters.model, [])
+        other.placement = self.placement
+        other.replica = Replica(REPLICA_BYTES).prepare(read(other.learning.whole(MODEL)))
+        return other
+
+    def leave_prefix(self, request: Request) -> None:
+        """A request of another client passes through: the tracker hears of its blocks, no router tells of its end."""
+        self.learning.profiled(self._profile(request, "", 0), self.model.version, self._tick())
+        self._tell()
+
+    def serve(self, request: Request, happens: Request | None = None) -> None:
+        """Predict, choose a rank, run, learn. happens: what the ranks observe instead of the request, under its name."""
+        self.served += 1
+        decision, prediction = f"{self.served}", self.ask(request)
+        local, prior = (self._local(weights) for weights in (prediction.weights, self.tables.shares))
+        rank = int(local.argmax()) if self.random.random() < 0.5 else int(self.random.integers(RANKS))
+        profile = self._profile(request if happens is None else happens, decision, rank)
+        self.said.append(Said(self.tables.shares, prediction.known.ratios, unpack(profile.signature, self.model.shares)))
+        now = self._tick()
+        self._learn(profile, now)
+        self.learning.finished(_outcome(request, prediction, decision, rank, float(local[rank]), float(prior[rank])), now)
+        self._refine(now)
+        self._tell()
+
+    def _tick(self) -> float:
+        self.now += SECONDS
+        return self.now
+
+    def _local(self, weights: Weights) -> NDArray[np.float64]:
+        """float64 [RANKS]: expected share of pairs that find their expert on each rank."""
+        return expected_local_share(self.model.expected(weights), self.placement.share)
+
+    def _profile(self, request: Request, decision: str, rank: int) -> RequestProfile:
+        blocks = [KvBlock(block_hash=each, tokens_hash=each) for each in request.blocks]
+        ended = EndedRequest(decision=decision, prompt_tokens=min(self.prompt, len(request.ids)), routed=request.computed, blocks=blocks)
+        sampled = [bool(decision)]
+        return request_profiles([ended], self.model, self.placement, rank, block_size=BLOCK_SIZE, most_blocks=4096, sampled=sampled)[0]
+
+    def _learn(self, profile: RequestProfile, now: float) -> None:
+        if profile.sample is not None:
+            self.clusters.learn(profile.sample.prompt.array(), profile.sample.completion.array(), now)
+        self.learning.profiled(profile, self.model.version, now)
+        self.clusters.mixed(unpack(profile.signature, self.model.shares), profile.tokens, now)
+
+    def _refine(self, now: float) -> None:
+        before, changes = self.model, self.clusters.refine(now)
+        if self.model is not before:
+            self.learning.adopt(self.model, changes)
+        if self.served % PLANNED == 0:
+            self.placement = aligned(self.model, RANKS, self.placement.epoch + 1)
+
+    def _tell(self) -> None:
+        told = self.learning.change(MODEL)
+        if told is None:
+            return
+        change = read(told)
+        if change.base is None:
+            self.replica = self.replica.prepare(change)
+            return
+        for at in range(0, max(change.rows, 1), SLICE):
+            self.replica.take(change, at)
+
+
+def query(request: Request, *, tokens: bool = True) -> Query:
+    return Query(request.hashes, request.ids if tokens else (), BLOCK_SIZE, request.session, request.tenant)
+
+
+def _outcome(request: Request, prediction: Prediction, decision: str, rank: int, local: float, prior: float) -> RequestOutcome:
+    return RequestOutcome(
+        decision=decision,
+        worker_id=1,
+        rank=rank,
+        prefix=prediction.known.hash,
+        tokens=np.asarray(request.ids[prediction.known.looked_up], "<u4").tobytes(),
+        session=request.session,
+        tenant=request.tenant,
+        predicted=pack(prediction.weights).tobytes(),
+        predicted_local=local,
+        prior_local=prior,
+    )
