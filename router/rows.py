@@ -32,6 +32,7 @@ class Rows(Mapping[int, bytes]):
         self._key_bytes, self._row_bytes = bytearray(8 * slots), bytearray(ROW * slots)
         self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
         self._rows: Packed = np.frombuffer(self._row_bytes, np.uint8).reshape(slots, ROW)
+        self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
         self._told = np.zeros(slots, np.uint16)
         self._now = 0
         self._filled = 0
@@ -96,8 +97,8 @@ class Rows(Mapping[int, bytes]):
 
     def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
         """[n]: the way of each set that a newcomer takes."""
-        tokens = np.ascontiguousarray(self._rows[ways][:, :, PACKED:]).view("<u4")[:, :, 0]
-        worth = (self._told[ways].astype(np.int64) << 32) + (0xFFFFFFFF - tokens.astype(np.int64))
+        worth = self._told[ways].astype(np.int64) << 32
+        worth += 0xFFFFFFFF - self._tokens[ways].astype(np.int64)
         worth[held == 0] = -1
         return np.asarray(worth.argmin(axis=1), np.intp)
 
