@@ -33,7 +33,7 @@ def dense(packed: Packed, shares: NDArray[np.float32]) -> NDArray[np.float32]:
     """float32 [n, K] of packed signatures [n, PACKED]: `fleet.signatures.unpack`, all at once."""
     clusters, named = packed[:, 0::2], packed[:, 1::2].astype(np.float32)
     named /= np.maximum(named.sum(axis=1, keepdims=True), 255.0)
-    weights = shares * (1.0 - named.sum(axis=1, keepdims=True))
+    weights = shares * np.maximum(1.0 - named.sum(axis=1, keepdims=True), 0.0)
     lines = np.arange(len(packed))
     for at in range(NAMED):
         weights[lines, clusters[:, at]] += named[:, at]

@@ -353,4 +353,4 @@ class Rows(Mapping[int, bytes]):
 
 def _bytes(cells: Cells) -> NDArray[np.uint8]:
     """uint8 [n, width]: the same memory."""
-    return cells.view(np.uint8).reshape(len(cells), -1)
+    return cells.view(np.uint8).reshape(len(cells), cells.dtype.itemsize)
