@@ -76,6 +76,10 @@ class TrackerService:
         self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=2 * config.most_ranks)
         self._learnt: dict[str, Learnt] = {}
+        self.reports = 0
+        """taken into account so far"""
+        self._measured = 0
+        """of them, in the metrics"""
         self._publishers = {
             ProfilePublished: bus.publisher(subjects.profiles),
             DemandPublished: bus.publisher(subjects.demand),
@@ -184,7 +188,7 @@ class TrackerService:
         if self._is_fresh(received):
             seen = self._knows.activity.report(report, now, received.publisher_id, received.sequence)
             self._knows.observe(seen, now)
-            self.metrics.reports.inc()
+            self.reports += 1
 
     def _is_fresh(self, received: Received) -> bool:
         """Whether a message is heard for the first time."""
@@ -242,6 +246,8 @@ class TrackerService:
         await self._knows.learning(self._knows.lessons.adopt, name, clusters, fitted, self._knows.now())
 
     def _measure(self, now: float, dropped: int) -> None:
+        self.metrics.reports.inc(self.reports - self._measured)
+        self._measured = self.reports
         self.metrics.ranks.set(self._knows.activity.ranks)
         self.metrics.window_bytes.set(self._knows.activity.stored_bytes)
         self.metrics.models(self._knows.measures(self._learnt, now))
