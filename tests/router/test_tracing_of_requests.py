@@ -9,8 +9,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode
 
+from fleet.blocks import local_hashes, sequence_hashes
 from router.tracing import Tracing
-from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, until
+from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, rendered, until
+from tests.router.learnt import halves, published_clusters, tables
 
 CHAT = "/v1/chat/completions"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -102,6 +104,28 @@ async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
     assert told["roost.margin_ms"] == record["margin_ms"]
     assert told["roost.decision.id"] == record["id"]
     assert set(told["roost.epoch.placement"]) == {"engine0:0", "engine1:0", "engine2:0"}
+
+
+async def test_the_decision_span_says_what_was_foretold_and_by_whom(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
+    ranks = await engines(house, serve_rank, byte_archive)
+    prefix = sequence_hashes(local_hashes(ranks[0].tokenizer.encode_rendered(rendered("hello there")), 4))[0]
+    await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves(version=3)))
+    await house.bus.publisher(house.subjects.tables).publish(tables(8, clusters=3, gain=0.25, blocks={prefix: ((0.9, 0.1), 48.0)}))
+    await until(lambda: house.service.view.prices("demo").priced.all() and house.service.picker.foresight.replica("demo") is not None)
+    await house.post(CHAT, chat())
+    await traces.server()
+    [decide] = traces.named("roost.decide")
+    told = about(decide)
+    assert [one.split(":")[0] for one in told["roost.prediction.clusters"]] == ["0", "1"]
+    assert told["roost.prediction.known_blocks"] == 1
+    assert told["roost.prediction.prefix"] == str(prefix)
+    assert told["roost.prediction.sources"] == ("prefix: 48 tokens, confidence 0.375",)
+    assert (told["roost.prediction.best"], told["roost.prediction.gain"], told["roost.prediction.confidence"]) == ("prefix", 0.25, 0.375)
+    assert (told["roost.epoch.tables"], told["roost.epoch.clusters"]) == (8, 3)
+    for event in decide.events:
+        attributes = dict(event.attributes or {})
+        assert attributes["roost.local_share"] == pytest.approx(1.0), "the one rank of an engine holds all of its experts"
+        assert attributes["roost.remote_ranks"] == 0
 
 
 async def test_each_attempt_has_a_decision_and_a_forward_span_of_its_own(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
