@@ -110,6 +110,11 @@ def worker(
         str | None, typer.Option("--host", help="Address the ranks listen on, as routers reach them.  [default: 127.0.0.1]", show_default=False)
     ] = None,
     api_key_file: ApiKeyOption = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", help="openai: the model's MoE layers; with --experts and --top-k, answers that name experts are learnt from.")
+    ] = None,
+    experts: Annotated[int | None, typer.Option("--experts", help="openai: routed experts of a layer.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="openai: routed experts of a token.")] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
@@ -130,21 +135,23 @@ def worker(
         *((EmbeddedConfig,) if engine is EngineKind.embedded else ()),
     )
     if engine is EngineKind.openai:
-        _plain_worker(settings, url, model, api_key_file)
-    if url is not None:
-        fail("--url belongs to --engine openai", USAGE)
+        _plain_worker(settings, api_key_file, url=url, model=model, layers=layers, experts=experts, top_k=top_k)
+    for option, value in (("--url", url), ("--layers", layers), ("--experts", experts), ("--top-k", top_k)):
+        if value is not None:
+            fail(f"{option} belongs to --engine openai", USAGE)
     set_up_logging(settings.part(UpConfig).log_level)
     raise typer.Exit(run_process(_embedded_worker(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
 
 
-def _plain_worker(settings: Configuration, url: str | None, model: str | None, api_key_file: Path | None) -> None:
+def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
+    """about: further fields of PlainConfig."""
     from engine_adapter.openai import PlainConfig  # with its HTTP client, which no other command needs
 
     if url is None:
         fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)
     try:
         key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
-        plain = PlainConfig(url=url, model=model, api_key=key)
+        plain = PlainConfig(url=url, api_key=key, **about)
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)
     _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))

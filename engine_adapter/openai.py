@@ -1,7 +1,8 @@
 """The plain door: any OpenAI-compatible server, by URL, as an engine of one rank.
 
 Such a server reports no KV events, no load, no experts and no token ids; that is declared in its capabilities, and the
-router does without. All that is asked of it is `GET /v1/models`: what it serves, and whether it is there.
+router does without. Answers may name the experts that were chosen: whoever knows the model states its shape, so that they can
+be read. All that is asked of the server is `GET /v1/models`: what it serves, and whether it is there.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import msgspec
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load
 from fleet.blocks import BLOCK_SIZE
 from fleet.events import Capabilities
+from fleet.experts import ModelShape
 from fleet.placement import Placement
 
 MOST_BYTES = 1024 * 1024
@@ -40,6 +42,12 @@ class PlainConfig:
     """probes in a row without an answer that mean the server is gone"""
     max_context: int = 131_072
     """tokens, where the server does not say (vLLM does: max_model_len); the server itself refuses what is too long"""
+    layers: int | None = None
+    """MoE layers of the model; with experts and top_k, the experts that answers name (`routed_experts`) are learnt from"""
+    experts: int | None = None
+    """routed experts of one layer"""
+    top_k: int | None = None
+    """routed experts of one token"""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -47,6 +55,20 @@ class PlainConfig:
         for name in ("probe_seconds", "answer_seconds", "misses", "max_context"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"plain engine: {name} must be above 0, not {getattr(self, name)}")
+        told = [name for name in ("layers", "experts", "top_k") if getattr(self, name) is not None]
+        if len(told) in (1, 2):
+            raise ValueError(f"plain engine: {' and '.join(told)} say nothing alone; give layers, experts and top_k, all three")
+        _ = self.shape
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """The model's experts, when they were told; ValueError when they cannot be so.
+
+        Sizes of weights are not asked for: nothing of such a server is moved or priced by them.
+        """
+        if self.layers is None or self.experts is None or self.top_k is None:
+            return None
+        return ModelShape(layers=self.layers, experts=self.experts, top_k=self.top_k, hidden=1, expert_intermediate=1)
 
     @property
     def base(self) -> str:
@@ -92,6 +114,7 @@ class PlainEngine:
             max_context=model.max_model_len or self._config.max_context,
             max_batch_tokens=0,
             capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False),
+            shape=self._config.shape,
         )
 
     async def wait_facts(self) -> Never:

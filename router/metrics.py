@@ -39,6 +39,9 @@ class RouterMetrics:
         self._predictions = Counter("roost_router_predictions", "Booked decisions by the source that foretold most", ["source"], registry=registry)
         self.outcomes_published = Counter("roost_router_outcomes_published", "Finished requests told to the tracker", registry=registry)
         self.outcomes_dropped = Counter("roost_router_outcomes_dropped", "Finished requests that could not be told", registry=registry)
+        self._routings = Counter(
+            "roost_router_foreign_routings", "Answers of engines that named their experts, by what became of it", ["outcome"], registry=registry
+        )
         self.tables_asked = Counter("roost_router_tables_gaps", "Prediction tables asked for anew because a change was missed", registry=registry)
         self._gain = Gauge("roost_router_prediction_gain", "What the expert term is multiplied with", ["model"], registry=registry)
         self._tables_version = Gauge("roost_router_tables_version", "Version of the prediction tables", ["model"], registry=registry)
@@ -51,6 +54,10 @@ class RouterMetrics:
         self._unknown = _ModelSeries(self, "other")
         self._models: dict[str, _ModelSeries] = {}
         self._ranks: dict[tuple[str, int, int], Counter] = {}
+
+    def routings(self, outcome: str) -> None:
+        """One answer that named its experts: told, bad (no such array), empty (nothing was computed), dropped (too many wait), too_long."""
+        self._routings.labels(outcome).inc()
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """One decision that was booked."""

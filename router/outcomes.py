@@ -39,10 +39,11 @@ class Outcomes:
         self._waiting: deque[_Ended] = deque()
         self._many = asyncio.Event()
 
-    def note(self, decision: Decision, prompt: Prompt) -> None:
-        """A choice ended well, as this decision's rank served it. Ranks that report no experts have nothing to compare it with."""
+    def note(self, decision: Decision, prompt: Prompt, *, reported: bool = False) -> None:
+        """A choice ended well, as this decision's rank served it. Where neither it nor its answer (`reported`) tells of experts,
+        there is nothing to compare with."""
         engine = decision.target.engine
-        if engine.shape is None or not engine.capabilities.experts:
+        if engine.shape is None or not (engine.capabilities.experts or reported):
             return
         if len(self._waiting) >= self._most:
             self._metrics.outcomes_dropped.inc()

@@ -5,27 +5,27 @@ Such an answer cannot be continued by another server. So: another server before 
 
 import msgspec
 
-from fleet.completions import ApiError, Usage
+from fleet.completions import ApiError
+from fleet.completions import Usage as SaidUsage
 from router.course import Failure
 from router.decision import Decision
 from router.exchange import Exchange
+from router.foreign_routings import Tap, Usage
 from router.picker import Need, Try
 from router.prompt import TextPrompt
 from router.proxy import Call, UpstreamFailed
 from router.reply import Headers, Reply
 from router.reservations import Booking
 from router.roster import RankKey
-from router.service import RouterService
+from router.service import WHOLE_EVENTS, RouterService
 from router.tracing import AttemptTrace
 
-WHOLE_EVENTS = 16
-"""A whole answer may be as long as so many of the longest events."""
 _TAIL_BYTES = 4096
 """Kept of a stream, to read its usage from."""
 
 
 class _Counted(msgspec.Struct):
-    usage: Usage | None = None
+    usage: SaidUsage | None = None
 
 
 class Relay:
@@ -40,6 +40,8 @@ class Relay:
         self._prompt = prompt
         self._output = output
         self._failures: tuple[tuple[RankKey, Failure], ...] = ()
+        self._reported = False
+        """the answer said which experts were chosen"""
 
     async def run(self) -> None:
         """ApiError when nobody answers, or when the answer breaks off after it has begun (`Reply.status` tells)."""
@@ -71,7 +73,7 @@ class Relay:
             return decision, failed
         else:
             ended = None
-            self._service.finished(decision, self._prompt)
+            self._service.finished(decision, self._prompt, reported=self._reported)
             return decision, None
         finally:
             self._service.release(booking)
@@ -88,17 +90,20 @@ class Relay:
             await passing(decision, booking, call)
 
     async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
-        tail = b""
+        tail, tap = b"", self._service.tap(decision)
         while data := await call.read():
             if not self._reply.status:
                 self._first(booking)
                 await self._start(decision, call, [(b"cache-control", b"no-cache")])
             await self._reply.write(data)
+            if tap is not None:
+                tap.feed(data)
             tail = (tail + data)[-_TAIL_BYTES:]
         if not self._reply.status:
             raise UpstreamFailed(Failure.BROKEN, "the stream ended before it began")
         call.whole()
         self._count(tail.split(b"\n\n"))
+        self._note(decision, tap)
         await self._reply.end()
 
     async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
@@ -113,8 +118,18 @@ class Relay:
         body = b"".join(parts)
         self._first(booking)
         self._count([b"data: " + body])
+        tap = self._service.tap(decision)
+        if tap is not None:
+            tap.feed(body)
+        self._note(decision, tap)
         await self._start(decision, call, [(b"content-length", str(len(body)).encode())])
         await self._reply.end(body)
+
+    def _note(self, decision: Decision, tap: Tap | None) -> None:
+        """Hand on what the answer says of experts, after its tokens were counted."""
+        about = self._exchange
+        usage = Usage(about.prompt_tokens, about.output_tokens, about.cached_tokens)
+        self._reported = tap is not None and self._service.routed(decision, tap, usage)
 
     def _first(self, booking: Booking) -> None:
         self._exchange.first_token(self._service.clock())

@@ -15,6 +15,8 @@ from router.course import Failure
 from router.decision import Decision
 from router.exchange import Exchange
 from router.feeds import Feeds
+from router.foreign_reports import ForeignReports
+from router.foreign_routings import Tap, Usage
 from router.kv_index import KvIndex
 from router.lexicon import Lexicon
 from router.metrics import RouterMetrics
@@ -30,6 +32,8 @@ from router.view import View
 
 log = logging.getLogger(__name__)
 
+WHOLE_EVENTS = 16
+"""A plain server's whole answer may be as long as so many of the longest events; so may what it says of experts."""
 _SWEEP_SECONDS = 0.25
 _PROBES_MISSED = 2.5
 """A plain backend counts as silent after so many probe intervals."""
@@ -61,6 +65,8 @@ class RouterService:
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed)
         self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, self.forget_worker)
         self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
+        most = WHOLE_EVENTS * config.max_event_bytes
+        self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
         self._backends = PlainBackends(config.backends, self.backend_key, self.view, clock, self.forget_worker)
 
     @property
@@ -78,6 +84,8 @@ class RouterService:
                 tasks.create_task(self.feeds.run(), name="listens to the bus")
             if self._outcomes is not None:
                 tasks.create_task(self._outcomes.run(), name="tells the tracker what became of requests")
+            if self._foreign is not None:
+                tasks.create_task(self._foreign.run(), name="tells the tracker what foreign engines activated")
             if self.config.backends:
                 tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds), name="probes plain backends")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
@@ -113,10 +121,18 @@ class RouterService:
     def release(self, booking: Booking) -> None:
         self.picker.reservations.release(booking)
 
-    def finished(self, decision: Decision, prompt: Prompt) -> None:
-        """A choice was answered to its end by this decision's rank; `prompt` is what was decided on."""
+    def finished(self, decision: Decision, prompt: Prompt, *, reported: bool = False) -> None:
+        """A choice was answered to its end by this decision's rank; `prompt` is what was decided on. reported: the answer named its experts."""
         if self._outcomes is not None:
-            self._outcomes.note(decision, prompt)
+            self._outcomes.note(decision, prompt, reported=reported)
+
+    def tap(self, decision: Decision) -> Tap | None:
+        """What listens for experts in the answer of an engine that does not report them itself."""
+        return None if self._foreign is None else self._foreign.tap(decision)
+
+    def routed(self, decision: Decision, tap: Tap, usage: Usage) -> bool:
+        """The answer has passed; whether it named its experts."""
+        return self._foreign is not None and self._foreign.note(decision, tap, usage)
 
     def attempt_failed(self, exchange: Exchange, decision: Decision, how: Failure, detail: str) -> None:
         """Remember what failed; an engine that cannot be reached is left alone until it gives a sign of life."""

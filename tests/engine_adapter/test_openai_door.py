@@ -139,3 +139,26 @@ def test_settings_out_of_range_are_refused() -> None:
         PlainConfig(url="server:8000")
     with pytest.raises(ValueError, match="misses"):
         PlainConfig(url="http://a", misses=0)
+
+
+async def test_the_experts_of_its_model_are_told_when_they_are_known(server: Server) -> None:
+    plain = PlainEngine(PlainConfig(url=server.url, layers=58, experts=256, top_k=8))
+    await plain.start()
+    shape = plain.description.shape
+    assert shape is not None
+    assert (shape.layers, shape.experts, shape.top_k) == (58, 256, 8)
+    assert not plain.description.capabilities.experts
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"layers": 58}, "layers say nothing alone"),
+        ({"experts": 256, "top_k": 8}, "experts and top_k say nothing alone"),
+        ({"layers": 0, "experts": 256, "top_k": 8}, "layers must be at least 1"),
+        ({"layers": 58, "experts": 4, "top_k": 8}, "top_k 8 exceeds"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PlainConfig(url="http://x", **fields)  # type: ignore[arg-type]
