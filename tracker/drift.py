@@ -87,7 +87,7 @@ class _Faded:
         self.squares *= kept * kept
         self.shared *= kept * exp(-seconds / fast)
 
-    def add(self, counts: Table, tokens: float) -> None:
+    def add(self, counts: NDArray[Any], tokens: float) -> None:
         self.counts += counts
         self.tokens += tokens
         self.squares += tokens
@@ -167,7 +167,7 @@ class Drift:
         self._noise = _Noise(layers)
         self._fresh: _Noise | None = None
         """noise since the last alarm, while it is not yet enough to go by"""
-        self._pending: Table = np.zeros((layers, experts))
+        self._pending: NDArray[np.float32] = np.zeros((layers, experts), np.float32)
         self._pending_tokens = 0.0
         self._began: float | None = None
         """the reading of the caller's clock at which the own time was 0; None: nothing was heard in this life"""
