@@ -74,7 +74,7 @@ class TrackerService:
         self._wall_clock = wall_clock
         # Microseconds: a restarted tracker goes on above every version it gave before.
         self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
-        self._sequences = Sequences(limit=2 * config.most_ranks)
+        self._sequences = Sequences(limit=4 * config.most_ranks)
         self._learnt: dict[str, Learnt] = {}
         self.reports = 0
         """taken into account so far"""
