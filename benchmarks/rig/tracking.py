@@ -21,7 +21,9 @@ from tracker.config import TrackerConfig
 from tracker.learning import Learning
 
 RANKS = 4
-REPLICA_BYTES = 256 << 20
+REPLICA_BYTES = 96 << 20
+CONFIG = TrackerConfig(prefix_bytes=4 << 20, session_bytes=1 << 20)
+"""as by default, without room for rows that nobody leaves here"""
 MODEL = "recorded"
 SECONDS = 1.0
 """between two requests"""
@@ -46,7 +48,7 @@ class Fleet:
     experts: int
     prompt: int
     random: np.random.Generator
-    config: TrackerConfig = field(default_factory=TrackerConfig)
+    config: TrackerConfig = CONFIG
     now: float = 0.0
     served: int = 0
     said: list[Said] = field(default_factory=list)
