@@ -4,15 +4,11 @@ Compared are a fast and a slow profile of all the traffic, by the Jensen-Shannon
 mean over layers. The threshold comes from sampling noise, and noise is not that of independent draws: the tokens of a request
 share a domain, its layers agree, it lasts many reports, and few requests fall into one fast window. So:
 
-1. To second order the divergence of two samples of one source is a quadratic form in their difference, so its mean falls as
-   1 / n, and it is distributed like mean * chi2(d) / d (Box 1954; Satterthwaite 1946). n is the effective number of tokens of the
-   difference fast - slow: 1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It follows the
-   rate of traffic at once; what is left, the noise y = n * divergence, depends on the kind of traffic alone.
-2. The mean of y and its degrees of freedom d are learnt from the past while nothing shifts: d from mean(log y) - log(mean y)
-   (Thom 1958, shape of a gamma), which no single large y spoils, and shrunk to few: a mix of two kinds of requests has but one.
-   Values are learnt some time after they were seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
-3. The mean itself is known from few windows, b so far, so that y / mean is F(d, d * b); its quantile by Paulson's (1942) cube-root
-   normal approximation. At `shift_sigmas` = 5.25 one independent look in ten million would exceed it.
+1. The mean divergence of noise alone falls as 1 / n. n is the effective number of tokens of the difference fast - slow:
+   1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It follows the rate of traffic at
+   once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.noise`).
+2. It is learnt some time after it was seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
+3. At `shift_sigmas` = 5.25 one independent look in ten million would exceed the threshold, were the theory exact.
 4. A shift smaller than `shift_floor` is too small to matter. Where noise alone could diverge by more than MOST_NOISE, or nothing
    was heard for a fast time constant, there is no evidence, and no verdict: what was said last stands.
 
@@ -23,38 +19,29 @@ A shift is settled when fast and slow have agreed (divergence under `shift_settl
 """
 
 from collections import deque
-from math import exp, log, sqrt
+from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracker.config import TrackerConfig
+from tracker.noise import SAMPLES, Noise, Table, array, divergence_by_layer, numbers
 
-Table = NDArray[np.float64]
-"""float64 [layers, experts]"""
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""
 MOST_NOISE = 0.1
 """nats; where noise alone diverges so far, nothing can be said"""
 MOST_DIVERGENCE = log(2.0)
 """of two profiles that share no expert"""
-SAMPLES = 4.0
-"""Noise is sampled so often in a fast time constant."""
 LAG = 6.0
 """Noise is learnt so many fast time constants after it was seen."""
-LOOK = 1.5
-"""Fast time constants from one independent look to the next: the window's own memory, and the length of requests."""
 MEMORY = 4.0
 """Slow time constants over which noise is remembered."""
 YOUNG = 3.0
 """A slow profile is compared with once it holds so many fast time constants of traffic."""
 OLD = 5.0
 """Slow time constants after which a reference no longer differs from the slow profile."""
-PRIOR_SPREAD = 0.5772
-"""log(mean) - mean(log) of two degrees of freedom (Euler's constant)"""
-PRIOR_LOOKS = 8.0
-"""That is believed as if so many looks had shown it."""
 FRESH_LOOKS = 6.0
 """After an alarm, noise learnt since replaces what was known before once it rests on so many looks; until then there is no other alarm."""
 
@@ -97,56 +84,8 @@ class _Faded:
         return {"counts": self.counts.astype("<f8").tobytes(), "sums": [self.tokens, self.squares, self.shared]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.counts = _array(state["counts"], self.counts.shape)
-        self.tokens, self.squares, self.shared = _numbers(state["sums"], 3)
-
-
-class _Noise:
-    """What y = tokens * divergence was while nothing shifted: by layer and over all, decayed."""
-
-    def __init__(self, layers: int) -> None:
-        self.weight = 0.0
-        self.mean = 0.0
-        self.mean_log = 0.0
-        self.by_layer = np.zeros(layers)
-
-    def learn(self, seconds: float, memory: float, by_layer: NDArray[np.float64]) -> None:
-        kept = exp(-seconds / memory)
-        value = float(by_layer.mean())
-        weight = self.weight * kept + 1.0
-        self.mean += (value - self.mean) / weight
-        self.mean_log += (log(value) - self.mean_log) / weight
-        self.by_layer += (by_layer - self.by_layer) / weight
-        self.weight = weight
-
-    def state(self) -> dict[str, Any]:
-        return {"sums": [self.weight, self.mean, self.mean_log], "by_layer": self.by_layer.astype("<f8").tobytes()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.weight, self.mean, self.mean_log = _numbers(state["sums"], 3, signed=True)
-        self.by_layer = _array(state["by_layer"], self.by_layer.shape)
-        if self.weight < 0 or (self.weight > 0 and self.mean <= 0):
-            raise ValueError(f"drift: noise of mean {self.mean} and weight {self.weight}")
-
-    @property
-    def looks(self) -> float:
-        """Independent looks at the noise so far."""
-        return self.weight / (SAMPLES * LOOK)
-
-    def freedom(self) -> float:
-        """Degrees of freedom of y."""
-        spread = max(log(self.mean) - self.mean_log, 1e-6)
-        share = self.looks / (self.looks + PRIOR_LOOKS)
-        return 2.0 * _shape(share * spread + (1.0 - share) * PRIOR_SPREAD)
-
-    def ratio(self, sigmas: float) -> float:
-        """What y / mean hardly exceeds: the quantile of F(d, d * looks)."""
-        freedom = self.freedom()
-        return _f_quantile(sigmas, freedom, freedom * self.looks)
-
-    def usual_ratio(self, sigmas: float) -> float:
-        """The same, were the mean known for certain: an uncertain mean must not make a shift look settled."""
-        return _f_quantile(sigmas, self.freedom(), float("inf"))
+        self.counts = array(state["counts"], self.counts.shape)
+        self.tokens, self.squares, self.shared = numbers(state["sums"], 3)
 
 
 class Drift:
@@ -164,8 +103,8 @@ class Drift:
         self._fast = _Faded(layers, experts, config.fast_seconds)
         self._slow = _Faded(layers, experts, config.slow_seconds)
         self._reference: _Faded | None = None
-        self._noise = _Noise(layers)
-        self._fresh: _Noise | None = None
+        self._noise = Noise(layers)
+        self._fresh: Noise | None = None
         """noise since the last alarm, while it is not yet enough to go by"""
         self._pending: NDArray[np.float32] = np.zeros((layers, experts), np.float32)
         self._pending_tokens = 0.0
@@ -317,7 +256,7 @@ class Drift:
         self._calm_since = None
         self._since_alarm = 0.0
         self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
-        self._fresh = _Noise(self.layers)
+        self._fresh = Noise(self.layers)
 
     def _has_settled(self, evidence: float, now: float) -> bool:
         assert self.divergence is not None
@@ -369,58 +308,12 @@ class Drift:
                 drift._reference.restore(state["reference"])
             drift._noise.restore(state["noise"])
             if state["fresh"] is not None:
-                drift._fresh = _Noise(drift.layers)
+                drift._fresh = Noise(drift.layers)
                 drift._fresh.restore(state["fresh"])
             drift.shifted = bool(state["shifted"])
-            drift._observed, drift._since_alarm, drift._at = _numbers(state["seconds"], 3)
+            drift._observed, drift._since_alarm, drift._at = numbers(state["seconds"], 3)
             drift._heard_at, drift._calm_since, drift._sampled_at = (None if at is None else float(at) for at in state["moments"])
-            drift._samples.extend((float(at), _array(raw, (drift.layers,))) for at, raw in state["samples"])
+            drift._samples.extend((float(at), array(raw, (drift.layers,))) for at, raw in state["samples"])
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"drift: not a state ({type(error).__name__}: {error})") from error
         return drift
-
-
-def divergence_by_layer(counts: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [layers]: Jensen-Shannon divergence in nats of the profiles of two tables [layers, experts]; 0 where one is empty."""
-    first, second = counts.sum(axis=1, keepdims=True), others.sum(axis=1, keepdims=True)
-    seen = (first > 0) & (second > 0)
-    p = np.divide(counts, first, out=np.zeros(counts.shape), where=seen)
-    q = np.divide(others, second, out=np.zeros(others.shape), where=seen)
-    return np.maximum(_entropy(0.5 * (p + q)) - 0.5 * (_entropy(p) + _entropy(q)), 0.0)
-
-
-def _entropy(profile: Table) -> NDArray[np.float64]:
-    logs = np.log(profile, out=np.zeros_like(profile), where=profile > 0)
-    return np.asarray(-np.einsum("le,le->l", profile, logs))
-
-
-def _shape(spread: float) -> float:
-    """Shape of the gamma whose log(mean) - mean(log) this is: Thom 1958, in the form of Minka 2002 (to 1.5 %)."""
-    return (3.0 - spread + sqrt((spread - 3.0) ** 2 + 24.0 * spread)) / (12.0 * spread)
-
-
-def _f_quantile(sigmas: float, first: float, second: float) -> float:
-    """Quantile of F(first, second) as many normal standard deviations out: Paulson 1942, solved for the cube root of F."""
-    a, b = 2.0 / (9.0 * first), 2.0 / (9.0 * second)
-    square = (1.0 - b) ** 2 - sigmas**2 * b
-    cross = (1.0 - a) * (1.0 - b)
-    if square <= 0.0:
-        return float("inf")  # too few looks for any quantile so far out
-    root = (cross + sqrt(max(0.0, cross**2 - square * ((1.0 - a) ** 2 - sigmas**2 * a)))) / square
-    return root**3
-
-
-def _array(raw: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    if not isinstance(raw, bytes) or len(raw) != 8 * int(np.prod(shape)):
-        raise ValueError(f"drift: not {shape} numbers")
-    values: NDArray[np.float64] = np.frombuffer(raw, "<f8").reshape(shape).copy()
-    if not np.isfinite(values).all() or (values < 0).any():
-        raise ValueError("drift: numbers must be finite and not negative")
-    return values
-
-
-def _numbers(raw: Any, count: int, *, signed: bool = False) -> list[float]:
-    values = [float(value) for value in raw]
-    if len(values) != count or not np.isfinite(values).all() or (not signed and min(values) < 0):
-        raise ValueError(f"drift: {values} are not {count} finite numbers")
-    return values

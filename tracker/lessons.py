@@ -14,8 +14,8 @@ from fleet.events import ClusterPopularity, ClustersPublished, RequestProfile, R
 from fleet.signatures import ClusterModel, unpack
 from tracker.clusters import Clusters
 from tracker.config import TrackerConfig
-from tracker.drift import divergence_by_layer
 from tracker.learning import Learning
+from tracker.noise import divergence_by_layer
 from tracker.refit import Fitted, Refit
 
 MODEL = "model"

@@ -6,7 +6,8 @@ import pytest
 
 from tests.tracker.traffic_of_requests import Requests, constant, detector, flipped, of_the_demo_model, seconds_of, watch
 from tracker.config import TrackerConfig
-from tracker.drift import Drift, divergence_by_layer
+from tracker.drift import Drift
+from tracker.noise import divergence_by_layer
 
 FAST = 20.0
 CODE, PROSE, EASTERN = constant(1, 1, 1, 0, 0, 0, 0, 0, 0), constant(0, 0, 0, 1, 1, 1, 0, 0, 0), constant(0, 0, 0, 0, 0, 0, 1, 1, 1)
