@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bus import Bus, Message, Received, Subscription
+from bus import Bus, BusError, Message, Received, Subscription
 from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
@@ -45,6 +45,8 @@ from tracker.state import read, write
 
 logger = logging.getLogger(__name__)
 
+WARN_SECONDS = 60.0
+"""A reason to refuse something is logged so often at most."""
 STOP_SECONDS = 5.0
 """for the state to be written at the end"""
 
@@ -76,6 +78,8 @@ class TrackerService:
         self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=4 * config.most_ranks)
         self._learnt: dict[str, Learnt] = {}
+        self._warned: dict[Fault, float] = {}
+        """when the log last told of a refusal"""
         self.reports = 0
         """taken into account so far"""
         self._measured = 0
@@ -181,8 +185,12 @@ class TrackerService:
             self._refuse(refusal.fault, f"a {type(received.message).__name__}: {refusal}")
 
     def _refuse(self, fault: Fault, what: str) -> None:
+        """Counted always; in the log now and then, whoever it is that says so much nonsense."""
         self.metrics.rejected(fault.value)
-        logger.warning("refused %s", what)
+        now = self._knows.now()
+        if now - self._warned.get(fault, -WARN_SECONDS) >= WARN_SECONDS:
+            self._warned[fault] = now
+            logger.warning("refused %s; others of this kind are only counted for %g s", what, WARN_SECONDS)
 
     def _report(self, received: Received, report: ExpertsActivated, now: float) -> None:
         if self._is_fresh(received):
@@ -202,8 +210,12 @@ class TrackerService:
     # Saying
 
     async def _say(self, message: ProfilePublished | DemandPublished | ClustersPublished | TablesPublished | PopularityShifted) -> None:
-        await self._publishers[type(message)].publish(message)
-        self.metrics.published.inc()
+        try:
+            await self._publishers[type(message)].publish(message)
+        except BusError as error:  # too large for any bus: everything else goes on
+            logger.warning("a %s of model %s cannot be said: %s", type(message).__name__, message.model, error)
+        else:
+            self.metrics.published.inc()
 
     async def _publish(self, *subscriptions: Subscription) -> None:
         # Drift wants to be judged more often than every quarter of the fast time constant.

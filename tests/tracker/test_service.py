@@ -230,3 +230,42 @@ async def test_a_restarted_tracker_knows_who_is_there_and_never_repeats_a_versio
                 assert isinstance(message, ProfilePublished)
                 versions.append(message.version)
     assert versions[0] < versions[1]
+
+
+async def envelopes(count: int) -> list[tuple[str, bytes]]:
+    """Reports of two ranks, as they travel."""
+    broker, sent = MemoryBroker(), []
+    bus = MemoryBus(broker)
+    broker.deliver = lambda subject, raw: sent.append((subject, raw))  # type: ignore[method-assign]
+    publishers = [bus.publisher(SUBJECTS.experts) for _ in range(2)]
+    for number in range(count):
+        await publishers[number % 2].publish(report(rank=number % 2, expert=number % 4, tokens=10 + number, seconds=0.5 + number % 3))
+    return sent
+
+
+async def believed(sent: list[tuple[str, bytes]]) -> list[Any]:
+    """The profile and the demands of a tracker that heard this, all at once."""
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    await bus.record(SUBJECTS.membership("a"), joined())
+    async with serving(bus), bus.subscribe(SUBJECTS.demand) as demands:
+        for subject, raw in sent:
+            broker.deliver(subject, raw)
+        first = aiter(demands)
+        said = [(await anext(first)).message for _ in range(2)]
+        said.append(await bus.request(SUBJECTS.describe_profile, DescribeProfile(model="m")))
+    return sorted(said, key=lambda message: getattr(message, "rank", -1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_reports_that_come_in_any_order_and_more_than_once_change_nothing(seed: int) -> None:
+    random, sent = np.random.default_rng(seed), await envelopes(24)
+    copies = [sent[at] for at in random.integers(0, len(sent), 10)]
+    mixed = [(sent + copies)[at] for at in random.permutation(len(sent) + len(copies))]
+    plain, other = await believed(sent), await believed(mixed)
+    assert isinstance(plain[0], ProfilePublished)
+    np.testing.assert_allclose(plain[0].profile.array(), other[0].profile.array(), rtol=1e-5)
+    assert plain[0].tokens == pytest.approx(other[0].tokens, rel=1e-6)
+    for one, two in zip(plain[1:], other[1:], strict=True):
+        assert (one.rank, one.tokens_per_second) == (two.rank, pytest.approx(two.tokens_per_second, rel=1e-6))
+        np.testing.assert_allclose(one.demand.array(), two.demand.array(), rtol=1e-5)
