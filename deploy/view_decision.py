@@ -12,6 +12,8 @@ from router.decision import Candidate, DecisionRecord
 from router.foresight import PredictionRecord
 
 ASK_SECONDS = 30.0
+LEAST_SHOWN = 0.005
+"""A lighter cluster is not worth a word."""
 TERMS = ("prefill", "queue", "decode", "experts")
 HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
 
@@ -83,8 +85,9 @@ def show_decision(answer: bytes) -> None:
 def _show_prediction(foretold: PredictionRecord) -> None:
     """Which clusters were foretold, who said so and with what evidence, and what that is worth at present."""
     out = console()
-    clusters = ", ".join(f"{one.cluster} {one.weight:.0%}" for one in foretold.clusters)
-    out.print(f"foretold: clusters {clusters}; confidence {foretold.confidence:.2f}, gain {foretold.gain:.2f}; {foretold.known_blocks} blocks known")
+    clusters = ", ".join(f"{one.cluster} {one.weight:.0%}" for one in foretold.clusters if one.weight >= LEAST_SHOWN)
+    worth = f"confidence {foretold.confidence:.2f}, gain {foretold.gain:.2f}"
+    out.print(f"foretold: clusters {clusters or 'all alike'}; {worth}; {foretold.known_blocks} blocks of the prompt known")
     for source in foretold.sources:
         out.print(f"  {source.source}: {source.evidence_tokens:g} tokens of evidence, confidence {source.confidence:.2f}")
     if not foretold.sources:

@@ -4,6 +4,7 @@ What the tracker says is read (`read`) and checked before anything of it is take
 is synchronous and changes the tables in place: whoever predicts does so between two takings, out of one state.
 """
 
+from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -167,17 +168,35 @@ class Replica:
             raise ValueError(f"tables: a token table of {size} bytes is more than half of the {self._budget} that a model's tables may take")
         new = Replica(self._budget)
         sessions, tenants = int(SESSIONS_SHARE * self._budget), int(TENANTS_SHARE * self._budget)
-        new._sessions, new._tenants = Rows(sessions), Rows(tenants)
-        new._blocks = Rows(self._budget - size - sessions - tenants)
+        new._sessions, new._tenants = Rows(sessions, len(change.sessions.keys)), Rows(tenants, len(change.tenants.keys))
+        new._blocks = Rows(self._budget - size - sessions - tenants, len(change.blocks.keys))
         new._tokens = np.zeros((change.buckets, len(change.shares)), np.float32)
         for at in range(0, max(change.rows, 1), SLICE):
             new.take(change, at)
         return new
 
+    def crowded_by(self, change: Change) -> bool:
+        """Whether a change needs larger tables than these (`grown`)."""
+        return any(rows.crowded_by(len(part.keys)) for rows, part in self._parts(change))
+
+    def grown(self, change: Change) -> "Replica":
+        """The same with room for a change; may be made in a thread, while nothing is taken here."""
+        new = Replica(self._budget)
+        new._blocks, new._sessions, new._tenants = (
+            rows.grown(len(part.keys)) if rows.crowded_by(len(part.keys)) else rows for rows, part in self._parts(change)
+        )
+        new._tokens = self._tokens
+        if self.tables is not None:
+            new.tables = replace(self.tables, blocks=new._blocks, sessions=new._sessions, tenants=new._tenants)
+        return new
+
+    def _parts(self, change: Change) -> tuple[tuple[Rows, KeyedChange], ...]:
+        return (self._blocks, change.blocks), (self._sessions, change.sessions), (self._tenants, change.tenants)
+
     def take(self, change: Change, at: int = 0) -> None:
         """Rows from `at` to `at + SLICE` of a change; with the last of them, its version. Check with `judge` first."""
         before = 0
-        for rows, part in ((self._blocks, change.blocks), (self._sessions, change.sessions), (self._tenants, change.tenants)):
+        for rows, part in self._parts(change):
             window = slice(max(at - before, 0), max(at + SLICE - before, 0))
             rows.put(part.keys[window], part.rows[window])
             before += len(part.keys)
@@ -201,4 +220,5 @@ class Replica:
 
     @property
     def stored_bytes(self) -> int:
-        return self._tokens.nbytes + self._blocks.stored_bytes + self._sessions.stored_bytes + self._tenants.stored_bytes
+        """Memory taken."""
+        return self._tokens.nbytes + self._blocks.nbytes + self._sessions.nbytes + self._tenants.nbytes

@@ -1,7 +1,8 @@
 """Rows of a prediction table by key, in a fixed number of bytes: a set-associative table over flat arrays. Pure.
 
 A key's set follows from its bits, and the row may lie in any of the set's WAYS. Where a set is full, the row told longest ago makes
-room, and of equals the one with most tokens behind it, so that the end of a prefix goes before its beginning. Memory is taken as it is used.
+room, and of equals the one with most tokens behind it, so that the end of a prefix goes before its beginning. A table is made for about
+as many rows as there are; `grown` makes a larger one, until the budget is reached.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,26 +22,49 @@ Packed = NDArray[np.uint8]
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _YOUNGEST = (1 << 16) - 1
+_FEWEST_SETS = 64
+_ROOM = 3
+"""Slots per row, as long as the budget allows it: hardly a set in 100,000 overflows then."""
+_SLICE = 2048
 
 
 class Rows(Mapping[int, bytes]):
-    """At most `budget` bytes, at least one set. Key 0 is no key. ROW bytes per row, as `fleet.prediction.row` makes them."""
+    """At most `budget` bytes, at least one set. Key 0 is no key. ROW bytes per row, as `fleet.prediction.row` makes them.
 
-    def __init__(self, budget: int) -> None:
-        self._sets = max(1, budget // (SLOT * WAYS))
+    expected: rows that will come.
+    """
+
+    def __init__(self, budget: int, expected: int = 0) -> None:
+        self._budget = budget
+        self._most_sets = max(1, budget // (SLOT * WAYS))
+        self._sets = min(self._most_sets, max(_FEWEST_SETS, -(-_ROOM * expected // WAYS)))
         slots = self._sets * WAYS
-        self._key_bytes, self._row_bytes = bytearray(8 * slots), bytearray(ROW * slots)
-        self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
-        self._rows: Packed = np.frombuffer(self._row_bytes, np.uint8).reshape(slots, ROW)
+        self._keys: Keys = np.zeros(slots, "<u8")
+        self._rows: Packed = np.zeros((slots, ROW), np.uint8)
+        self._key_bytes, self._row_bytes = self._keys.data.cast("B"), self._rows.reshape(-1).data
         self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
         self._told = np.zeros(slots, np.uint16)
         self._now = 0
         self._filled = 0
 
     @property
-    def stored_bytes(self) -> int:
-        """Of the rows there are."""
-        return SLOT * self._filled
+    def nbytes(self) -> int:
+        """Filled or not."""
+        return SLOT * WAYS * self._sets
+
+    def crowded_by(self, more: int) -> bool:
+        """Whether so many more rows ask for a larger table, and one is allowed."""
+        return _ROOM * (self._filled + more) > self._sets * WAYS and self._sets < self._most_sets
+
+    def grown(self, more: int) -> "Rows":
+        """A table of the same rows with room for more, and for as many again; takes about a second for a million."""
+        new = Rows(self._budget, 2 * (self._filled + more))
+        slots = np.flatnonzero(self._keys)
+        slots = slots[np.argsort(self._told[slots], kind="stable")]
+        for start in range(0, len(slots), _SLICE):
+            part = slots[start : start + _SLICE]
+            new.put(self._keys[part], self._rows[part])
+        return new
 
     def __len__(self) -> int:
         return self._filled
@@ -59,14 +83,14 @@ class Rows(Mapping[int, bytes]):
         if not key:
             return default
         start = ((((key * _MIX) & _MASK) >> 32) * self._sets >> 32) * (WAYS * 8)
-        wanted, stop = key.to_bytes(8, "little"), start + WAYS * 8
-        at = self._key_bytes.find(wanted, start, stop)
+        wanted, held = key.to_bytes(8, "little"), self._key_bytes[start : start + WAYS * 8].tobytes()
+        at = held.find(wanted)
         while at >= 0 and at & 7:
-            at = self._key_bytes.find(wanted, at + 1, stop)
+            at = held.find(wanted, at + 1)
         if at < 0:
             return default
-        row = (at >> 3) * ROW
-        return bytes(self._row_bytes[row : row + ROW])
+        row = (start + at >> 3) * ROW
+        return self._row_bytes[row : row + ROW].tobytes()
 
     def put(self, keys: Keys, rows: Packed) -> None:
         """Rows [n, ROW] of keys [n], the later ones in the place of earlier ones; a row without evidence takes its key away."""

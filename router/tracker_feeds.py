@@ -186,6 +186,11 @@ class TrackerFeeds:
             return
         match replica.judge(change):
             case Verdict.TAKEN:
+                if replica.crowded_by(change):
+                    replica = await self._off_loop(replica.stored_bytes, replica.grown, change)
+                    if self._feeds.get(published.model) is not feed:
+                        return  # forgotten meanwhile
+                    self._foresight.replace(published.model, replica)
                 for at in range(0, max(change.rows, 1), SLICE):
                     replica.take(change, at)
                     if at + SLICE < change.rows:

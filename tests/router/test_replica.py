@@ -53,28 +53,45 @@ def test_rows_are_a_mapping_as_long_as_there_is_room(drawn: list[list[tuple[int,
                 oracle.pop(key, None)
     assert dict(rows) == oracle
     assert len(rows) == len(oracle)
-    assert rows.stored_bytes == SLOT * len(oracle)
     assert all(rows.get(key) == oracle.get(key) for key in range(50))
 
 
 def test_rows_never_outgrow_their_budget_and_what_was_told_last_stays() -> None:
     rng = np.random.default_rng(0)
-    rows = Rows(1000 * SLOT)
+    rows = Rows(1000 * SLOT, 10_000)
+    assert 900 * SLOT < rows.nbytes <= 1000 * SLOT
     keys = rng.integers(1, 2**64, 20_000, np.uint64)
     for start in range(0, len(keys), 100):
         rows.put(keys[start : start + 100], rows_of(100))
-        assert rows.stored_bytes <= 1000 * SLOT
-    assert len(rows) > 900
+    assert 900 < len(rows) <= 1000
     assert all(int(key) in rows for key in keys[-200:])
     assert not any(int(key) in rows for key in keys[:10_000])
 
 
 def test_of_rows_as_old_as_one_another_the_end_of_a_prefix_goes_first() -> None:
     rng = np.random.default_rng(1)
-    rows = Rows(200 * SLOT)
+    rows = Rows(200 * SLOT, 1000)
     chain = rng.integers(1, 2**64, 1000, np.uint64)
     rows.put(chain, rows_of(1000, 16 * np.arange(1, 1001)))
     assert longest_known(rows, chain.tolist())[0] >= 100
+
+
+def test_a_table_grows_with_its_rows_up_to_its_budget_and_keeps_them() -> None:
+    rng = np.random.default_rng(4)
+    rows, oracle = Rows(40_000 * SLOT), dict[int, bytes]()
+    sizes = {rows.nbytes}
+    for _ in range(80):
+        keys, packed = rng.integers(1, 2**64, 200, np.uint64), rng.integers(1, 255, (200, ROW), np.uint8)
+        if rows.crowded_by(200):
+            rows = rows.grown(200)
+            sizes.add(rows.nbytes)
+        rows.put(keys, packed)
+        oracle |= {key: one.tobytes() for key, one in zip(keys.tolist(), packed, strict=True)}
+    assert len(sizes) > 3
+    assert max(sizes) <= 40_000 * SLOT
+    assert len(rows) >= 0.999 * len(oracle)
+    assert all(oracle[key] == row for key, row in rows.items())
+    assert not Rows(SLOT * WAYS).crowded_by(10**9), "what the budget does not allow is not asked for"
 
 
 def test_a_table_of_many_ages_stays_whole() -> None:
@@ -184,7 +201,7 @@ def test_the_replica_predicts_with_what_it_was_told() -> None:
     assert found.known.blocks == 1
     assert found.known.evidence == (64.0, 100.0, 24.0, 0.0)
     assert found.weights[0] > 0.5
-    assert replica.stored_bytes == 2 * SLOT + 16
+    assert replica.stored_bytes < BUDGET
 
 
 # Staying in step with a tracker
@@ -261,6 +278,11 @@ class House:
     def version(self) -> int:
         replica = self.foresight.replica("demo")
         return -1 if replica is None or replica.tables is None else replica.tables.version
+
+    @property
+    def blocks(self) -> int:
+        replica = self.foresight.replica("demo")
+        return 0 if replica is None or replica.tables is None else len(replica.tables.blocks)
 
     @property
     def refused(self) -> float:
@@ -416,10 +438,8 @@ async def test_large_tables_are_taken_whole_and_by_changes(house: House) -> None
     async with house.bus.serve(house.subjects.describe_profile, describe):
         house.feeds.add("demo")
         await until(lambda: house.version == 1)
-        replica = house.foresight.replica("demo")
-        assert replica is not None
-        assert replica.stored_bytes == SLOT * len(keys)
+        assert house.blocks == len(keys)
         more = np.random.default_rng(6).integers(1, 2**64, 9_000, np.uint64)
         await house.say(msgspec.structs.replace(tables(2, 1), blocks=KeyedRows(keys=more.tobytes(), rows=rows_of(len(more)).tobytes())))
         await until(lambda: house.version == 2)
-        assert replica.stored_bytes == SLOT * (len(keys) + len(more))
+        assert house.blocks == len(keys) + len(more)
