@@ -35,7 +35,7 @@ CHANGED_NATS = 0.003
 """Others are told when the profiles are this far (Kullback-Leibler per pair, weighted by shares) from what was told,"""
 CHANGED_SHARES = 0.05
 """or the shares (total variation),"""
-CHANGED_SHARPNESS = 1.5
+CHANGED_SHARPNESS = 2.0
 """or the sharpness by this factor."""
 ANCHOR_TOKENS = 8192.0
 ANCHOR = 0.25

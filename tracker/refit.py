@@ -13,6 +13,9 @@ from tracker.reservoir import Sample, counts
 ROUNDS = 6
 """Times that clusters are split in one refinement, at most."""
 
+MUCH_MORE = 2.0
+"""Times that a split must gain what a merge loses, to take its slot."""
+
 
 class Split(NamedTuple):
     """A slot that was unused took over a part of what `parent` meant."""
@@ -76,6 +79,7 @@ class _Fit:
         self._sharpness = job.model.sharpness
         self._changes: list[Split | Merge] = []
         self._moved: list[float] = []
+        self._made_room = False
         self._labels = self._begin()
         self._settle()
 
@@ -116,11 +120,16 @@ class _Fit:
             if gain is not None and gain.certainty > DOUBTFUL:
                 proven.add(pair)
                 continue
-            weights = [self._requests.trusted[self._members(slot)].sum() for slot in pair]
-            kept, freed = pair if weights[0] >= weights[1] else pair[::-1]
-            self._labels = np.where(self._labels == freed, kept, self._labels)
-            self._freed(kept, freed)
+            kept = self._merge(first, second)
             proven = {other for other in proven if kept not in other}
+
+    def _merge(self, first: int, second: int) -> int:
+        """The heavier one is kept, and said."""
+        weights = [self._requests.trusted[self._members(slot)].sum() for slot in (first, second)]
+        kept, freed = (first, second) if weights[0] >= weights[1] else (second, first)
+        self._labels = np.where(self._labels == freed, kept, self._labels)
+        self._freed(kept, freed)
+        return kept
 
     def _nearest(self, proven: set[tuple[int, int]]) -> tuple[int, int] | None:
         """Of the pairs of a slot and its nearest that are not proven apart, the nearest."""
@@ -145,19 +154,39 @@ class _Fit:
     def _split_once(self, whole: set[bytes]) -> bool:
         """One round; `whole` names the member lists that are known not to split."""
         found = []
-        for slot in np.unique(self._labels).tolist() if self._free() else ():
+        for slot in np.unique(self._labels).tolist():
             members = self._members(slot)
             if members.tobytes() in whole:
                 continue
-            parted = split(self._requests, members)
-            if parted is None:
+            sides = split(self._requests, members)
+            if sides is None:
                 whole.add(members.tobytes())
             else:
-                found.append((-parted[1].total, slot, members, parted[0]))
-        for _, slot, members, sides in sorted(found, key=lambda each: each[:2]):
-            if free := self._free():
-                self._part(slot, free[0], members, sides)
-        return bool(found)
+                found.append((-sides[1].total, slot, members, sides[0]))
+        parted = False
+        for less, slot, members, halves in sorted(found, key=lambda each: each[:2]):
+            short = not self._free()
+            if short and not self._make_room(slot, -less):
+                break
+            self._part(slot, self._free()[0], members, halves)
+            parted = True
+            if short:
+                break
+        return parted
+
+    def _make_room(self, slot: int, gain: float) -> bool:
+        """No slot is free: merge the two neighbours that lose least by it, if splitting `slot` gains much more. Once in a refinement."""
+        if self._made_room:
+            return False
+        distances = neighbours(self._requests.gram, self._labels, self._requests.trusted, self._clusters)
+        pairs = {(min(one, two), max(one, two)) for one in np.unique(self._labels).tolist() for two in [int(distances[one].argmin())]}
+        losses = {pair: apart(self._requests, self._members(pair[0]), self._members(pair[1])) for pair in pairs if slot not in pair}
+        cheapest = min(((loss.total, pair) for pair, loss in losses.items() if loss is not None), default=None)
+        if cheapest is None or gain <= MUCH_MORE * max(cheapest[0], 0.0):
+            return False
+        self._made_room = True
+        self._merge(*cheapest[1])
+        return True
 
     def _free(self) -> list[int]:
         """Unused slots, those that were freed just now last."""

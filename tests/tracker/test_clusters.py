@@ -177,6 +177,21 @@ def test_what_is_no_longer_asked_for_gives_its_slot_back() -> None:
         assert np.abs(model.expected(model.signature(drawn(kind, random, 300))) - kind).sum(axis=1).mean() < 0.1
 
 
+def test_when_all_slots_are_taken_the_two_most_alike_make_room_for_what_differs_more() -> None:
+    base = kinds(4, seed=3)
+    alike = np.stack([0.8 * base[0] + 0.2 * base[1], base[0], base[2]])
+    config = TrackerConfig(clusters=3, refine_seconds=1.0)
+    clusters = taught(alike, 150, config=config)
+    assert len(used(clusters.model)) == 3
+    everything = np.concatenate([alike, base[3:]])
+    taught(everything, 300, seed=1, clusters=clusters, start=150.0)
+    model, random = clusters.model, np.random.default_rng(0)
+    assert len(used(model)) == 3
+    owners = [int(model.signature(drawn(kind, random, 400)).argmax()) for kind in everything]
+    assert owners[0] == owners[1]
+    assert len(set(owners)) == 3
+
+
 def test_a_quiet_night_forgets_nothing() -> None:
     profiles = kinds(3)
     clusters = taught(profiles, 90)
@@ -298,3 +313,18 @@ def test_a_model_that_is_told_survives_the_journey() -> None:
     model = taught(kinds(4), 80).model
     arrived = ClusterModel.from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(model.record()), type=ClusterRecord))
     np.testing.assert_allclose(arrived.profiles, model.profiles, rtol=2e-3, atol=1e-6)
+
+
+def test_draws_that_come_in_bunches_say_less_each() -> None:
+    """Oracle: n copies of every draw carry the evidence of one, so that the best sharpness falls by about n."""
+    found = []
+    for copies in (1, 16):
+        random, profiles, clusters = np.random.default_rng(0), kinds(2, spread=8.0), Clusters(CONFIG, LAYERS, EXPERTS)
+        for number in range(400):
+            prompt, completion = (copies * drawn(profiles[number % 2], random, 24) for _ in range(2))
+            clusters.learn(prompt, completion, 0.0)
+        clusters.refine(0.0)
+        found.append(clusters.model.sharpness)
+        assert len(used(clusters.model)) == 2
+    assert 0.3 < found[0] < 3
+    assert 5 < found[0] / found[1] < 50
