@@ -30,6 +30,7 @@ SHRINK = (16.0, 64.0, 64.0, 512.0)
 """Tokens of evidence at which a source counts half. The sum over a prompt's tokens is held to so many at most: tokens of one text say
 much the same, and what n of them add up to is worth n * half / (n + half) (measured on the demo model: the best exponent falls
 from 0.4 at 8 tokens to 0.14 at 96)."""
+LEAST_SHARE = 1e-6
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that nothing is ever called impossible."""
 
@@ -85,8 +86,8 @@ class Tables:
 
     @cached_property
     def inverse_shares(self) -> NDArray[np.float32]:
-        """1 / share, 0 where the share is 0."""
-        return np.divide(1.0, self.shares, out=np.zeros_like(self.shares), where=self.shares > 0)
+        """1 / share, of a share of LEAST_SHARE at least; 0 where the share is 0."""
+        return np.asarray((self.shares > 0) / np.maximum(self.shares, LEAST_SHARE), np.float32)
 
 
 class Known(NamedTuple):

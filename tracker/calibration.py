@@ -3,8 +3,8 @@
 For every finished request x = predicted - prior and y = observed - prior share of local pairs, on the rank that was chosen. The
 regression y = a + b x + noise is fitted to decayed sums; the intercept a (a prior that is off, for whatever reason) is held near 0
 by INTERCEPT, the slope b by a broad prior around 0. Of b the lower end of its confidence counts, so that few outcomes, or
-outcomes that do not follow the prediction, count for nothing; of differences that are too small to matter, little:
-gain = b * S / (S + MATERIAL^2), with S = mean (b x)^2, what the calibrated prediction sets apart.
+outcomes that do not follow the prediction, count for nothing; and nothing counts when the differences are too small to steer by:
+gain = b * S^2 / (S^2 + MATERIAL^4), with S = mean (b x)^2, what the calibrated prediction sets apart.
 """
 
 from math import sqrt
@@ -17,12 +17,15 @@ INTERCEPT = 0.02
 """Standard deviation that is allowed to the prior's own error, as a share of the pairs."""
 SLOPE = 1.0
 """Standard deviation of slopes before anything was seen."""
+NOISE, NOISE_OUTCOMES = 0.1, 4.0
+"""Standard deviation of observations about the line, before so many outcomes have told it."""
 LEAST_NOISE = 0.02
-"""Standard deviation of an observation about the line, at least."""
 SIGMAS = 1.64
 """Standard errors that are taken off the slope: one side in twenty."""
-MATERIAL = 0.015
-"""Differences of locality of this size count half."""
+MATERIAL = 0.07
+"""Differences of locality of this size (root mean square, as a share of the pairs) count half, of half the size 1/17. Measured on the demo
+model's routings over 2 to 16 ranks: 0.07 to 0.17 where the placement follows the clusters; below 0.04 under any other placement and on
+traffic of a single domain, where what can be told of a request is true, but too little to give up a balanced load for."""
 
 
 class Calibration:
@@ -54,17 +57,13 @@ class Calibration:
         if xx <= 0.0:
             return 0.0
         independent = weight * weight / squares
-        noise = max(LEAST_NOISE**2, self._residual(weight, x, y, xx, xy, yy))
+        residual = max(yy - xy * xy / xx, 0.0)
+        noise = max(LEAST_NOISE**2, (residual + NOISE_OUTCOMES * NOISE**2) / (weight + NOISE_OUTCOMES))
         per = independent / weight / noise
         one, cross, two = per * weight + INTERCEPT**-2, per * x, per * xx + SLOPE**-2
         determinant = one * two - cross * cross
         slope = (one * per * xy - cross * per * y) / determinant
         return min(max(slope - SIGMAS * sqrt(one / determinant), 0.0), 1.0)
-
-    @staticmethod
-    def _residual(weight: float, x: float, y: float, xx: float, xy: float, yy: float) -> float:
-        """Mean square about the better of no line and the line through the origin."""
-        return max(yy - xy * xy / xx, 0.0) / weight
 
     @property
     def gain(self) -> float:
@@ -72,8 +71,8 @@ class Calibration:
         slope, weight = self.slope, float(self._sums[0])
         if slope <= 0.0 or weight <= 0.0:
             return 0.0
-        apart = slope * slope * float(self._sums[4]) / weight
-        return slope * apart / (apart + MATERIAL**2)
+        apart = (slope * slope * float(self._sums[4]) / weight) ** 2
+        return slope * apart / (apart + MATERIAL**4)
 
     # Recall
 

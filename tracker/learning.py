@@ -242,8 +242,7 @@ class Learning:
         self._trust.learn(tables.log_shares, known, observed, weight)
         self._judge(profile, outcome, weight)
         self._tokens.learn(buckets, repeats, observed, weight, now)
-        self._follow(self._sessions, outcome.session, observed, profile.tokens, SESSION_TOKENS, now)
-        self._follow(self._tenants, outcome.tenant, observed, profile.tokens, TENANT_TOKENS, now)
+        self._follow(((self._sessions, outcome.session, SESSION_TOKENS), (self._tenants, outcome.tenant, TENANT_TOKENS)), observed, profile.tokens, now)
         self._blocks.touch(outcome.prefix, now)
 
     def _tables(self, ratios: NDArray[np.float32]) -> Tables:
@@ -269,17 +268,18 @@ class Learning:
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
-    def _follow(self, table: Rows, key: int, observed: Weights, tokens: int, most: float, now: float) -> None:
-        """A session's or tenant's row: the decayed mean of its requests' signatures."""
-        if not key:
-            return
-        known = table.cell(key)
-        behind, weights = 0.0, observed
-        fresh = min(float(tokens), most)
-        if known is not None:
-            behind = min(float(known["tokens"]), most)
-            weights = (_weights(known[None])[0] * behind + observed * fresh) / (behind + fresh)
-        table.put_one(key, _cells(weights[None], np.array([behind + fresh])), now)
+    def _follow(self, followed: Sequence[tuple[Rows, int, float]], observed: Weights, tokens: int, now: float) -> None:
+        """Rows of a session and a tenant: each the mean of its requests' signatures, where what came before counts for so many tokens at most."""
+        named = [(table, key, most, table.cell(key)) for table, key, most in followed if key]
+        weights, behind = np.empty((len(named), len(observed)), np.float32), []
+        for line, (_, _, most, before) in enumerate(named):
+            old = 0.0 if before is None else min(float(before["tokens"]), most)
+            new = min(float(tokens), most)
+            weights[line] = observed if before is None else (_weights(before[None])[0] * old + observed * new) / (old + new)
+            behind.append(old + new)
+        cells = _cells(weights, np.array(behind))
+        for line, (table, key, _, _) in enumerate(named):
+            table.put_one(key, cells[line : line + 1], now)
 
     # What is told
 

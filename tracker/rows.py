@@ -140,7 +140,7 @@ class Rows(Mapping[int, bytes]):
     # Writing
 
     def put(self, keys: Keys, cells: Cells, now: float, parent: int | None = None) -> None:
-        """Replace or add rows [n] of different keys [n]. parent: the keys follow one another behind this one (0: behind nothing); None: no chain."""
+        """Replace or add rows [n] of different keys [n], none 0. parent: the keys follow one another behind this one (0: behind nothing); None: no chain."""
         self.advance(now)
         slots = np.full(len(keys), -1, np.int64)
         before = self._slot(parent) if parent else -1
@@ -184,13 +184,14 @@ class Rows(Mapping[int, bytes]):
         """int64 [n]: where keys of different sets were put."""
         held = self._keys[ways]
         hits = held == keys[:, None]
-        hits &= held != 0
         known = hits.any(axis=1)
-        chosen = np.where(known, hits.argmax(axis=1), self._weakest(ways, held))
+        chosen = hits.argmax(axis=1)
+        new = np.flatnonzero(~known)
+        if len(new):
+            chosen[new] = self._weakest(ways[new], held[new])
         slots = ways[np.arange(len(keys)), chosen]
-        fresh = slots[~known]
-        if len(fresh):
-            self._make_room(ways[~known], fresh)
+        if len(new):
+            self._make_room(ways[new], slots[new])
         same = known & (_bytes(self._cells[slots]) == _bytes(cells)).all(axis=1)
         self._uses[slots] = np.where(known, np.minimum(self._uses[slots] + 1, MOST_USES), 1)
         self._touched[slots] = self._tick
@@ -201,10 +202,11 @@ class Rows(Mapping[int, bytes]):
 
     def _weakest(self, ways: NDArray[np.int64], held: Keys) -> NDArray[np.intp]:
         """[n]: the way of each set that a newcomer takes."""
-        worth = self._uses[ways].astype(np.int64) << 48
-        worth |= self._touched[ways].astype(np.int64) << 32
-        worth |= 0xFFFFFFFF - self._cells["tokens"][ways].astype(np.int64)
-        worth[held == 0] = -1
+        worth = self._uses[ways].astype(np.int64) << 16
+        worth |= self._touched[ways]
+        worth <<= 32
+        worth -= self._cells["tokens"][ways]
+        worth[held == 0] = -(1 << 40)
         return np.asarray(worth.argmin(axis=1), np.intp)
 
     def _make_room(self, ways: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
@@ -212,11 +214,14 @@ class Rows(Mapping[int, bytes]):
         gone = self._keys[slots]
         gone = gone[gone != 0]
         self._filled += len(slots) - len(gone)
-        fall = np.maximum(self._uses[slots].astype(np.int64) - 1, 0) * (self._keys[slots] != 0)
-        if fall.any():
-            self._uses[ways] = np.maximum(self._uses[ways].astype(np.int64) - fall[:, None], 1)
         self._parents[slots] = 0
+        if not len(gone):
+            return
         self._note(gone)
+        fall = np.where(self._keys[slots] != 0, self._uses[slots], 1) - np.uint8(1)
+        if fall.any():
+            uses = self._uses[ways]
+            self._uses[ways] = np.maximum(uses, fall[:, None] + np.uint8(1)) - fall[:, None]
 
     def touch(self, key: int, now: float) -> bool:
         """A row was used, and with it the rows it continues. False when it is unknown."""

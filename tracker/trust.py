@@ -84,14 +84,18 @@ class Trust:
         who = pattern(known.evidence)
         keep = 1.0 - 1.0 / min(self._memory, FIRST_MEMORY + MEMORY_GROWTH * self._outcomes)
         keeps = np.where(speaking, keep, 1.0)
+        judged = np.where(speaking, 1.0 - 1.0 / np.minimum(self._memory, FIRST_MEMORY + self._spoken), 1.0)
         said, seen = known.ratios.astype(np.float64), observed.astype(np.float64)
         likely = self._predicted(log_shares, said, who)
-        self._judge(likely, seen, keeps, weight * speaking)
+        self._judge(likely, seen, judged, weight * speaking)
         between = 0.5 * (likely + seen)
         means, slopes = between @ said.T, (likely - seen) @ said.T
-        alone = int(speaking.sum()) == 1
-        for row, at, held_to in ((0, _GENERAL, np.array(FIRST)), (who, _TOGETHER, self._alone if alone else self._together[0])):
-            self._fit_together(row, (said * between[at]) @ said.T - np.outer(means[at], means[at]), slopes[at], keep, weight, held_to)
+        for row, at in ((0, _GENERAL), (who, _TOGETHER)):
+            curvature = (said * between[at]) @ said.T - np.outer(means[at], means[at])
+            self._curvature[row] = keep * self._curvature[row] + weight * curvature
+            self._pull[row] = keep * self._pull[row] + weight * (curvature @ self._together[row] - slopes[at])
+        self._fit(0, np.array(FIRST))
+        self._fit(who, self._alone if speaking.sum() == 1 else self._together[0])
         spread = (said * said * between[: len(FIRST)]).sum(axis=1) - means.diagonal() ** 2
         self._fit_alone(spread, slopes.diagonal(), keeps, weight)
 
@@ -112,13 +116,7 @@ class Trust:
             total *= keep
             total += weight * new
 
-    def _fit_together(
-        self, row: int, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: float, weight: float, held_to: NDArray[np.float64]
-    ) -> None:
-        self._curvature[row] *= keep
-        self._curvature[row] += weight * curvature
-        self._pull[row] *= keep
-        self._pull[row] += weight * (curvature @ self._together[row] - slope)
+    def _fit(self, row: int, held_to: NDArray[np.float64]) -> None:
         whole = self._curvature[row] + PRECISION * np.eye(len(FIRST))
         self._together[row] = _bounded_minimum(whole, self._pull[row] + PRECISION * held_to, self._together[row])
 
