@@ -297,23 +297,30 @@ class Drift:
     def restore(cls, config: TrackerConfig, state: dict[str, Any]) -> "Drift":
         """As it was when the state was taken; time goes on with the first call. ValueError for what `state` cannot have given."""
         try:
-            layers, experts = state["shape"]
-            if not (1 <= int(layers) and 1 <= int(experts) and layers * experts <= config.most_cells):
-                raise ValueError(f"drift: a table of {layers} x {experts}")
-            drift = cls(config, int(layers), int(experts))
-            drift._fast.restore(state["fast"])
-            drift._slow.restore(state["slow"])
-            if state["reference"] is not None:
-                drift._reference = _Faded(drift.layers, drift.experts, config.slow_seconds)
-                drift._reference.restore(state["reference"])
-            drift._noise.restore(state["noise"])
-            if state["fresh"] is not None:
-                drift._fresh = Noise(drift.layers)
-                drift._fresh.restore(state["fresh"])
-            drift.shifted = bool(state["shifted"])
-            drift._observed, drift._since_alarm, drift._at = numbers(state["seconds"], 3)
-            drift._heard_at, drift._calm_since, drift._sampled_at = (None if at is None else float(at) for at in state["moments"])
-            drift._samples.extend((float(at), array(raw, (drift.layers,))) for at, raw in state["samples"])
-        except (KeyError, TypeError, OverflowError) as error:
+            drift = cls(config, *_shape(state["shape"], config.most_cells))
+            drift._take(state)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"drift: not a state ({type(error).__name__}: {error})") from error
         return drift
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self._fast.restore(state["fast"])
+        self._slow.restore(state["slow"])
+        if state["reference"] is not None:
+            self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
+            self._reference.restore(state["reference"])
+        self._noise.restore(state["noise"])
+        if state["fresh"] is not None:
+            self._fresh = Noise(self.layers)
+            self._fresh.restore(state["fresh"])
+        self.shifted = bool(state["shifted"])
+        self._observed, self._since_alarm, self._at = numbers(state["seconds"], 3)
+        self._heard_at, self._calm_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
+        self._samples.extend((float(at), array(raw, (self.layers,))) for at, raw in state["samples"])
+
+
+def _shape(raw: Any, most_cells: int) -> tuple[int, int]:
+    layers, experts = map(int, raw)
+    if not (1 <= layers and 1 <= experts and layers * experts <= most_cells):
+        raise ValueError(f"a table of {layers} x {experts}")
+    return layers, experts

@@ -50,7 +50,7 @@ class Noise:
         self.weight, self.mean, self.mean_log = numbers(state["sums"], 3, signed=True)
         self.by_layer = array(state["by_layer"], self.by_layer.shape)
         if self.weight < 0 or (self.weight > 0 and self.mean <= 0):
-            raise ValueError(f"drift: noise of mean {self.mean} and weight {self.weight}")
+            raise ValueError(f"noise of mean {self.mean} and weight {self.weight}")
 
     @property
     def looks(self) -> float:
@@ -105,15 +105,15 @@ def f_quantile(sigmas: float, first: float, second: float) -> float:
 
 def array(raw: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     if not isinstance(raw, bytes) or len(raw) != 8 * int(np.prod(shape)):
-        raise ValueError(f"drift: not {shape} numbers")
+        raise ValueError(f"not {shape} numbers")
     values: NDArray[np.float64] = np.frombuffer(raw, "<f8").reshape(shape).copy()
     if not np.isfinite(values).all() or (values < 0).any():
-        raise ValueError("drift: numbers must be finite and not negative")
+        raise ValueError("numbers must be finite and not negative")
     return values
 
 
 def numbers(raw: Any, count: int, *, signed: bool = False) -> list[float]:
     values = [float(value) for value in raw]
     if len(values) != count or not np.isfinite(values).all() or (not signed and min(values) < 0):
-        raise ValueError(f"drift: {values} are not {count} finite numbers")
+        raise ValueError(f"{values} are not {count} finite numbers")
     return values

@@ -120,5 +120,15 @@ def flipped(before: Mix, after: Mix, second: float) -> Mix:
     return lambda now: before(now) if now < second else after(now)
 
 
+def rotating(before: Mix, after: Mix, start: float, end: float) -> Mix:
+    """From one to the other, evenly."""
+
+    def mix(now: float) -> NDArray[np.float64]:
+        share = min(1.0, max(0.0, (now - start) / (end - start)))
+        return (1.0 - share) * before(now) + share * after(now)
+
+    return mix
+
+
 def detector(requests: Requests, **settings: float) -> Drift:
     return Drift(TrackerConfig(**settings), requests.layers, requests.experts)  # type: ignore[arg-type]
