@@ -4,9 +4,9 @@ A prediction is p ~ share * exp(sum_s t_s * r_s) (`fleet.prediction`); the cross
 the trusts t, with gradient R (p - w) and Hessian R Cov(p) R'. The trusts minimise, with older outcomes forgotten, the sum of its
 quadratic expansions, each about the trusts of its time, plus PRECISION / 2 * |t - FIRST|^2, within [0, MOST]. All sources are
 fitted together, so that what two of them say alike is believed once; and once more for each set of sources that speak
-(`fleet.prediction.pattern`), held to the trusts of all outcomes in the place of FIRST (one source alone: to its own), since who speaks alone is to be believed more.
-The curvature is taken at (p + w) / 2: an overconfident p has
-hardly any of its own, and a step would go too far; where p is right it makes no difference to where the fit ends.
+(`fleet.prediction.pattern`), held to the trusts of all outcomes in the place of FIRST, or to its own trust where one speaks alone.
+The curvature is taken at (p + w) / 2: an overconfident p has hardly any of its own, and a step would go too far; where p is right it
+makes no difference to where the fit ends.
 """
 
 from typing import Any
