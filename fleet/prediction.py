@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.signatures import PACKED, Weights, unpack
+from fleet.signatures import PACKED, Weights
 
 SOURCES = ("prefix", "session", "tokens", "tenant")
 """Best first; an index into the columns of `trust`, `reliability` and `ratios`."""
@@ -85,9 +86,9 @@ class Tables:
             return np.log(self.shares)
 
     @cached_property
-    def inverse_shares(self) -> NDArray[np.float32]:
+    def inverse_shares(self) -> list[float]:
         """1 / share, of a share of LEAST_SHARE at least; 0 where the share is 0."""
-        return np.asarray((self.shares > 0) / np.maximum(self.shares, LEAST_SHARE), np.float32)
+        return [1.0 / max(share, LEAST_SHARE) if share > 0 else 0.0 for share in self.shares.tolist()]
 
 
 class Known(NamedTuple):
@@ -128,7 +129,11 @@ def predict(tables: Tables, query: Query) -> Prediction:
 
 def pattern(evidence: Sequence[float]) -> int:
     """Who has something to say: bit s for source s. What one source is worth depends on which others say much the same."""
-    return sum(1 << source for source, seen in enumerate(evidence) if seen)
+    found = 0
+    for source, seen in enumerate(evidence):
+        if seen:
+            found |= 1 << source
+    return found
 
 
 def know(tables: Tables, query: Query) -> Known:
@@ -140,7 +145,7 @@ def know(tables: Tables, query: Query) -> Known:
         if held is not None:
             *packed, tokens = _ROW.unpack(held)
             evidence[source] = tokens
-            ratios[source] = _shrunk(tables, unpack(packed, tables.shares), tokens / (tokens + SHRINK[source]))
+            _shrunk(ratios[source], tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
     start = blocks * query.block_size
     looked_up = slice(start, start + MOST_TOKENS)
     ids = query.tokens[looked_up]
@@ -169,7 +174,19 @@ def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int]) -> tuple[i
     return low, best
 
 
-def _shrunk(tables: Tables, weights: Weights, share: float) -> NDArray[np.float32]:
-    """float32 [K]: log(w / share) of weights that count for `share` of the whole, the mix for the rest."""
-    believed = np.float32(share * (1.0 - FLOOR))
-    return np.asarray(np.log(believed * (weights * tables.inverse_shares) + (np.float32(1.0) - believed)), np.float32)
+def _shrunk(ratios: NDArray[np.float32], inverse_shares: Sequence[float], packed: Sequence[int], share: float) -> None:
+    """Write log(w / shares) into ratios, float32 [K], for the weights w that count for `share` of what is `unpack`ed, the mix for the rest.
+
+    Where nobody is named w / shares is one number; so only NAMED logarithms are taken, and no array is made.
+    """
+    named = [(packed[at], packed[at + 1]) for at in range(0, PACKED, 2) if packed[at + 1] and packed[at] < len(inverse_shares)]
+    total = sum(weight for _, weight in named)
+    scale = 1.0 / max(255, total)
+    believed = share * (1.0 - FLOOR)
+    unnamed = believed * (1.0 - total * scale) + (1.0 - believed)
+    ratios.fill(log(unnamed))
+    weights: dict[int, int] = {}
+    for cluster, weight in named:
+        weights[cluster] = weights.get(cluster, 0) + weight
+    for cluster, weight in weights.items():
+        ratios[cluster] = log(unnamed + believed * weight * scale * inverse_shares[cluster])

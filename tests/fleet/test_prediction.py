@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.prediction import FLOOR, MOST_TOKENS, PREFIX, ROW, SESSION, SHRINK, SOURCES, TENANT, TOKENS, Query, Tables, know, longest_known, predict, row
-from fleet.signatures import PACKED, pack
+from fleet.signatures import PACKED, pack, unpack
 
 K = 6
 
@@ -205,3 +205,15 @@ def test_a_row_is_a_packed_signature_and_its_tokens() -> None:
     assert row(packed, 258.9) == packed + b"\x02\x01\x00\x00"
     assert len(row(packed, 1e12)) == ROW
     assert row(packed, 1e12).endswith(b"\xff" * 4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shares, st.lists(st.integers(0, 255), min_size=PACKED, max_size=PACKED), st.integers(1, 10**6))
+def test_a_source_says_the_log_ratio_of_its_shrunk_weights_to_the_mix(mix: Any, packed: list[int], tokens: int) -> None:
+    found = tables(shares=mix, sessions={5: row(bytes(packed), tokens)})
+    ratios = know(found, Query(session=5)).ratios[SESSION]
+    believed = tokens / (tokens + SHRINK[SESSION]) * (1 - FLOOR)
+    weights = unpack(packed, found.shares)
+    for cluster in np.flatnonzero(mix):
+        expected = np.log(believed * weights[cluster] / found.shares[cluster] + 1 - believed)
+        assert ratios[cluster] == pytest.approx(expected, abs=1e-4)
