@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished, RankPopularity
 from fleet.popularity import ExpertTable, profile
@@ -31,10 +32,10 @@ class RankKey(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a report said: float32 counts [layers, experts] of (token, k) pairs, the tokens they come from, and the model."""
+    """What a report said: unsigned counts [layers, experts] of (token, k) pairs, the tokens they come from, and the model."""
 
     model: str
-    counts: Table
+    counts: NDArray[Any]
     tokens: int
 
 

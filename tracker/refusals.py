@@ -1,11 +1,12 @@
 """Why something that was said cannot be used. Pure."""
 
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleet.popularity import ExpertCounts
-from tracker.window import Table
 
 MOST = float(1 << 53)
 """Numbers above this are not counts."""
@@ -38,8 +39,8 @@ class Refused(ValueError):
         self.fault = fault
 
 
-def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int) -> Table:
-    """float32 [layers, experts]: counts as they were said. Refused when they cannot be true, or are of more than `most_cells`."""
+def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cells: int) -> NDArray[np.unsignedinteger[Any]]:
+    """unsigned [layers, experts]: counts as they were said, in place. Refused when they cannot be true, or are of more than `most_cells`."""
     for name, value in (("tokens", tokens), ("cached_tokens", cached_tokens)):
         if not 0 <= value <= MOST:
             raise Refused(Fault.COUNTS, f"{name} must be a count, not {value}")
@@ -51,4 +52,4 @@ def checked_counts(told: ExpertCounts, tokens: int, cached_tokens: int, most_cel
         raise Refused(Fault.COUNTS, str(error)) from error
     if (told.width == 8 and counts.max() > MOST) or (tokens == 0 and counts.any()):
         raise Refused(Fault.COUNTS, f"{tokens} tokens cannot have activated experts {counts.sum():g} times")
-    return counts.astype(np.float32)
+    return counts

@@ -13,7 +13,8 @@ The time since the newest report is silence only beyond PATIENCE of its interval
 
 Sums are kept in forward form (Cormode et al. 2009, Forward Decay, section 3): a report enters with its weight as of a fixed
 reference time, nothing that is there is touched, and whoever looks divides by the growth since. References lie on a grid of MOVE
-time constants, so that windows share them, and a report is weighed once for all windows it enters.
+time constants, so that a report is weighed once for all windows it enters. Reports are added up some at a time, as one product of
+their weights with their counts: half of the time goes into fetching a rank's sums from memory.
 """
 
 from math import exp, expm1, floor, inf
@@ -30,15 +31,14 @@ PATIENCE = 2.0
 """Reports are awaited for so many of the last interval's lengths."""
 MOVE = 30.0
 """Time constants from one reference to the next: weights stay below e^30, far inside float32."""
+BATCH = 8
+"""Reports that wait to be added up together."""
 LEAST = -700.0
 """Exponents below this are as good as nothing."""
 
 
 class Report:
-    """What came of `seconds` that ended at `end`: counts [layers, experts] of (token, k) pairs, and the tokens they come from.
-
-    float32 counts are taken fastest.
-    """
+    """What came of `seconds` that ended at `end`: counts [layers, experts] of (token, k) pairs, of any number type, and their tokens."""
 
     __slots__ = ("_weighed", "counts", "end", "seconds", "tokens")
 
@@ -47,15 +47,13 @@ class Report:
         self.tokens = tokens
         self.seconds = seconds
         self.end = end
-        self._weighed: dict[tuple[float, float], tuple[float, float, Table]] = {}
+        self._weighed: dict[tuple[float, float], float] = {}
 
-    def weighed(self, constant: float, reference: float) -> tuple[float, float, Table]:
-        """As of a reference: the weight of its time (s), that of its tokens, and its weighted counts."""
+    def span(self, constant: float, reference: float) -> float:
+        """The weight of its time as of a reference, seconds; that of its counts and tokens is the same divided by `seconds`."""
         found = self._weighed.get((constant, reference))
         if found is None:
-            span = weight_of(self.seconds, self.end, constant, reference)
-            weight = span / self.seconds
-            found = self._weighed[constant, reference] = (span, weight, self.counts * np.float32(weight))
+            found = self._weighed[constant, reference] = weight_of(self.seconds, self.end, constant, reference)
         return found
 
 
@@ -108,19 +106,38 @@ class Window:
         self.sources = 1
         self._sums = tuple(_Sums(layers, experts, constant) for constant in constants)
         self._began = inf
+        self._waiting: list[Report] = []
         self._newest = (-inf, 0.0)
         """end and length of the newest report"""
 
     def observe(self, report: Report) -> None:
-        """Reports may come in any order, each once."""
+        """Reports may come in any order, each once. Their counts must not change afterwards."""
         self._began = min(self._began, report.end - report.seconds)
         if report.end >= self._newest[0]:
             self._newest = max(self._newest, (report.end, report.seconds))
-        for sums in self._sums:
-            span, weight, counts = report.weighed(sums.constant, sums.advance(report.end))
-            sums.counts += counts
-            sums.tokens += report.tokens * weight
-            sums.own += span
+        self._waiting.append(report)
+        if len(self._waiting) >= BATCH:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Take in the reports that wait."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        spans = np.empty((len(self._sums), len(waiting)), np.float64)
+        for row, sums in zip(spans, self._sums, strict=True):
+            reference = sums.advance(max(report.end for report in waiting))
+            row[:] = [report.span(sums.constant, reference) for report in waiting]
+            sums.own += float(row.sum())
+        weights = spans / [report.seconds for report in waiting]
+        counts = np.empty((len(waiting), self.layers, self.experts), np.float32)
+        for place, report in zip(counts, waiting, strict=True):
+            place[:] = report.counts
+        gained = weights.astype(np.float32) @ counts.reshape(len(waiting), -1)
+        tokens = weights @ [report.tokens for report in waiting]
+        for number, sums in enumerate(self._sums):
+            sums.counts += gained[number].reshape(sums.counts.shape)
+            sums.tokens += float(tokens[number])
 
     def take(self, counts: NDArray[Any], tokens: float, now: float, level: int) -> None:
         """Counts without an interval of their own, as if of this moment; they say nothing of rates."""
@@ -139,20 +156,24 @@ class Window:
 
     def counts(self, level: int, now: float) -> Table:
         """float32 [layers, experts]: weighted (token, k) pairs."""
+        self._add_up()
         sums = self._sums[level]
         return sums.counts * np.float32(sums.fade(max(now, self._newest[0])))
 
     def tokens(self, level: int, now: float) -> float:
         """Weighted tokens behind the counts."""
+        self._add_up()
         sums = self._sums[level]
         return sums.tokens * sums.fade(max(now, self._newest[0]))
 
     def rates(self, level: int, now: float) -> Table:
         """float32 [layers, experts]: tokens per second that go to each expert; zeros before the first report."""
+        self._add_up()
         sums, judged = self._sums[level], self._judged(now)
         return sums.counts * np.float32(sums.fade(judged) / self._exposure(sums, judged))
 
     def tokens_per_second(self, level: int, now: float) -> float:
+        self._add_up()
         sums, judged = self._sums[level], self._judged(now)
         return sums.tokens * sums.fade(judged) / self._exposure(sums, judged)
 
@@ -170,10 +191,11 @@ class Window:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(sums.counts.nbytes for sums in self._sums)
+        return sum(sums.counts.nbytes for sums in self._sums) + sum(report.counts.nbytes for report in self._waiting)
 
     def state(self) -> dict[str, Any]:
         """Everything, in what msgpack can say."""
+        self._add_up()
         return {
             "shape": [self.layers, self.experts],
             "sources": self.sources,

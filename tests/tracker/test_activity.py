@@ -318,7 +318,7 @@ def test_a_restart_changes_nothing(told: list[Heard], away: float, until: int) -
     for heard in told[until:]:
         tell(plain, heard)
         tell(restarted, heard)
-    assert_same(everything(plain, 201.0 + away), everything(restarted, 201.0 + away), 0.0)
+    assert_same(everything(plain, 201.0 + away), everything(restarted, 201.0 + away), 1e-6)
     assert sorted(plain.heard()) == sorted(restarted.heard())
 
 
