@@ -50,7 +50,7 @@ class _Tables(NamedTuple):
 
 def most_together(model: ClusterModel) -> int:
     """How many requests may be read at once: their counts are a table too."""
-    return max(1, CELLS // model.mean.size)
+    return max(1, CELLS // model.profiles[0].size)
 
 
 def request_profiles(
