@@ -50,7 +50,8 @@ class _Tables(NamedTuple):
 
 def most_together(model: ClusterModel) -> int:
     """How many requests may be read at once: their counts are a table too."""
-    return max(1, CELLS // model.profiles[0].size)
+    _, layers, experts = model.profiles.shape
+    return max(1, CELLS // (layers * experts))
 
 
 def request_profiles(
