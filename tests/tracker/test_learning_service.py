@@ -41,7 +41,9 @@ from fleet.placement import Placement
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
+from tracker.drift import Drift
 from tracker.service import TrackerService
+from tracker.state import read, write
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 SUBJECTS = Subjects()
@@ -458,3 +460,29 @@ async def test_what_was_learnt_over_other_settings_is_learnt_anew_and_the_rest_i
         assert (await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record.clusters == 8
         assert (await asked(bus, DescribeProfile(model="m"), ProfilePublished)).tokens > 900
     assert "what was learnt of m is not known any more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "says", "tokens"),
+    [
+        ({"drifts": {"m": {}}}, "what was usual for m is not known any more", 1000.0),
+        ({"drifts": {"m": Drift(TrackerConfig(), 1, 2).state()}}, "it is of 1 x 2 experts", 1000.0),
+        ({"learnt": {"m": {}}}, "what was learnt of m is not known any more", 1000.0),
+        ({"activity": (("model", []),)}, "what was active is not known any more", 0.0),
+    ],
+)
+async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(
+    damage: dict[str, Any], says: str, tokens: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus, file, counts = MemoryBus(), tmp_path / "state", np.ones((LAYERS, EXPERTS), int)
+    await bus.record(SUBJECTS.membership("a"), joined())
+    async with serving(bus, state_file=file):
+        await bus.publisher(SUBJECTS.experts).publish(report(counts, 1000))
+        await asyncio.sleep(0.1)
+    saved = read(file)
+    assert saved is not None
+    write(file, msgspec.structs.replace(saved, **damage))
+    async with serving(bus, state_file=file):
+        assert (await asked(bus, DescribeProfile(model="m"), ProfilePublished)).tokens == pytest.approx(tokens, rel=0.01)
+        assert (await asked(bus, DescribePopularity(model="m"), PopularityDescribed)).outcomes == 0
+    assert says in caplog.text
