@@ -39,4 +39,4 @@ def _draw_panel(figure: Figure, axes: Any, title: str, values: NDArray[np.floati
     axes.set_xlabel("expert", fontsize=8)
     axes.set_ylabel("layer", fontsize=8)
     axes.tick_params(labelsize=7)
-    figure.colorbar(image, ax=axes, pad=0.01)
+    figure.colorbar(image, ax=axes, pad=0.01).ax.tick_params(labelsize=7)

@@ -163,7 +163,7 @@ def print_popularity(described: PopularityDescribed) -> None:
 
 def _drift(described: PopularityDescribed) -> str:
     if described.divergence is None or described.threshold is None:
-        measured = "too little was heard lately to compare now with before"
+        measured = "too little was seen to tell a change from noise"
     else:
         measured = f"now differs from before by {described.divergence:.5f} nats (a shift: above {described.threshold:.5f})"
     return f"{measured}; {'[bold]shifted[/bold], not settled' if described.shifted else 'no shift'}"
@@ -214,7 +214,9 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
     else:
         left_out = f", {load.empty_layers} layers without any left out" if load.empty_layers else ""
         amount = f"{load.counts.sum():,.0f} (token, k) pairs" if load.whole else "proportions"
-        console().print(f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts, {load.steps} steps, {amount}{left_out}")
+        console().print(
+            f"[bold]{file}[/bold]: {load.form}; {load.layers} layers x {load.experts} experts, {load.steps} step{'s' * (load.steps != 1)}, {amount}{left_out}"
+        )
         _print_skew(load.counts)
     if draw is not None and plot is not None:
         draw(plot, Pictures(str(file), load.counts / load.counts.sum(axis=1, keepdims=True)))

@@ -113,7 +113,7 @@ def test_everything_the_tracker_knows_is_printed(capsys: pytest.CaptureFixture[s
 def test_little_evidence_is_said_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     print_popularity(described(ranks=(), clusters=(), sources=(), divergence=None, threshold=None, recall=None, prior_recall=None, shifted=True))
     said = capsys.readouterr().out
-    for words in ("too little was heard", "shifted", "no rank has reported", "no clusters yet"):
+    for words in ("too little was seen", "shifted", "no rank has reported", "no clusters yet"):
         assert words in said, said
 
 

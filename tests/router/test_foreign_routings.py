@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.memory import MemoryBus
-from fleet.events import Capabilities, ClustersPublished, CountsImported, RequestsFinished, RequestsProfiled
+from fleet.events import Capabilities, ClustersPublished, CountsImported, DescribePopularity, PopularityDescribed, RequestsFinished, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.signatures import ClusterModel, unpack
 from router.foreign_routings import MARK, Counted, Tap, Usage, counted
 from tests.router.houses import House, chat, engine_joined, served_web, until
+from tracker.config import TrackerConfig
+from tracker.service import TrackerService
 
 CHAT = "/v1/chat/completions"
 SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=1, expert_intermediate=1)
@@ -251,6 +253,29 @@ async def test_where_clusters_are_known_the_signature_is_over_them(house: House,
     (profiled,) = [one for one in said if isinstance(one, RequestsProfiled)]
     assert profiled.clusters == 5
     assert np.argmax(unpack(profiled.requests[0].signature, clusters.shares)) == 1
+
+
+async def test_a_tracker_learns_from_a_foreign_engine(house: House, server: tuple[Telling, str]) -> None:
+    _, url = server
+    await joined(house, url)
+    tracker = TrackerService(MemoryBus(house.broker), house.subjects, TrackerConfig(publish_seconds=0.1, prior_pairs=1e-3))
+    running = asyncio.create_task(tracker.run())
+    await asyncio.wait_for(tracker.ready.wait(), 5)
+    try:
+        await house.post(CHAT, chat())
+        await until(lambda: b"roost_tracker_imports_total 1.0" in tracker.metrics.exposition())
+        known = await house.bus.request(house.subjects.describe_profile, DescribePopularity(model="demo"))
+        assert isinstance(known, PopularityDescribed)
+        assert known.tokens == pytest.approx(len(CHOSEN), rel=0.01)
+        counts = by_hand(CHOSEN)
+        np.testing.assert_allclose(known.slow.array(), counts / counts.sum(axis=1, keepdims=True), atol=1e-3)
+        await until(lambda: house.service.view.clusters("demo") is not None)
+        await house.post(CHAT, chat())
+        await until(lambda: b"roost_tracker_imports_total 2.0" in tracker.metrics.exposition())
+        assert b"roost_tracker_rejected_total{" not in tracker.metrics.exposition()
+    finally:
+        running.cancel()
+        await asyncio.wait([running], timeout=5)
 
 
 async def test_whole_profiles_are_rationed(house: House, server: tuple[Telling, str]) -> None:
