@@ -27,6 +27,9 @@ import numpy as np
 import typer
 import uvloop
 
+if sys.path[0] == str(Path(__file__).resolve().parent):  # run by its path: `tracker` is the package, not this file
+    del sys.path[0]
+
 from benchmarks.rig.flow import EXPERTS, LAYERS, Flow, Mix, mix
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percentile
 from benchmarks.rig.report_publisher import report
