@@ -128,19 +128,8 @@ class Foresight:
         tables = replica.tables
         found = predict(tables, Query(prefix, tokens, block_size, *keys))
         known = found.known
-        return Forecast(
-            weights=found.weights,
-            shares=tables.shares,
-            gain=tables.gain,
-            tables=tables.version,
-            clusters=tables.clusters,
-            blocks=known.blocks,
-            prefix=known.hash,
-            looked_up=known.looked_up,
-            evidence=known.evidence,
-            confidences=found.confidences,
-            confidence=found.confidence,
-        )
+        said = known.blocks, known.hash, known.looked_up, known.evidence, found.confidences, found.confidence
+        return Forecast(found.weights, tables.shares, tables.gain, tables.version, tables.clusters, *said)
 
     def replica(self, model: str) -> Replica | None:
         return self._replicas.get(model)

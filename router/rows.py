@@ -17,10 +17,10 @@ from fleet.signatures import PACKED
 WAYS = 16
 SLOT = 8 + ROW + 2
 """Bytes of one slot: key, row, and when it was told."""
-Keys = NDArray[np.uint64]
-Packed = NDArray[np.uint8]
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+Keys = NDArray[np.uint64]
+Packed = NDArray[np.uint8]
 _YOUNGEST = (1 << 16) - 1
 _FEWEST_SETS = 64
 _ROOM = 3
