@@ -114,6 +114,8 @@ class TrackerService:
                 tasks.create_task(self._publish(heard, told), name="publishes profiles, demands and shifts")
                 tasks.create_task(self._teach(), name="publishes clusters and tables")
                 tasks.create_task(self._fit(), name="fits clusters anew")
+                if self._config.state_file is not None:
+                    tasks.create_task(self._save_regularly(self._config.state_file), name="writes the state")
 
     # Hearing
 
@@ -289,20 +291,16 @@ class TrackerService:
 
     @asynccontextmanager
     async def _keeping(self) -> AsyncIterator[None]:
-        """Go on where the state file ends; write it now and then while the context lasts, and at its end."""
+        """Go on where the state file ends, and write it at the end of the context."""
         path = self._config.state_file
         try:
-            if path is None:
-                yield
-                return
-            await self._recall(path)
-            saving = asyncio.create_task(self._save_regularly(path), name="writes the state")
+            if path is not None:
+                await self._recall(path)
             try:
                 yield
             finally:
-                saving.cancel()
-                await asyncio.wait([saving])
-                await self._save_at_the_end(path)
+                if path is not None:
+                    await self._save_at_the_end(path)
         finally:
             self._knows.close()
 
@@ -325,6 +323,8 @@ class TrackerService:
         if late:
             saving.cancel()
             logger.warning("the last state could not be written within %g s; %s has the one before", STOP_SECONDS, path)
+        elif (error := saving.exception()) is not None:
+            logger.error("the last state could not be written; %s has the one before", path, exc_info=error)
 
     async def _save(self, path: Path) -> None:
         try:
