@@ -24,10 +24,10 @@ from router.replica import SLICE, Change, Verdict, read
 
 log = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
-_LATE_CHANGES = 64
+_LATE_CHANGES = 16
 """Changes that wait for a model's whole tables; with more, the oldest go, and the numbers will show it."""
 _INLINE_BYTES = 64 * 1024
 """A longer message is read in a thread."""
