@@ -1,5 +1,6 @@
 """What is learnt of one model's requests, and the tables it makes."""
 
+import tracemalloc
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -558,3 +559,25 @@ def test_an_outcome_that_cannot_be_is_refused_and_changes_nothing(field_name: st
     with pytest.raises(ValueError, match=field_name):
         learning.finished(msgspec.structs.replace(outcome("a"), **broken), 0.0)
     assert learning.state() == before
+
+
+# Room
+
+
+def test_a_megabyte_is_enough_for_a_hundred_thousand_prefixes() -> None:
+    config = replace(CONFIG, prefix_bytes=1 << 20, most_changes=4096)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    learning = learner(config)
+    hot = keys_of(1, 40)
+    for at in range(100_000 // 250):
+        learning.profiled(profile(f"{at}", 1, keys_of(1000 + at, 250)), VERSION, float(at))
+        learning.finished(outcome(f"{at}", [at % 512], session=1 + at, tenant=1 + at % 50, prefix=hot[-1]), float(at))
+        if at % 15 == 0:
+            learning.profiled(profile("", 2, hot), VERSION, float(at))
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    budget = sum((config.prefix_bytes, config.session_bytes, config.tenant_bytes, config.token_bytes, config.waiting_bytes))
+    assert learning.stored_bytes <= learning.nbytes <= budget
+    assert held < budget + 64_000, "and the model, the trusts, the decisions that were joined"
+    assert set(hot) <= set(replica(learning).keyed[0]), "what is used again and again stays"

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.prediction import ROW
@@ -211,3 +213,19 @@ def test_keys_of_one_set_are_put_one_after_another() -> None:
     assert len(rows) == rows.capacity
     assert rows.capacity % WAYS == 0
     assert all(rows.get(key) is not None for key in rows)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9)), max_size=200))
+def test_a_single_row_is_put_as_a_batch_of_one_is(steps: list[tuple[int, int]]) -> None:
+    one, batch = Rows(9000, 100.0, 64), Rows(9000, 100.0, 64)
+    for now, (key, tokens) in enumerate(steps):
+        one.put_one(key, made([tokens]), float(now))
+        batch.put(np.array([key], np.uint64), made([tokens]), float(now))
+        assert one.get(key) == made([tokens]).tobytes()
+    assert one.state() == batch.state()
+
+
+def test_key_zero_is_no_key() -> None:
+    with pytest.raises(ValueError, match="0 is no key"):
+        Rows(9000, 100.0, 64).put_one(0, made([1]), 0.0)
