@@ -32,6 +32,7 @@ _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _WRAP = 1 << 15
 _CHUNK = 1 << 15
+_BATCH = 1 << 10
 Keys = NDArray[np.uint64]
 Cells = NDArray[Any]
 """structured [n]: packed u1[PACKED], tokens u4, extra u1[m]"""
@@ -142,19 +143,25 @@ class Rows(Mapping[int, bytes]):
     def put(self, keys: Keys, cells: Cells, now: float, parent: int | None = None) -> None:
         """Replace or add rows [n] of different keys [n], none 0. parent: the keys follow one another behind this one (0: behind nothing); None: no chain."""
         self.advance(now)
-        slots = np.full(len(keys), -1, np.int64)
         before = self._slot(parent) if parent else -1
+        for start in range(0, len(keys), _BATCH):
+            part = slice(start, start + _BATCH)
+            slots = self._put(keys[part], cells[part])
+            if parent is not None:
+                self._parents[slots[0]] = before + 1
+                self._parents[slots[1:]] = slots[:-1] + 1
+                before = int(slots[-1])
+
+    def _put(self, keys: Keys, cells: Cells) -> NDArray[np.int64]:
+        """int64 [n]: where different keys were put; those of one set one after another."""
+        slots = np.full(len(keys), -1, np.int64)
         pending = np.arange(len(keys))
         while len(pending):
             ways = self._ways(keys[pending])
             _, first = np.unique(ways[:, 0], return_index=True)
             slots[pending[first]] = self._place(keys[pending[first]], ways[first], cells[pending[first]])
-            left = np.ones(len(pending), bool)
-            left[first] = False
-            pending = pending[left]
-        if parent is not None and len(slots):
-            self._parents[slots[0]] = before + 1
-            self._parents[slots[1:]] = slots[:-1] + 1
+            pending = np.delete(pending, first)
+        return slots
 
     def put_one(self, key: int, cells: Cells, now: float) -> None:
         """`put` of a single row [1], a good deal faster. ValueError for key 0."""
