@@ -133,12 +133,12 @@ class Loop:
 
 
 @asynccontextmanager
-async def closed_loop() -> AsyncIterator[tuple[Loop, TrackerService]]:
+async def closed_loop(kind: type[Loop] = Loop) -> AsyncIterator[tuple[Loop, TrackerService]]:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     router = RouterService(MemoryBus(broker), broker.subjects, RouterConfig(outcome_seconds=0.02, dead_after_seconds=60.0))
     tracker = TrackerService(MemoryBus(broker), broker.subjects, TrackerConfig(clusters=4, publish_seconds=0.05, refine_seconds=0.1))
-    loop = Loop(router, bus)
+    loop = kind(router, bus)
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(tracker.run()), tasks.create_task(router.run()), tasks.create_task(loop.follow_clusters())]
         await bus.record(broker.subjects.membership("e"), ENGINE)
@@ -163,3 +163,23 @@ async def test_requests_find_the_rank_where_their_experts_live_once_the_tracker_
         assert after > 0.9, "cold requests, told apart by their words"
         assert loop.refused == 0
         assert tracker.metrics.finished._value.get() > 0
+
+
+class Blind(Loop):
+    """What a request wants has nothing to do with anything that a router can know."""
+
+    def _run(self, kind: int, decision: Decision, ids: list[int]) -> RequestProfile:
+        return super()._run(int(self.chance.integers(2)), decision, ids)
+
+
+@pytest.mark.timeout(60)
+async def test_where_nothing_can_be_known_prediction_switches_itself_off() -> None:
+    async with closed_loop(Blind) as (loop, tracker):
+        gains = []
+        for _ in range(8):
+            await loop.serve(100)
+            async with asyncio.timeout(20):
+                while tracker.metrics.finished._value.get() < loop.asked:
+                    await asyncio.sleep(0.05)
+            gains.append(loop.gain)
+        assert max(gains[4:]) < 0.1
