@@ -51,7 +51,7 @@ class TrackerConfig:
     """time constant of the token table"""
     most_changes: int = 32768
     """rows that are told as a change; when more changed, all are told"""
-    most_token_changes: int = 512
+    most_token_changes: int = 1024
     """rows of the token table that are told as a change; the others with the next ones"""
     memory_outcomes: int = 1000
     """finished requests ago that count 1/e in what predictions are worth"""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
 from fleet.prediction import SOURCES, Query, Tables, know
-from fleet.signatures import ClusterModel, Weights, pack
+from fleet.signatures import ClusterModel, Weights, pack, unpack
 from tracker.calibration import Calibration
 from tracker.carrying import Change, History, carried, carried_weights, dense
 from tracker.clusters import Merge, Split
@@ -208,7 +208,7 @@ class Learning:
             self.orphans += len(blocks.keys)
             return
         tokens = 0.0 if above is None else float(above["tokens"])
-        before = 0.0 if above is None else dense(above["packed"][None], self._shares)[0] * tokens
+        before = 0.0 if above is None else unpack(above["packed"].tobytes(), self._shares) * tokens
         summed = before + blocks.size * np.cumsum(dense(_through(blocks.signatures, since), self._shares), axis=0, dtype=np.float64)
         behind = tokens + blocks.size * np.arange(1, len(blocks.keys) + 1)
         cells = np.zeros(len(blocks.keys), cell(0))
@@ -232,7 +232,7 @@ class Learning:
         if since is None or not profile.tokens:
             self.stale += since is None
             return
-        observed = dense(_through(np.frombuffer(profile.signature, np.uint8)[None], since), self._shares)[0]
+        observed = unpack(_through(np.frombuffer(profile.signature, np.uint8)[None], since).tobytes(), self._shares)
         weight = profile.tokens / (profile.tokens + HALF)
         ids = np.frombuffer(outcome.tokens, "<u4").astype(np.int64) % self._tokens.buckets
         buckets, places, repeats = np.unique(ids, return_inverse=True, return_counts=True)
@@ -264,7 +264,7 @@ class Learning:
         if profile.local is not None and outcome.predicted_local is not None and outcome.prior_local is not None:
             self._calibration.learn(outcome.predicted_local, outcome.prior_local, profile.local, weight)
         if profile.sample:
-            predicted = dense(np.frombuffer(outcome.predicted, np.uint8)[None], self._shares)[0]
+            predicted = unpack(outcome.predicted, self._shares)
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
