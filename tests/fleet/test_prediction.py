@@ -1,6 +1,7 @@
 """Prediction: what several sources say of a request, combined."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.prediction import FLOOR, MOST_TOKENS, PREFIX, ROW, SESSION, SHRINK, SOURCES, TENANT, TOKENS, Query, Tables, know, longest_known, predict, row
+from fleet.prediction import (
+    FLOOR,
+    MOST_TOKENS,
+    PATTERNS,
+    PREFIX,
+    ROW,
+    SESSION,
+    SHRINK,
+    SOURCES,
+    TENANT,
+    TOKENS,
+    Query,
+    Tables,
+    know,
+    longest_known,
+    predict,
+    row,
+)
 from fleet.signatures import PACKED, pack, unpack
 
 K = 6
@@ -217,3 +235,20 @@ def test_a_source_says_the_log_ratio_of_its_shrunk_weights_to_the_mix(mix: Any, 
     for cluster in np.flatnonzero(mix):
         expected = np.log(believed * weights[cluster] / found.shares[cluster] + 1 - believed)
         assert ratios[cluster] == pytest.approx(expected, abs=1e-4)
+
+
+def test_trust_depends_on_who_else_speaks_where_the_tables_say_so() -> None:
+    trust = np.ones((PATTERNS, len(SOURCES)), np.float32)
+    trust[1 << PREFIX | 1 << SESSION, SESSION] = 0.0
+    by_source = tables(blocks={11: speaks_for(1)}, sessions={5: speaks_for(2)})
+    by_pattern = replace(by_source, trust=trust)
+    alone, both = Query(session=5), Query(prefix=(11,), session=5)
+    assert predict(by_pattern, alone).weights == pytest.approx(predict(by_source, alone).weights)
+    assert predict(by_pattern, both).weights == pytest.approx(predict(by_source, Query(prefix=(11,))).weights)
+
+
+def test_a_share_next_to_nothing_divides_nothing() -> None:
+    shares = [0.5, 0.5, 1e-40, 0.0, 0.0, 0.0]
+    found = predict(tables(shares=shares, sessions={5: speaks_for(1)}), Query(session=5))
+    assert np.isfinite(found.weights).all()
+    assert found.weights[1] > 0.5
