@@ -132,7 +132,8 @@ class Activity:
             return
         self._supplies[worker_id] = supply
         while sum(len(supply.held) for supply in self._supplies.values()) > 2 * self._config.most_ranks:
-            self._supplies.popitem(last=False)
+            strangers = (known for known in self._supplies if known not in self._workers)
+            del self._supplies[next(strangers, next(iter(self._supplies)))]
 
     def left(self, worker_id: int) -> None:
         """What a worker's ranks asked for is forgotten; the model's profile keeps what it learnt."""

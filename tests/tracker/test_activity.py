@@ -409,6 +409,17 @@ def test_a_placement_of_other_ranks_or_experts_says_nothing() -> None:
         activity.placed(1, Supply.of(linear(layers=LAYERS, experts=EXPERTS, ranks=8).record(), None))
 
 
+def test_placements_of_strangers_are_bounded_and_push_nobody_out_who_is_there() -> None:
+    activity = Activity(TrackerConfig(most_ranks=4))
+    activity.joined(joined(), 0.0)
+    placed(activity, 1, 0, range(8))
+    for stranger in range(2, 40):
+        placed(activity, stranger, 0, range(8))
+    assert activity.stored_bytes - 2 * LAYERS * EXPERTS * 4 == 8 * LAYERS * EXPERTS
+    activity.report(report(), 1.0)
+    assert demands(activity.changed(1.0))[1, 0].remote == pytest.approx(0.5)
+
+
 def test_what_a_rank_wants_and_holds_is_told_expert_by_expert() -> None:
     activity = Activity(TrackerConfig())
     activity.joined(joined(), 0.0)
