@@ -14,7 +14,7 @@ from fleet.signatures import ClusterModel
 from router.chores import Chores
 from router.kv_feeds import KvFeeds
 from router.lexicon import Lexicon
-from router.locality import locality
+from router.locality import Locality, Work, locality
 from router.metrics import RouterMetrics
 from router.picker import Picker
 from router.tracker_feeds import TrackerFeeds
@@ -182,13 +182,15 @@ class Feeds:
         self._view.heard(joined.worker_id, self._clock())
 
     async def _price(self) -> None:
-        """Off the event loop: large placements take some hundred milliseconds."""
+        """Off the event loop: large placements take some hundred milliseconds. Engines that are alike follow one another and are priced once."""
+        last: tuple[Work, Locality] | None = None
         while True:
             worker_id = await self._unpriced.next()
             state = self._view.engine(worker_id)
             if state is None:
                 continue
             placement = state.placement
-            work = (len(state.joined.urls), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
-            self._view.price(worker_id, None if placement is None else placement.epoch, found)
+            work = Work(len(state.joined.urls), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
+            if last is None or not last[0].same_as(work):
+                last = work, await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
+            self._view.price(worker_id, None if placement is None else placement.epoch, last[1])

@@ -31,8 +31,27 @@ class Locality(NamedTuple):
     """version of the cluster model behind the prices"""
 
 
+class Work(NamedTuple):
+    """What an engine's prices are made of. clusters None: the tracker has not said any of this model yet."""
+
+    ranks: int
+    shape: ModelShape | None
+    layout: Layout | None
+    placement: Placement | None
+    clusters: ClusterModel | None
+
+    def same_as(self, other: "Work") -> bool:
+        """Whether both have the same prices: epochs may differ, as those of engines that began alike do."""
+        if self.clusters is not other.clusters or self[:3] != other[:3]:
+            return False
+        mine, others = self.placement, other.placement
+        if mine is None or others is None:
+            return mine is others
+        return mine.experts == others.experts and mine.ranks == others.ranks and np.array_equal(mine.expert_of_slot, others.expert_of_slot)
+
+
 def locality(ranks: int, shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None) -> Locality:
-    """Price one engine's placement. clusters None: the tracker has not said any of this model yet.
+    """Price one engine's placement (`Work`).
 
     Layers below the layout's boundary are sharded and count for nothing.
     """

@@ -16,7 +16,7 @@ from fleet.timing import EngineSpeed
 from router.candidates import Limits, candidates
 from router.decision import Ask, Decision, DecisionRecord, Outlook, decide
 from router.foresight import NO_GAIN, UNKNOWN_MODEL, Forecast
-from router.locality import Locality, Prices, locality
+from router.locality import Locality, Prices, Work, locality
 from router.reservations import PREFILL, SEQUENCES, Reservations
 from router.roster import Roster
 from router.scoring import TERMS, Weights, score, uncached_tokens
@@ -271,6 +271,25 @@ def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
     for said, found in cases.items():
         assert found.prices is None
         assert said in str(found.note)
+
+
+def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -> None:
+    placement, model = linear(layers=2, experts=4, ranks=2), halves()
+    later = linear(layers=2, experts=4, ranks=2)
+    later.epoch = 7
+    mirrored = Placement(placement.expert_of_slot[:, ::-1], experts=4, ranks=2)
+    work = Work(2, SHAPE, None, placement, model)
+    assert work.same_as(Work(2, SHAPE, None, later, model))
+    others = [
+        Work(2, SHAPE, None, mirrored, model),
+        Work(2, SHAPE, None, None, model),
+        Work(2, SHAPE, None, placement, halves()),
+        Work(2, SHAPE, None, placement, None),
+        Work(2, None, None, placement, model),
+        Work(2, SHAPE, Layout(attention="dp", boundary=1), placement, model),
+        Work(3, SHAPE, None, placement, model),
+    ]
+    assert not any(work.same_as(other) or other.same_as(work) for other in others)
 
 
 def aligned(gain: float = 1.0) -> tuple[Roster, Outlook]:
