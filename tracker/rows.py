@@ -227,8 +227,8 @@ class Rows(Mapping[int, bytes]):
         self._note(gone)
         fall = np.where(self._keys[slots] != 0, self._uses[slots], 1) - np.uint8(1)
         if fall.any():
-            uses = self._uses[ways]
-            self._uses[ways] = np.maximum(uses, fall[:, None] + np.uint8(1)) - fall[:, None]
+            crowded, by = ways[fall > 0], fall[fall > 0, None]
+            self._uses[crowded] = np.maximum(self._uses[crowded], by + np.uint8(1)) - by
 
     def touch(self, key: int, now: float) -> bool:
         """A row was used, and with it the rows it continues. False when it is unknown."""
@@ -236,15 +236,17 @@ class Rows(Mapping[int, bytes]):
         slot = self._slot(key)
         if slot < 0:
             return False
-        tokens, uses, touched, parents = self._cells["tokens"], self._uses, self._touched, self._parents
+        arrays: tuple[Any, ...] = (self._cells["tokens"], self._uses, self._touched, self._parents)
+        tokens, uses, touched, parents = (memoryview(array) for array in arrays)  # item by item several times faster than the array
+        tick = self._tick
         for _ in range(LONGEST_CHAIN):
-            settled = uses[slot] >= MOST_USES and touched[slot] == self._tick
-            touched[slot] = self._tick
+            settled = uses[slot] >= MOST_USES and touched[slot] == tick
+            touched[slot] = tick
             if settled:
                 break
-            uses[slot] = min(int(uses[slot]) + 1, MOST_USES)
-            above = int(parents[slot]) - 1
-            if above < 0 or tokens[above] >= tokens[slot] or not self._keys[above]:
+            uses[slot] = min(uses[slot] + 1, MOST_USES)
+            above = parents[slot] - 1
+            if above < 0 or tokens[above] >= tokens[slot] or not uses[above]:
                 break
             slot = above
         return True
