@@ -32,6 +32,7 @@ SHRINK = (16.0, 64.0, 64.0, 512.0)
 much the same, and what n of them add up to is worth n * half / (n + half) (measured on the demo model: the best exponent falls
 from 0.4 at 8 tokens to 0.14 at 96)."""
 LEAST_SHARE = 1e-6
+MOST_HEARD = 1024
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that nothing is ever called impossible."""
 
@@ -75,6 +76,11 @@ class Tables:
     trust: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float = 0.0
+
+    @cached_property
+    def heard(self) -> dict[tuple[int, bytes], tuple[float, NDArray[np.float32]]]:
+        """What rows were found to say, by source and row; at most MOST_HEARD."""
+        return {}
 
     @cached_property
     def reliabilities(self) -> list[float]:
@@ -143,17 +149,14 @@ def know(tables: Tables, query: Query) -> Known:
     blocks, found = longest_known(tables.blocks, query.prefix)
     for source, held in ((PREFIX, found), (SESSION, tables.sessions.get(query.session)), (TENANT, tables.tenants.get(query.tenant))):
         if held is not None:
-            *packed, tokens = _ROW.unpack(held)
-            evidence[source] = tokens
-            _shrunk(ratios[source], tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
+            evidence[source], ratios[source] = tables.heard.get((source, held)) or _heard(tables, source, held)
     start = blocks * query.block_size
     looked_up = slice(start, start + MOST_TOKENS)
     ids = query.tokens[looked_up]
     if len(ids) and len(tables.tokens):
         evidence[TOKENS] = len(ids)
         independent = SHRINK[TOKENS] / (SHRINK[TOKENS] + len(ids))
-        buckets = np.frombuffer(array("I", ids), np.uint32) % len(tables.tokens)  # half the time that numpy takes for a list
-        ratios[TOKENS] = np.full(len(ids), independent, np.float32) @ tables.tokens.take(buckets, axis=0)
+        ratios[TOKENS] = np.full(len(ids), independent, np.float32) @ _rows_of(tables.tokens, ids)
     return Known(ratios, tuple(evidence), blocks, query.prefix[blocks - 1] if blocks else 0, looked_up)
 
 
@@ -174,19 +177,38 @@ def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int]) -> tuple[i
     return low, best
 
 
-def _shrunk(ratios: NDArray[np.float32], inverse_shares: Sequence[float], packed: Sequence[int], share: float) -> None:
-    """Write log(w / shares) into ratios, float32 [K], for the weights w that count for `share` of what is `unpack`ed, the mix for the rest.
+def _rows_of(table: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float32]:
+    """float32 [n, K]. Ids rarely exceed the table, so that is only looked at when they do; an array is the faster way from a list to numpy."""
+    buckets = np.frombuffer(array("I", ids), np.uint32)
+    try:
+        return table.take(buckets, axis=0)
+    except IndexError:
+        return table.take(buckets % len(table), axis=0)
 
-    Where nobody is named w / shares is one number; so only NAMED logarithms are taken, and no array is made.
+
+def _heard(tables: Tables, source: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
+    """What a row says: its evidence and log-ratios. Remembered, since a session's and above all a tenant's row is asked again and again."""
+    *packed, tokens = _ROW.unpack(held)
+    found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
+    if len(tables.heard) < MOST_HEARD:
+        tables.heard[source, held] = found
+    return found
+
+
+def _shrunk(inverse_shares: Sequence[float], packed: Sequence[int], share: float) -> NDArray[np.float32]:
+    """float32 [K]: log(w / shares) for the weights w that count for `share` of what is `unpack`ed, the mix for the rest.
+
+    Where nobody is named w / shares is one number; so only NAMED logarithms are taken.
     """
     named = [(packed[at], packed[at + 1]) for at in range(0, PACKED, 2) if packed[at + 1] and packed[at] < len(inverse_shares)]
     total = sum(weight for _, weight in named)
     scale = 1.0 / max(255, total)
     believed = share * (1.0 - FLOOR)
     unnamed = believed * (1.0 - total * scale) + (1.0 - believed)
-    ratios.fill(log(unnamed))
     weights: dict[int, int] = {}
     for cluster, weight in named:
         weights[cluster] = weights.get(cluster, 0) + weight
+    ratios = np.full(len(inverse_shares), log(unnamed), np.float32)
     for cluster, weight in weights.items():
         ratios[cluster] = log(unnamed + believed * weight * scale * inverse_shares[cluster])
+    return ratios

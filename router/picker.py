@@ -148,8 +148,8 @@ class Picker:
         if prices.clusters != len(forecast.weights):
             nothing = np.zeros(targets)
             return Outlook(forecast, nothing, nothing, nothing, np.zeros(targets, np.bool_))
-        both = prices.flat @ np.array((forecast.weights, forecast.shares)).T
-        return Outlook(forecast, both[:targets, 0], both[targets:, 0], both[targets:, 1], prices.priced)
+        both = prices.flat @ forecast.weights
+        return Outlook(forecast, both[:targets], both[targets:], prices.prior_local(forecast.shares), prices.priced)
 
     def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:
         """int64 [targets]: leading blocks that each rank holds or, without KV events, probably holds."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fleet.events import EngineJoined
 from fleet.layout import Layout
 from fleet.placement import Placement
-from fleet.signatures import ClusterModel
+from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed
 from router.locality import Locality, Matrix, Prices
 from router.reservations import Reservations
@@ -66,17 +66,21 @@ class EngineState:
         return self.blocked if self.standing is Standing.LIVE else self.standing.value
 
 
-@dataclass(frozen=True, slots=True)
 class PriceList:
     """The prices of a model's targets, in the order of its roster. flat: float64 [2 * targets, K], remote ranks of a token of each
     cluster at each target, then local shares; 0 where `priced`, bool [targets], is not."""
 
-    flat: Matrix
-    priced: NDArray[np.bool_]
+    def __init__(self, flat: Matrix, priced: NDArray[np.bool_]) -> None:
+        self.flat = flat
+        self.priced = priced
+        self.clusters = int(flat.shape[1])
+        self._prior: tuple[Weights, NDArray[np.float64]] | None = None
 
-    @property
-    def clusters(self) -> int:
-        return int(self.flat.shape[1])
+    def prior_local(self, shares: Weights) -> NDArray[np.float64]:
+        """float64 [targets]: the local share of the traffic's mix [K]; computed once for each value of it."""
+        if self._prior is None or self._prior[0] is not shares:
+            self._prior = shares, self.flat[len(self.priced) :] @ shares
+        return self._prior[1]
 
 
 class View:
