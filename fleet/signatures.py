@@ -1,9 +1,10 @@
 """Signatures: what a request (or a prefix) activates, as weights over a few learnt clusters; and the clusters themselves. Pure.
 
 A cluster is an expert profile [layers, experts]. A profile of counts is read as a draw from one cluster: with shares s_k and
-profiles c_k, its signature is the tempered posterior w_k ~ s_k * exp(sharpness * sum counts * log(c_k / c)), c = sum_k s_k c_k.
-The temper stands for the dependence between the draws (tokens of one text, layers of one token), which a plain multinomial
-ignores. Signatures add up linearly: that of a prefix is the token-weighted mean over its blocks.
+profiles c_k, its signature is the tempered posterior w_k ~ s_k * exp(t * sum counts * log(c_k / c)), c = sum_k s_k c_k.
+The temper t = sharpness / (1 + saturation * n), of n pairs, stands for the dependence between the draws (layers of one token; tokens
+of one text: the design effect of Kish 1965), which a plain multinomial ignores. Signatures add up linearly: that of a prefix is the
+token-weighted mean over its blocks.
 """
 
 from collections.abc import Sequence
@@ -58,19 +59,22 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     sharpness: float
     shares: bytes
     profiles: bytes
+    saturation: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class ClusterModel:
     """The clusters of one model at one version. Slots keep their meaning from version to version; an unused slot has share 0.
 
-    profiles: float32 [K, layers, experts], rows sum to 1. shares: float32 [K], sum 1: the traffic's present mix.
+    profiles: float32 [K, layers, experts], rows sum to 1. shares: float32 [K], sum 1: the traffic's present mix. saturation: how fast
+    the tokens of one text repeat each other: n pairs speak as n / (1 + saturation * n), so that a block is read more sharply than a text.
     """
 
     version: int
     profiles: NDArray[np.float32]
     shares: Weights
     sharpness: float
+    saturation: float = 0.0
 
     @property
     def clusters(self) -> int:
@@ -90,7 +94,8 @@ class ClusterModel:
     def signature(self, counts: NDArray[Any]) -> Weights:
         """float32 [..., K] of counts [..., layers, experts] of (token, k) pairs; no counts give the shares."""
         flat = np.asarray(counts, np.float32).reshape(*counts.shape[:-2], -1)
-        return posterior(self.shares, self.sharpness * (flat @ self.log_ratios))
+        sharpness = np.asarray(self.sharpness / (1.0 + self.saturation * flat.sum(axis=-1, keepdims=True)), np.float32)
+        return posterior(self.shares, sharpness * (flat @ self.log_ratios))
 
     def expected(self, weights: Weights) -> NDArray[np.float32]:
         """float32 [layers, experts]: the profile that weights [K] stand for."""
@@ -106,6 +111,7 @@ class ClusterModel:
             sharpness=self.sharpness,
             shares=self.shares.astype("<f4").tobytes(),
             profiles=self.profiles.astype("<f2").tobytes(),
+            saturation=self.saturation,
         )
 
     @classmethod
@@ -125,7 +131,9 @@ class ClusterModel:
             raise ValueError("cluster model: shares must be probabilities")
         if not 0 < record.sharpness < float("inf"):
             raise ValueError(f"cluster model: sharpness must be finite and above 0, not {record.sharpness}")
-        return cls(record.version, profiles / sums, np.asarray(shares / shares.sum(), np.float32), record.sharpness)
+        if not 0 <= record.saturation < float("inf"):
+            raise ValueError(f"cluster model: saturation must be finite and not negative, not {record.saturation}")
+        return cls(record.version, profiles / sums, np.asarray(shares / shares.sum(), np.float32), record.sharpness, record.saturation)
 
 
 def posterior(shares: Weights, ratios: NDArray[Any]) -> Weights:

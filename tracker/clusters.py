@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fleet.popularity import uniform
 from fleet.signatures import ClusterModel, Weights
 from tracker.config import TrackerConfig
-from tracker.mixture import FEWEST, first_sharpness
+from tracker.mixture import FEWEST, first_sharpness, saturation
 from tracker.refit import Fitted, Merge, Refit, Split
 from tracker.reservoir import OVERHEAD, Reservoir
 
@@ -54,7 +54,7 @@ class Clusters:
         first = np.zeros(config.clusters)
         first[0] = 1.0
         flat = np.broadcast_to(uniform(layers, experts).astype(np.float32), (config.clusters, layers, experts))
-        self._model = ClusterModel(first_version, np.ascontiguousarray(flat), first.astype(np.float32), first_sharpness(layers))
+        self._model = ClusterModel(first_version, np.ascontiguousarray(flat), first.astype(np.float32), first_sharpness(layers), saturation(layers))
         self._sampled = first
         self._tokens = np.zeros(config.clusters)
         self._mixed_at: float | None = None
@@ -184,7 +184,7 @@ class Clusters:
         shares = self.shares
         told = profiles.copy()
         told[shares == 0] = np.tensordot(shares, profiles, 1)
-        self._model = ClusterModel(self._model.version + 1, told, shares, sharpness)
+        self._model = ClusterModel(self._model.version + 1, told, shares, sharpness, self._model.saturation)
 
     def _worth_telling(self, fitted: Fitted) -> bool:
         ratio = fitted.sharpness / self._model.sharpness
@@ -204,4 +204,4 @@ def _model(state: Mapping[str, Any], shape: tuple[int, int, int]) -> ClusterMode
         raise ValueError("profiles must be probabilities")
     if not 0 < state["sharpness"] < float("inf"):
         raise ValueError(f"sharpness must be finite and above 0, not {state['sharpness']}")
-    return ClusterModel(int(state["version"]), profiles.copy(), shares.copy(), float(state["sharpness"]))
+    return ClusterModel(int(state["version"]), profiles.copy(), shares.copy(), float(state["sharpness"]), saturation(shape[1]))

@@ -39,9 +39,19 @@ LEVELS = GRID[4::8]
 """Those at which splits and merges are judged: each at its best."""
 
 
+REPEATED = 256.0
+"""(token, k) pairs per layer from which on a text mostly repeats what it has said of itself: twice as many say less than half as much
+again. Sharpness is learnt, and right for the lengths that come; this only carries it over to others, blocks above all."""
+
+
 def first_sharpness(layers: int) -> float:
-    """Before anything was sampled: the layers of a token say nearly the same, and so do the tokens of a text."""
+    """Before anything was sampled: the layers of a token say nearly the same."""
     return 0.4 / layers
+
+
+def saturation(layers: int) -> float:
+    """Of `fleet.signatures.ClusterModel`: by pairs of all layers."""
+    return 1.0 / (REPEATED * layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +69,11 @@ class Requests:
     def pairs(self) -> Wide:
         """float64 [n]: pairs per layer."""
         return np.asarray((self.prompt.sum(axis=1) + self.completion.sum(axis=1)) / self.layers, np.float64)
+
+    @cached_property
+    def temper(self) -> Cells:
+        """float32 [n, 1]: what the evidence of each prompt counts, before sharpness."""
+        return np.asarray(1.0 / (1.0 + saturation(self.layers) * self.prompt.sum(axis=1, keepdims=True)), np.float32)
 
     @cached_property
     def scale(self) -> Cells:
@@ -186,7 +201,7 @@ def gain(requests: Requests, parts: tuple[NDArray[np.intp], NDArray[np.intp]], j
     together = requests.pooled(np.concatenate(parts), requests.prior)
     apart = np.stack([requests.pooled(part, together) for part in parts])
     ratios = (np.log(np.maximum(apart, LEAST)) - np.log(np.maximum(masses @ apart, LEAST))).T
-    prompts, completions = requests.prompt[judged] @ ratios, requests.completion[judged] @ ratios
+    prompts, completions = requests.temper[judged] * (requests.prompt[judged] @ ratios), requests.completion[judged] @ ratios
     weights = posterior(masses, np.multiply.outer(np.array(LEVELS, np.float32), prompts))
     return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
 
@@ -269,7 +284,7 @@ class Judge:
 
     def _prepared(self, chosen: NDArray[np.intp], profiles: Cells) -> tuple[NDArray[np.intp], Cells, Cells]:
         ratios = np.log(np.maximum(profiles, LEAST)) - self._floor
-        return chosen, profiles, np.asarray(self._requests.prompt[chosen] @ ratios.T, np.float32)
+        return chosen, profiles, np.asarray(self._requests.temper[chosen] * (self._requests.prompt[chosen] @ ratios.T), np.float32)
 
     def likelihood(self, sharpness: float) -> float:
         """Nats by which completions are likelier under the signatures of their prompts than under the traffic's profile."""

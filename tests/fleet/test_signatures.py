@@ -95,6 +95,23 @@ def test_a_cluster_without_a_share_is_never_found() -> None:
     assert posterior(np.array([0.5, 0.5], np.float32), np.array([[5000.0, 0.0], [0.0, 0.0]])).tolist() == [[1.0, 0.0], [0.5, 0.5]]
 
 
+@given(st.integers(1, 500), st.integers(0, 1000))
+def test_pairs_of_a_long_text_speak_less_each(copies: int, seed: int) -> None:
+    """n pairs speak as n / (1 + saturation * n) do, whatever else there is to tell at once."""
+    plain, counts = model(), np.random.default_rng(seed).integers(0, 5, model().mean.shape)
+    tempered = ClusterModel(plain.version, plain.profiles, plain.shares, plain.sharpness, saturation=0.01)
+    many = copies * counts
+    equal = posterior(plain.shares, plain.sharpness * many.ravel() / (1 + 0.01 * many.sum()) @ plain.log_ratios)
+    assert tempered.signature(many) == pytest.approx(equal, abs=1e-5)
+    assert tempered.signature(np.stack([many, counts]))[0] == pytest.approx(equal, abs=1e-5)
+
+
+def test_a_saturation_that_cannot_be_is_refused() -> None:
+    for saturation in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="saturation"):
+            ClusterModel.from_record(msgspec.structs.replace(model().record(), saturation=saturation))
+
+
 def test_expected_profiles_are_mixtures() -> None:
     clusters = model()
     assert clusters.expected(clusters.shares) == pytest.approx(clusters.mean, rel=1e-5)
