@@ -29,6 +29,7 @@ SURE = 32.0
 _SWEEPS = 50
 _LEAST = 1e-6
 _GENERAL, _TOGETHER, _PRIOR = -3, -2, -1
+_FITTED = slice(_GENERAL, _PRIOR)
 """Rows of what is predicted, after those of each source alone: all together, twice, and the mix."""
 
 
@@ -56,7 +57,7 @@ class Trust:
     @property
     def values(self) -> NDArray[np.float32]:
         """float32 [sources]: whoever else speaks"""
-        return self._together[0].astype(np.float32)
+        return np.asarray(self.table[0])
 
     @property
     def table(self) -> NDArray[np.float32]:
@@ -87,15 +88,15 @@ class Trust:
         judged = np.where(speaking, 1.0 - 1.0 / np.minimum(self._memory, FIRST_MEMORY + self._spoken), 1.0)
         said, seen = known.ratios.astype(np.float64), observed.astype(np.float64)
         likely = self._predicted(log_shares, said, who)
-        self._judge(likely, seen, judged, weight * speaking)
+        self._judge(likely, seen, judged, np.where(speaking, weight, 0.0))
         between = 0.5 * (likely + seen)
         means, slopes = between @ said.T, (likely - seen) @ said.T
-        for row, at in ((0, _GENERAL), (who, _TOGETHER)):
-            curvature = (said * between[at]) @ said.T - np.outer(means[at], means[at])
-            self._curvature[row] = keep * self._curvature[row] + weight * curvature
-            self._pull[row] = keep * self._pull[row] + weight * (curvature @ self._together[row] - slopes[at])
-        self._fit(0, np.array(FIRST))
-        self._fit(who, self._alone if speaking.sum() == 1 else self._together[0])
+        both = [0, who]
+        curvature = (said * between[_FITTED, None]) @ said.T - means[_FITTED, :, None] * means[_FITTED, None]
+        pull = (curvature @ self._together[both, :, None])[..., 0] - slopes[_FITTED]
+        self._curvature[both] = keep * self._curvature[both] + weight * curvature
+        self._pull[both] = keep * self._pull[both] + weight * pull
+        self._fit(both, self._alone if speaking.sum() == 1 else self._together[0])
         spread = (said * said * between[: len(FIRST)]).sum(axis=1) - means.diagonal() ** 2
         self._fit_alone(spread, slopes.diagonal(), keeps, weight)
 
@@ -116,9 +117,14 @@ class Trust:
             total *= keep
             total += weight * new
 
-    def _fit(self, row: int, held_to: NDArray[np.float64]) -> None:
-        whole = self._curvature[row] + PRECISION * np.eye(len(FIRST))
-        self._together[row] = _bounded_minimum(whole, self._pull[row] + PRECISION * held_to, self._together[row])
+    def _fit(self, both: list[int], held_to: NDArray[np.float64]) -> None:
+        """Trusts of all outcomes, and of those in which the same sources spoke."""
+        curvature = self._curvature[both] + PRECISION * np.eye(len(FIRST))
+        pull = self._pull[both] + PRECISION * np.stack([FIRST, held_to])
+        free = np.linalg.solve(curvature, pull[..., None])[..., 0]
+        for line, row in enumerate(both):
+            inside = free[line].min() >= 0.0 and free[line].max() <= MOST
+            self._together[row] = free[line] if inside else _bounded_minimum(curvature[line], pull[line], self._together[row])
 
     def _fit_alone(self, curvature: NDArray[np.float64], slope: NDArray[np.float64], keep: NDArray[np.float64], weight: float) -> None:
         self._alone_curvature *= keep
@@ -163,10 +169,7 @@ class Trust:
 
 
 def _bounded_minimum(curvature: NDArray[np.float64], pull: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite): where that is inside, at once; else by coordinate descent."""
-    free = np.linalg.solve(curvature, pull)
-    if free.min() >= 0.0 and free.max() <= MOST:
-        return free
+    """The t in [0, MOST]^n that minimises t'At/2 - b't (A is positive definite), by coordinate descent."""
     found = start.tolist()
     lines = list(zip(range(len(found)), curvature.tolist(), pull.tolist(), strict=True))
     for _ in range(_SWEEPS):
