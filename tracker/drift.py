@@ -6,7 +6,8 @@ share a domain, its layers agree, it lasts many reports, and few requests fall i
 
 1. The mean divergence of noise alone falls as 1 / n. n is the effective number of tokens of the difference fast - slow:
    1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It follows the rate of traffic at
-   once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.noise`).
+   once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.noise`). Tokens
+   that come all at once, many more than usual, are mostly those of a single large request, and count for no more than the usual.
 2. It is learnt some time after it was seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
 3. At `shift_sigmas` = 5.25 one independent look in ten million would exceed the threshold, were the theory exact.
 4. A shift smaller than `shift_floor` is too small to matter. Where noise alone could diverge by more than MOST_NOISE, or nothing
@@ -74,11 +75,12 @@ class _Faded:
         self.squares *= kept * kept
         self.shared *= kept * exp(-seconds / fast)
 
-    def add(self, counts: NDArray[Any], tokens: float) -> None:
+    def add(self, counts: NDArray[Any], tokens: float, doubt: float) -> None:
+        """doubt: the tokens, or more, where they are worth less than so many."""
         self.counts += counts
         self.tokens += tokens
-        self.squares += tokens
-        self.shared += tokens
+        self.squares += doubt
+        self.shared += doubt
 
     def state(self) -> dict[str, Any]:
         return {"counts": self.counts.astype("<f8").tobytes(), "sums": [self.tokens, self.squares, self.shared]}
@@ -108,6 +110,8 @@ class Drift:
         """noise since the last alarm, while it is not yet enough to go by"""
         self._pending: NDArray[np.float32] = np.zeros((layers, experts), np.float32)
         self._pending_tokens = 0.0
+        self._lumps = 0.0
+        """lumps of counts in the fast window"""
         self._began: float | None = None
         """the reading of the caller's clock at which the own time was 0; None: nothing was heard in this life"""
         self._at = 0.0
@@ -164,13 +168,18 @@ class Drift:
         """Bring the windows up to a moment; what is pending belongs to the one before."""
         windows = [window for window in (self._fast, self._slow, self._reference) if window is not None]
         if self._pending_tokens:
+            # A lump far above the usual one is a single large request, most likely, and worth no more than a usual one.
+            usual = (self._fast.tokens + self._pending_tokens) / (self._lumps + 1.0)
+            doubt = self._pending_tokens * max(1.0, self._pending_tokens / usual)
             for window in windows:
-                window.add(self._pending, self._pending_tokens)
+                window.add(self._pending, self._pending_tokens, doubt)
+            self._lumps += 1.0
             self._pending[:] = 0.0
             self._pending_tokens = 0.0
         passed = now - self._at
         if passed <= 0:
             return
+        self._lumps *= exp(-passed / self._config.fast_seconds)
         for window in windows:
             window.fade(passed, self._config.fast_seconds)
         heard = min(passed, self._config.fast_seconds) if self._audible(now) else 0.0
@@ -289,6 +298,7 @@ class Drift:
             "fresh": None if self._fresh is None else self._fresh.state(),
             "shifted": self.shifted,
             "seconds": [self._observed, self._since_alarm, self._at],
+            "lumps": self._lumps,
             "moments": [self._heard_at, self._calm_since, self._sampled_at],
             "samples": [[at, values.astype("<f8").tobytes()] for at, values in self._samples],
         }
@@ -314,6 +324,7 @@ class Drift:
             self._fresh = Noise(self.layers)
             self._fresh.restore(state["fresh"])
         self.shifted = bool(state["shifted"])
+        (self._lumps,) = numbers([state["lumps"]], 1)
         self._observed, self._since_alarm, self._at = numbers(state["seconds"], 3)
         self._heard_at, self._calm_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
         self._samples.extend((float(at), array(raw, (self.layers,))) for at, raw in state["samples"])
