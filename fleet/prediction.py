@@ -54,6 +54,8 @@ class Query(NamedTuple):
     block_size: int = 16
     session: int = 0
     tenant: int = 0
+    guess: int = 0
+    """how many blocks are probably known; looked at first, and no more than a hint"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +148,7 @@ def know(tables: Tables, query: Query) -> Known:
     """Ask every source."""
     ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
     evidence = [0.0] * len(SOURCES)
-    blocks, found = longest_known(tables.blocks, query.prefix)
+    blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
     for source, held in ((PREFIX, found), (SESSION, tables.sessions.get(query.session)), (TENANT, tables.tenants.get(query.tenant))):
         if held is not None:
             evidence[source], ratios[source] = tables.heard.get((source, held)) or _heard(tables, source, held)
@@ -160,20 +162,24 @@ def know(tables: Tables, query: Query) -> Known:
     return Known(ratios, tuple(evidence), blocks, query.prefix[blocks - 1] if blocks else 0, looked_up)
 
 
-def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int]) -> tuple[int, bytes | None]:
+def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0) -> tuple[int, bytes | None]:
     """How many leading blocks are known, and the row of the last of them.
 
-    In growing steps until a block is unknown, then by bisection: of `prefix`, whose elements may be computed as they are read, little
-    more is read than is known. Whoever keeps blocks lets go of a prefix's end first; where that does not hold, a shorter one is found.
+    At a guess, then in growing steps until a block is unknown, then by bisection: of `prefix`, whose elements may be computed as they
+    are read, little more is read than is known. Whoever keeps blocks lets go of a prefix's end first; where that does not hold, a
+    shorter one is found.
     """
-    low, high, step, best = 0, len(prefix), 1, None
+    low, high, best = 0, len(prefix), None
+    step, next_step = max(guess, 1), 1
     while low < high:
         middle = min(low + step, high) if step else (low + high + 1) // 2
         found = blocks.get(prefix[middle - 1])
         if found is None:
             high, step = middle - 1, 0
         else:
-            low, best, step = middle, found, min(2 * step, STRIDE)
+            low, best = middle, found
+            if step:
+                step, next_step = next_step, min(2 * next_step, STRIDE)
     return low, best
 
 

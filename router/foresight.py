@@ -6,7 +6,6 @@ asked for, "route", path: what a tenant asks of one model (or LoRA adapter) on o
 its model and route alone. 0 means none, and is never the hash of anything.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -120,13 +119,13 @@ class Foresight:
         self._budget = budget
         self._replicas: dict[str, Replica] = {}
 
-    def predict(self, model: str, prefix: Sequence[int], tokens: Sequence[int], block_size: int, keys: Keys) -> Forecast | None:
-        """prefix: sequence hashes of the prompt's full blocks; tokens: its ids, none where nobody can tell. None without tables."""
+    def predict(self, model: str, query: Query) -> Forecast | None:
+        """None without tables."""
         replica = self._replicas.get(model)
         if replica is None or replica.tables is None:
             return None
         tables = replica.tables
-        found = predict(tables, Query(prefix, tokens, block_size, *keys))
+        found = predict(tables, query)
         known = found.known
         said = known.blocks, known.hash, known.looked_up, known.evidence, found.confidences, found.confidence
         return Forecast(found.weights, tables.shares, tables.gain, tables.version, tables.clusters, *said)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.completions import ApiError
+from fleet.prediction import Query
 from router.candidates import Candidates, Limits, candidates
 from router.config import RouterConfig
 from router.course import Failure, to_avoid
@@ -98,7 +99,7 @@ class Picker:
             keys=need.keys,
         )
         overlap = self._overlap(roster, need.prompt)
-        return decide(ask, roster, found, overlap, load, self._weights, self.view.version, self._outlook(roster, need))
+        return decide(ask, roster, found, overlap, load, self._weights, self.view.version, self._outlook(roster, need, overlap))
 
     def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
@@ -136,11 +137,16 @@ class Picker:
             raise ApiError(503, said, code="upstream_failed", retry_after=2.0)
         raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
 
-    def _outlook(self, roster: Roster, need: Need) -> Outlook | None:
-        """Of all targets. A prompt that is known as text only is predicted by who asks alone: its hashes are not those of token blocks."""
-        size = _block_size(roster)
-        prefix = need.prompt.chained(size) if need.prompt.ids else ()
-        forecast = self.foresight.predict(need.model, prefix, need.prompt.ids, size, need.keys)
+    def _outlook(self, roster: Roster, need: Need, overlap: NDArray[np.int64]) -> Outlook | None:
+        """Of all targets. A prompt that is known as text only is predicted by who asks alone: its hashes are not those of token blocks.
+
+        overlap: int64 [targets]. What is cached somewhere was computed, and then its signature is probably known as far.
+        """
+        if self.foresight.replica(need.model) is None:
+            return None
+        size, prompt = _block_size(roster), need.prompt
+        prefix = prompt.chained(size) if prompt.ids else ()
+        forecast = self.foresight.predict(need.model, Query(prefix, prompt.ids, size, *need.keys, int(np.maximum.reduce(overlap))))
         if forecast is None:
             return None
         prices = self.view.prices(need.model)

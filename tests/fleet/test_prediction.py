@@ -187,20 +187,20 @@ def test_one_query_says_the_same_of_tuples_lists_and_ranges() -> None:
     assert (found[0] == found[2]).all()
 
 
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_the_longest_known_prefix_is_found_whatever_its_length(length: int, known: int) -> None:
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 400))
+def test_the_longest_known_prefix_is_found_whatever_its_length_and_the_guess(length: int, known: int, guess: int) -> None:
     prefix = list(range(1000, 1000 + length))
     blocks = {block: speaks_for(0, at + 1) for at, block in enumerate(prefix[:known])}
     depth = 0  # block by block
     while depth < length and prefix[depth] in blocks:
         depth += 1
-    assert longest_known(blocks, prefix) == (depth, blocks.get(prefix[depth - 1]) if depth else None)
+    assert longest_known(blocks, prefix, guess) == (depth, blocks.get(prefix[depth - 1]) if depth else None)
 
 
-@given(st.sets(st.integers(0, 60)), st.integers(0, 60))
-def test_a_store_with_holes_gives_a_prefix_whose_end_is_known(held: set[int], length: int) -> None:
+@given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(0, 70))
+def test_a_store_with_holes_gives_a_prefix_whose_end_is_known(held: set[int], length: int, guess: int) -> None:
     blocks = {block: speaks_for(0, block + 1) for block in held}
-    depth, found = longest_known(blocks, range(length))
+    depth, found = longest_known(blocks, range(length), guess)
     assert found == (blocks[depth - 1] if depth else None)
 
 
@@ -216,6 +216,20 @@ def test_little_of_a_prefix_is_read_where_little_of_it_is_known() -> None:
         prefix = Lazy(range(1, 5001))
         assert longest_known({block: speaks_for(0) for block in range(1, known + 1)}, prefix)[0] == known
         assert prefix.deepest <= most
+
+
+def test_a_good_guess_saves_looking() -> None:
+    class Counting(dict[int, bytes]):
+        asked = 0
+
+        def get(self, key: int, default: Any = None) -> Any:
+            self.asked += 1
+            return super().get(key, default)
+
+    for guess, most in ((100, 2), (99, 4), (101, 8), (60, 12), (0, 16)):
+        blocks = Counting({block: speaks_for(0) for block in range(100)})
+        assert longest_known(blocks, range(1000), guess)[0] == 100
+        assert blocks.asked <= most
 
 
 def test_a_row_is_a_packed_signature_and_its_tokens() -> None:
