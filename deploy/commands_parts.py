@@ -24,6 +24,7 @@ from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
 
+MetricsOption = Annotated[str | None, typer.Option("--metrics", metavar="HOST:PORT", help="Serve /metrics (Prometheus) and /health there.")]
 ApiKeyOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the key that the plain servers want.")]
 
 
@@ -83,18 +84,28 @@ def tracker(
     state: Annotated[
         Path | None, typer.Option("--state", metavar="FILE", help="Keep what is learnt in this file, and go on from there after a restart.")
     ] = None,
+    metrics: MetricsOption = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     config: ConfigOption = CONFIG,
 ) -> None:
     """Run the tracker: what was activated, how popular it is, and what requests will activate."""
-    flags = {("bus", "url"): ("--nats", nats), ("tracker", "state_file"): ("--state", state and state.absolute())}
+    flags = {
+        ("bus", "url"): ("--nats", nats),
+        ("tracker", "state_file"): ("--state", state and state.absolute()),
+        ("tracker", "metrics_address"): ("--metrics", metrics),
+    }
     settings = settings_from(config, flags, TrackerConfig, BusConfig, UpConfig)
     _end_with("tracker", settings, settings.part(BusConfig), settings.part(TrackerConfig), None)
 
 
-def planner(nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS, config: ConfigOption = CONFIG) -> None:
+def planner(
+    metrics: MetricsOption = None,
+    nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
+    config: ConfigOption = CONFIG,
+) -> None:
     """Run the planner: which expert belongs where."""
-    settings = settings_from(config, {("bus", "url"): ("--nats", nats)}, MigrationConfig, BusConfig, UpConfig)
+    flags = {("bus", "url"): ("--nats", nats), ("planner", "metrics_address"): ("--metrics", metrics)}
+    settings = settings_from(config, flags, MigrationConfig, BusConfig, UpConfig)
     _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None)
 
 

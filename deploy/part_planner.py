@@ -7,12 +7,13 @@ from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
+from deploy.doors import CannotListen
 from deploy.orders import tell
 from deploy.process import alongside, first_failure, until_ready
 from migration.config import MigrationConfig
 from migration.service import MigrationService
 
-EXPECTED = (BusError,)
+EXPECTED = (BusError, CannotListen)
 
 
 async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | None) -> None:
@@ -24,5 +25,9 @@ async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | No
         service = MigrationService(bus, subjects, config)
         running = await stack.enter_async_context(alongside(service.run(), "planner"))
         await until_ready(service.ready, running)
+        if config.metrics_address is not None:
+            from deploy.scraping import offer_metrics  # with its HTTP server, which is loaded only when it is wanted
+
+            await offer_metrics(stack, config.metrics_address, service.metrics.exposition)
         tell(ready)
         await first_failure([running])

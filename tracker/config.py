@@ -73,14 +73,17 @@ class TrackerConfig:
     forget_seconds: float = 30.0
     """a worker that neither reports nor beats for so long is forgotten"""
     most_ranks: int = 1024
-    most_models: int = 64
+    most_models: int = 16
+    """each takes up to the sum of the `*_bytes` budgets"""
     most_cells: int = 65536
     """layers x experts of one table"""
+    metrics_address: str | None = None
+    """HOST:PORT of GET /metrics and /health; None: no HTTP"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "state_file" and not 0 < value < float("inf"):
+            if field.name not in ("state_file", "metrics_address") and not 0 < value < float("inf"):
                 raise ValueError(f"tracker.{field.name} must be finite and above 0, not {value}")
         if self.shortest_interval_seconds > self.longest_interval_seconds:
             raise ValueError(f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest {self.longest_interval_seconds}")
