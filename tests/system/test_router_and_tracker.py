@@ -26,6 +26,7 @@ from router.exchange import Exchange
 from router.picker import Need, Try
 from router.prompt import TokenPrompt
 from router.service import RouterService
+from tests.router.houses import until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 
@@ -178,8 +179,6 @@ async def test_where_nothing_can_be_known_prediction_switches_itself_off() -> No
         gains = []
         for _ in range(8):
             await loop.serve(100)
-            async with asyncio.timeout(20):
-                while tracker.metrics.finished._value.get() < loop.asked:
-                    await asyncio.sleep(0.05)
+            await until(lambda: tracker.metrics.finished._value.get() >= loop.asked, 20)
             gains.append(loop.gain)
         assert max(gains[4:]) < 0.1
