@@ -396,15 +396,24 @@ def test_a_flood_of_halves_is_bounded_in_number_and_bytes() -> None:
 # Telling
 
 
-def test_a_replica_that_follows_the_changes_equals_the_whole() -> None:
-    learning, follower = learner(), Replica()
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.sampled_from(["requests", "requests", "requests", "telling", "hours", "merge", "split"]), min_size=5, max_size=40))
+def test_a_replica_that_follows_the_changes_equals_the_whole(steps: list[str]) -> None:
+    learning, follower, version, now, shares = learner(), Replica(), VERSION, 0, np.full(K, 1 / K)
     follower.take(learning.whole("m"))
-    for at in range(40):
-        traffic(learning, 3, seed=at, start=3 * at)
-        if (told := learning.change("m")) is not None:
+    for at, step in enumerate([*steps, "telling"]):
+        if step == "requests":
+            traffic(learning, 3, seed=at, start=now)
+            now += 3
+        elif step == "hours":
+            now += int(0.4 * CONFIG.row_seconds)
+        elif step in ("merge", "split"):
+            version += 1
+            shares = np.where(np.arange(K) == at % 3, 0.0 if step == "merge" else 0.1, shares)
+            learning.adopt(model(version, shares / shares.sum()), [Merge(5, at % 3) if step == "merge" else Split(5, at % 3)])
+        elif (told := learning.change("m")) is not None:
             follower.take(told)
-        assert follower.said() == replica(learning).said()
-    assert learning.stored_blocks > 0
+            assert follower.said() == replica(learning).said()
 
 
 def test_changes_are_small_and_their_versions_rise() -> None:
