@@ -58,7 +58,7 @@ def test_the_trusts_are_those_that_the_outcomes_call_for() -> None:
         outcomes.append((said, likely(LOG_SHARES + 1.2 * truth)))
         trust.learn(LOG_SHARES, *outcomes[-1], 1.0)
     found = trust.table[3].astype(float)
-    best = min(((a, b) for a in np.linspace(0, 1.5, 61) for b in np.linspace(0, 1.5, 61)), key=lambda t: cross_entropy(np.array([*t, 0, 0]), outcomes[::8]))
+    best = min(((a, b) for a in np.linspace(0, 1.5, 21) for b in np.linspace(0, 1.5, 21)), key=lambda t: cross_entropy(np.array([*t, 0, 0]), outcomes[::16]))
     assert cross_entropy(found, outcomes) < cross_entropy(np.array([*best, 0, 0]), outcomes) + 0.01
 
 
