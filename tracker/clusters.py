@@ -37,6 +37,8 @@ CHANGED_SHARES = 0.05
 """or the shares (total variation),"""
 CHANGED_SHARPNESS = 2.0
 """or the sharpness by this factor."""
+SHARES_SECONDS = 30.0
+"""When nothing but the shares changed, no oftener than this."""
 ANCHOR_TOKENS = 8192.0
 ANCHOR = 0.25
 """Shares lean on those of the samples with this many tokens, and at least this part of the signatures' tokens: signatures
@@ -61,6 +63,7 @@ class Clusters:
         self._labels: dict[int, int] = {}
         self._fitted_at: float | None = None
         self._fitted_samples = 0
+        self._told_at: float | None = None
 
     @property
     def model(self) -> ClusterModel:
@@ -118,8 +121,9 @@ class Clusters:
     def adopt(self, fitted: Fitted | None, now: float) -> list[Split | Merge]:
         """Take over what a refinement found (None: there was none), tell a new version when it is worth telling, and say what changed."""
         if fitted is None:
-            if self._shares_moved():
-                self._tell(self._model.profiles, self._model.sharpness)
+            waited = self._told_at is None or not 0 <= now - self._told_at < SHARES_SECONDS
+            if waited and self._shares_moved():
+                self._tell(self._model.profiles, self._model.sharpness, now)
             return []
         self._labels = fitted.labels
         for change, moved in zip(fitted.changes, fitted.moved, strict=True):
@@ -129,7 +133,7 @@ class Clusters:
             self._tokens[into] += mass
         self._sampled = fitted.shares
         if fitted.changes or self._worth_telling(fitted):
-            self._tell(fitted.profiles, fitted.sharpness)
+            self._tell(fitted.profiles, fitted.sharpness, now)
         return fitted.changes
 
     def state(self) -> dict[str, Any]:
@@ -145,6 +149,7 @@ class Clusters:
             "tokens": self._tokens.astype("<f8").tobytes(),
             "mixed_at": self._mixed_at,
             "fitted_at": self._fitted_at,
+            "told_at": self._told_at,
             "fitted_samples": self._fitted_samples,
             "labels": self._labels,
             "reservoir": self._reservoir.state(),
@@ -175,12 +180,14 @@ class Clusters:
         clusters._labels = {int(number): int(slot) for number, slot in state["labels"].items()}
         if any(not 0 <= slot < slots for slot in clusters._labels.values()):
             raise ValueError(f"a label is no slot; slots are 0 to {slots - 1}")
-        clusters._mixed_at = None if state["mixed_at"] is None else float(state["mixed_at"])
-        clusters._fitted_at = None if state["fitted_at"] is None else float(state["fitted_at"])
+        clusters._mixed_at, clusters._fitted_at, clusters._told_at = (
+            None if state[name] is None else float(state[name]) for name in ("mixed_at", "fitted_at", "told_at")
+        )
         clusters._fitted_samples = int(state["fitted_samples"])
         return clusters
 
-    def _tell(self, profiles: NDArray[np.float32], sharpness: float) -> None:
+    def _tell(self, profiles: NDArray[np.float32], sharpness: float, now: float) -> None:
+        self._told_at = now
         shares = self.shares
         told = profiles.copy()
         told[shares == 0] = np.tensordot(shares, profiles, 1)

@@ -199,8 +199,8 @@ def gain(requests: Requests, parts: tuple[NDArray[np.intp], NDArray[np.intp]], j
     masses = np.array([requests.trusted[part].sum() for part in parts], np.float32)
     masses /= masses.sum()
     together = requests.pooled(np.concatenate(parts), requests.prior)
-    apart = np.stack([requests.pooled(part, together) for part in parts])
-    ratios = (np.log(np.maximum(apart, LEAST)) - np.log(np.maximum(masses @ apart, LEAST))).T
+    two = np.stack([requests.pooled(part, together) for part in parts])
+    ratios = (np.log(np.maximum(two, LEAST)) - np.log(np.maximum(masses @ two, LEAST))).T
     prompts, completions = requests.temper[judged] * (requests.prompt[judged] @ ratios), requests.completion[judged] @ ratios
     weights = posterior(masses, np.multiply.outer(np.array(LEVELS, np.float32), prompts))
     return np.asarray((weights * completions).sum(axis=2) * _worth(requests)[judged], np.float64)
@@ -279,8 +279,8 @@ class Judge:
         fold = np.zeros(len(labels), np.bool_)
         for slot in np.unique(labels):
             fold[np.flatnonzero(labels == slot)[::2]] = True
-        halves = ((half, self.judged[~half[self.judged]]) for half in (fold, ~fold))
-        self._folds = [self._prepared(chosen, requests.profiles(labels, len(shares), half)) for half, chosen in halves]
+        folds = ((fitted, self.judged[~fitted[self.judged]]) for fitted in (fold, ~fold))
+        self._folds = [self._prepared(chosen, requests.profiles(labels, len(shares), fitted)) for fitted, chosen in folds]
 
     def _prepared(self, chosen: NDArray[np.intp], profiles: Cells) -> tuple[NDArray[np.intp], Cells, Cells]:
         ratios = np.log(np.maximum(profiles, LEAST)) - self._floor

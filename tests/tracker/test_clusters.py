@@ -215,6 +215,17 @@ def test_shares_follow_the_signatures_of_all_requests() -> None:
     assert clusters.shares[second.argmax()] == pytest.approx(0.5, abs=0.1), "what is long ago is forgotten, and the samples speak"
 
 
+def test_shares_alone_are_told_now_and_then() -> None:
+    profiles = kinds(2)
+    clusters = taught(profiles, 60)
+    first, second = (clusters.model.signature(drawn(kind, np.random.default_rng(0), 500)) for kind in profiles)
+    version, start = clusters.model.version, 60.0
+    for number in range(120):
+        clusters.mixed(first if number // 10 % 2 else second, 20_000, start + number)
+        clusters.refine(start + number)
+    assert 1 <= clusters.model.version - version <= 4
+
+
 def test_versions_rise_only_when_there_is_something_to_tell() -> None:
     profiles = kinds(3)
     clusters = taught(profiles, 300)
