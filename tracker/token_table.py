@@ -93,19 +93,22 @@ class TokenTable:
     # Telling
 
     def change(self, most: int) -> tuple[NDArray[np.uint32], NDArray[np.float16]]:
-        """Buckets [n] and their log-ratios [n, K]: those that moved most since they were told, at most `most`."""
+        """Buckets [n] and their log-ratios [n, K]: those that moved most since they were told, common ones first, at most `most`."""
         self._revisit = 0 if self._revisit >= self._top else self._revisit
         self._dirty[self._revisit : min(self._revisit + REVISITED, self._top)] = True
         self._revisit += REVISITED
         dirty = np.flatnonzero(self._dirty[: self._top])
         moved = np.concatenate([self._moved(dirty[start : start + _CHUNK]) for start in range(0, len(dirty), _CHUNK)] or [np.zeros(0, np.float32)])
         self._dirty[dirty[moved < LEAST_CHANGE]] = False
-        order = np.argsort(-moved, kind="stable")[:most]
-        chosen = np.sort(dirty[order[moved[order] >= LEAST_CHANGE]])
+        dirty, moved = dirty[moved >= LEAST_CHANGE], moved[moved >= LEAST_CHANGE]
+        seen = self._totals[dirty]  # a rare token matters less: few prompts have it
+        order = np.argsort(-moved * seen / (seen + PRIOR * self._scale), kind="stable")
+        chosen = np.sort(dirty[order[:most]])
         self._tell(chosen)
         return chosen.astype(np.uint32), self._told[chosen]
 
     def _moved(self, buckets: NDArray[np.int64]) -> NDArray[np.float32]:
+        """float32 [n]: how far rows are from what was told of them."""
         return np.asarray(np.abs(self.ratios(buckets) - self._told[buckets]).max(axis=1), np.float32)
 
     def _tell(self, buckets: NDArray[np.int64]) -> None:
