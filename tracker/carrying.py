@@ -106,7 +106,7 @@ class History:
     def take_over(self, state: dict[str, Any]) -> None:
         """Become what `state` was."""
         self._changes = deque(Change(int(version), int(source), int(target), float(share)) for version, source, target, share in state["changes"])
-        self._oldest = state["oldest"]
+        self._oldest = None if state["oldest"] is None else int(state["oldest"])
 
 
 def _told(model: ClusterModel, change: Split | Merge) -> Change:

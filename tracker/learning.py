@@ -64,7 +64,8 @@ class Learning:
         self._sessions = Rows(config.session_bytes, life, changes, 2 * clusters)
         self._tenants = Rows(config.tenant_bytes, life, changes, 2 * clusters)
         self._tokens = TokenTable(config.token_bytes, clusters, config.token_seconds)
-        self._pairs = Pairing(config.waiting_bytes, config.most_waiting, config.waiting_seconds)
+        fields = (len(Profile._fields), len(Outcome._fields))
+        self._pairs = Pairing(config.waiting_bytes, config.most_waiting, config.waiting_seconds, fields)
         self._trust = Trust(config.memory_outcomes)
         self._calibration = Calibration(config.memory_outcomes)
         self._head: _Head | None = None
@@ -367,17 +368,18 @@ class Learning:
         first_version: of the tables, where it is above that of the state. later: by how many seconds this clock is ahead of the
         one that the state was made on. ValueError when the state does not fit the settings, or is none.
         """
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"learning: a state of format {state.get('format')!r}; this is format {_FORMAT}. Start without it")
-        learning = cls(config, max(first_version, int(state["version"])))
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise ValueError(f"learning: not a state of format {_FORMAT}. Start without it")
+        learning = cls(config, first_version)
         try:
+            learning._version = max(first_version, int(state["version"]))
             for name, part in learning._parts.items():
                 if isinstance(part, (Rows, TokenTable, Pairing)):
                     part.take_over(state[name], later)
                 else:
                     part.take_over(state[name])
             learning.repeated, learning.orphans, learning.stale = (int(count) for count in state["counted"])
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
             raise ValueError(f"learning: the state lacks or garbles {error}. Start without it") from error
         learning._afresh = True
         return learning

@@ -13,10 +13,11 @@ Part = tuple[Any, ...]
 
 class Pairing:
     """Parts of side 0 and 1 that wait for one another, oldest first. seconds: for so long; budget: bytes of all that wait;
-    most: how many wait, and how many pairs are remembered, so that a repetition is known for one."""
+    most: how many wait, and how many pairs are remembered, so that a repetition is known for one. fields: of a part of either side."""
 
-    def __init__(self, budget: int, most: int, seconds: float) -> None:
+    def __init__(self, budget: int, most: int, seconds: float, fields: tuple[int, int]) -> None:
         self._budget = budget
+        self._fields = fields
         self._most = most
         self._seconds = seconds
         self._waiting: OrderedDict[str, tuple[int, float, int, Part]] = OrderedDict()
@@ -76,8 +77,8 @@ class Pairing:
         """Become what `state` was, on a clock that is `later` by so many seconds. ValueError when it does not fit; then nothing changed."""
         waiting: OrderedDict[str, tuple[int, float, int, Part]] = OrderedDict()
         for decision, side, at, part in state["waiting"]:
-            if not isinstance(decision, str) or side not in range(SIDES):
-                raise ValueError(f"pairing: decision {decision!r} of side {side!r}")
+            if not isinstance(decision, str) or side not in range(SIDES) or len(part) != self._fields[side]:
+                raise ValueError(f"pairing: decision {decision!r} of side {side!r} with {len(part)} fields")
             waiting[decision] = (side, at + later, OVERHEAD + sum(len(field) for field in part if isinstance(field, bytes)), tuple(part))
         self._waiting, self._paired = waiting, OrderedDict.fromkeys(state["paired"])
         self._bytes, self.given_up = sum(size for _, _, size, _ in waiting.values()), int(state["given_up"])

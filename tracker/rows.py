@@ -356,12 +356,14 @@ class Rows(Mapping[int, bytes]):
             raise ValueError(f"rows: {len(slots)} places do not go with {len(keys)} keys and {len(cells)} rows")
         if len(slots) and (slots.max() >= self.capacity or parents.max() > self.capacity or (self._ways(keys)[:, 0] != slots // WAYS * WAYS).any()):
             raise ValueError("rows: keys lie where they cannot")
-        changes = np.frombuffer(state["changes"], "<u8")
+        changes, changed = np.frombuffer(state["changes"], "<u8"), int(state["changed"])
+        if len(changes) > self._log or len(changes) != min(changed, self._log):
+            raise ValueError(f"rows: {len(changes)} changes of {changed}; at most {self._log} are remembered")
         for target, values in ((self._keys, keys), (self._cells, cells), (self._parents, parents), (self._touched, touched), (self._uses, uses)):
             target[:] = np.zeros((), target.dtype)
             target[slots] = values
         self._changes[: len(changes)] = changes
-        self._changed, self._filled, self._tick = int(state["changed"]), len(slots), int(state["tick"])
+        self._changed, self._filled, self._tick = changed, len(slots), int(state["tick"])
         self._origin = None if state["origin"] is None else state["origin"] + later
 
 

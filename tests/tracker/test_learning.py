@@ -517,6 +517,33 @@ def test_a_state_that_is_none_is_refused(broken: dict[str, Any]) -> None:
         Learning.restore(replace(CONFIG, prefix_bytes=128 << 10), learner().state())
 
 
+@pytest.mark.parametrize("garbage", [None, -3, "x", b"12345678", [None], float("nan")])
+def test_whatever_part_of_a_state_is_garbled_it_is_refused_or_does_no_harm(garbage: Any) -> None:
+    learning = learner()
+    traffic(learning, 10)
+    learning.finished(outcome("waits", session=3), 11.0)
+    packed = msgspec.msgpack.encode(learning.state())
+    for path in _paths(learning.state()):
+        state = part = msgspec.msgpack.decode(packed)
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = garbage
+        try:
+            again = Learning.restore(CONFIG, state)
+        except ValueError:
+            continue
+        again.adopt(model(), [])
+        traffic(again, 2, start=20)
+        again.profiled(profile("waits", 1), VERSION, 30.0)
+        again.change("m")
+
+
+def _paths(state: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Keys of everything in a state, parts and parts of parts."""
+    below = [path for key, value in state.items() if isinstance(value, dict) for path in _paths(value, (*above, key))]
+    return [(*above, key) for key in state] + below
+
+
 # What is not believed
 
 

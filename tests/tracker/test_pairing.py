@@ -8,7 +8,7 @@ from tracker.pairing import OVERHEAD, Pairing
 
 
 def made(budget: int = 100_000, most: int = 100, seconds: float = 60.0) -> Pairing:
-    return Pairing(budget, most, seconds)
+    return Pairing(budget, most, seconds, (4, 1))
 
 
 def test_the_second_half_gets_the_first_and_both_are_done() -> None:
@@ -62,13 +62,15 @@ def test_a_restart_changes_nothing() -> None:
     pairs.offer(0, "a", (1, 2.5, None, b"x"), 0.0)
     pairs.offer(1, "b", (b"y",), 1.0)
     pairs.offer(0, "b", (), 2.0)
+    pairs.offer(1, "c", (b"z",), 2.5)
     again.take_over(pairs.state())
     assert again.state() == pairs.state()
     assert again.nbytes == pairs.nbytes
     assert again.offer(1, "a", (), 3.0) == (1, 2.5, None, b"x")
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
-    state: dict[str, Any] = {"waiting": [("a", 2, 0.0, [])], "paired": [], "given_up": 0}
-    with pytest.raises(ValueError, match="side 2"):
+@pytest.mark.parametrize(("side", "part"), [(2, []), (0, [1]), (1, [1, 2])])
+def test_a_state_that_does_not_fit_is_refused(side: int, part: list[int]) -> None:
+    state: dict[str, Any] = {"waiting": [("a", side, 0.0, part)], "paired": [], "given_up": 0}
+    with pytest.raises(ValueError, match=f"side {side}"):
         made().take_over(state)
