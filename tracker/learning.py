@@ -31,6 +31,8 @@ HEAD = 0.01
 """Trusts, reliabilities, gain and shares are told again when one moved by so much."""
 _ENGINE, _ROUTER = 0, 1
 _FORMAT = 1
+_UNASKED = np.zeros(len(SOURCES), np.float32)
+"""Trusts in tables that are asked what the sources know, not what to believe of it."""
 
 
 class _Head(NamedTuple):
@@ -256,8 +258,8 @@ class Learning:
             sessions=self._sessions,
             tenants=self._tenants,
             tokens=ratios,
-            trust=self.trust,
-            reliability=self.reliability,
+            trust=_UNASKED,
+            reliability=_UNASKED,
         )
 
     def _judge(self, profile: Profile, outcome: Outcome, weight: float) -> None:
