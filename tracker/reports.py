@@ -17,6 +17,7 @@ MOST_BLOCK_SIZE = 1 << 16
 LONGEST_ID = 128
 MOST_SUM = 255 + NAMED
 """What the weights of a packed signature may add up to: each is rounded."""
+_ONES = np.ones(NAMED, np.int32)
 Packed = NDArray[np.uint8]
 """uint8 [n, PACKED]"""
 
@@ -85,10 +86,11 @@ def packed(field: str, raw: bytes, count: int, clusters: int) -> Packed:
         raise ValueError(f"{field}: {len(raw)} bytes; {count} signatures have {count * PACKED}")
     signatures = np.frombuffer(raw, np.uint8).reshape(count, PACKED)
     named, weights = signatures[:, 0::2], signatures[:, 1::2]
-    if count and int(named.max(initial=0, where=weights > 0)) >= clusters:
-        raise ValueError(f"{field}: names cluster {named.max(initial=0, where=weights > 0)}; there are {clusters}")
-    if count and int(weights.sum(axis=1, dtype=np.int64).max()) > MOST_SUM:
-        raise ValueError(f"{field}: weights add up to {weights.sum(axis=1, dtype=np.int64).max()}; at most {MOST_SUM} are allowed")
+    last, heaviest = (int(values.max(initial=0)) for values in (named * (weights > 0), weights @ _ONES))
+    if last >= clusters:
+        raise ValueError(f"{field}: names cluster {last}; there are {clusters}")
+    if heaviest > MOST_SUM:
+        raise ValueError(f"{field}: weights add up to {heaviest}; at most {MOST_SUM} are allowed")
     return signatures
 
 

@@ -154,6 +154,9 @@ class Rows(Mapping[int, bytes]):
 
     def _put(self, keys: Keys, cells: Cells) -> NDArray[np.int64]:
         """int64 [n]: where different keys were put; those of one set one after another."""
+        ways = self._ways(keys)
+        if len({*ways[:, 0].tolist()}) == len(keys):
+            return self._place(keys, ways, cells)
         slots = np.full(len(keys), -1, np.int64)
         pending = np.arange(len(keys))
         while len(pending):
