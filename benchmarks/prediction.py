@@ -10,7 +10,6 @@ every request alike, as untrained ones do, counts for nothing in it.
     python -m benchmarks.prediction --quick
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import typer
 from numpy.typing import NDArray
-
-if sys.path[0] == str(Path(__file__).resolve().parent):  # run by its path: `tracker` is the package, not the file beside this one
-    del sys.path[0]
 
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from benchmarks.rig.tracking import RANKS, Fleet

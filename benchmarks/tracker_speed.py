@@ -5,7 +5,7 @@ more under way than fits, so a lost report is a failure. Sender, server and trac
 in the tracker alone, and what 512 ranks take. (c) `fleet.prediction.predict` on a router's replica with every source present. (d) An hour of
 the demo model's recorded requests arriving at random, in virtual time, then the mix of domains flipped at once.
 
-    python -m benchmarks.tracker --quick
+    python -m benchmarks.tracker_speed --quick
 """
 
 import asyncio
@@ -26,9 +26,6 @@ from typing import NamedTuple
 import numpy as np
 import typer
 import uvloop
-
-if sys.path[0] == str(Path(__file__).resolve().parent):  # run by its path: `tracker` is the package, not this file
-    del sys.path[0]
 
 from benchmarks.rig.flow import EXPERTS, LAYERS, Flow, Mix, mix
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percentile
