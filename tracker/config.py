@@ -18,8 +18,8 @@ class TrackerConfig:
     """what changed is published so often"""
     shift_floor: float = 0.002
     """nats; a divergence of the fast from the slow profile below this is no shift, however certain"""
-    shift_sigmas: float = 5.25
-    """how far out in sampling noise a divergence must be to be a shift; 5.25: one look in ten million"""
+    shift_sigmas: float = 4.5
+    """how far out in sampling noise a divergence must be, and stay, to be a shift; 4.5: three looks in a million"""
     shift_settle: float = 0.5
     """a shift is settled when the divergence stays below this share of the threshold"""
     shift_warmup_seconds: float = 180.0

@@ -9,7 +9,8 @@ share a domain, its layers agree, it lasts many reports, and few requests fall i
    once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.noise`). Tokens
    that come all at once, many more than usual, are mostly those of a single large request, and count for no more than the usual.
 2. It is learnt some time after it was seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
-3. At `shift_sigmas` = 5.25 one independent look in ten million would exceed the threshold, were the theory exact.
+3. At `shift_sigmas` = 4.5 three independent looks in a million would exceed the threshold, were the theory exact.
+   An alarm needs a divergence far above it, or one that stays above it: noise that reaches it does not stay.
 4. A shift smaller than `shift_floor` is too small to matter. Where noise alone could diverge by more than MOST_NOISE, or nothing
    was heard for a fast time constant, there is no evidence, and no verdict: what was said last stands.
 
@@ -39,6 +40,8 @@ LAG = 6.0
 """Noise is learnt so many fast time constants after it was seen."""
 MEMORY = 4.0
 """Slow time constants over which noise is remembered."""
+FAR, LASTING = 2.0, 0.5
+"""A divergence so many times the threshold is a shift at once; a smaller one when it lasts so many fast time constants."""
 YOUNG = 3.0
 """A slow profile is compared with once it holds so many fast time constants of traffic."""
 OLD = 5.0
@@ -122,6 +125,7 @@ class Drift:
         self._since_alarm = 0.0
         """of them, since the last alarm"""
         self._calm_since: float | None = None
+        self._above_since: float | None = None
         self._sampled_at: float | None = None
         self._samples: deque[tuple[float, NDArray[np.float64]]] = deque(maxlen=int(LAG * SAMPLES) + 1)
 
@@ -143,7 +147,7 @@ class Drift:
         self.divergence = self.threshold = None
         compared = self._compare(self._slow) if self._audible(at) else None
         if compared is None:
-            self._calm_since = None
+            self._calm_since = self._above_since = None
             return None
         by_layer, evidence = compared
         divergence = float(by_layer.mean())
@@ -238,13 +242,24 @@ class Drift:
         assert self.threshold is not None
         if self._observed < self._config.shift_warmup_seconds:
             return None
-        if self.divergence > self.threshold and self._is_new():
+        if self._stands_out(now) and self._is_new():
             self._alarm()
             return Shift(False, self.divergence, self.threshold, self._moved(by_layer, evidence))
         if self.shifted and self._has_settled(evidence, now):
             self.shifted, self._calm_since = False, None
             return Shift(True, self.divergence, self.threshold, ())
         return None
+
+    def _stands_out(self, now: float) -> bool:
+        """The divergence is far above the threshold, or has been above it for a while."""
+        assert self.divergence is not None
+        assert self.threshold is not None
+        if self.divergence <= self.threshold:
+            self._above_since = None
+            return False
+        if self._above_since is None:
+            self._above_since = now
+        return self.divergence > FAR * self.threshold or now - self._above_since >= LASTING * self._config.fast_seconds
 
     def _is_new(self) -> bool:
         """The fast profile differs from what came since the last alarm, too, and that was not just now."""
@@ -262,7 +277,7 @@ class Drift:
     def _alarm(self) -> None:
         self.shifted = True
         self._samples.clear()
-        self._calm_since = None
+        self._calm_since = self._above_since = None
         self._since_alarm = 0.0
         self._reference = _Faded(self.layers, self.experts, self._config.slow_seconds)
         self._fresh = Noise(self.layers)
@@ -299,7 +314,7 @@ class Drift:
             "shifted": self.shifted,
             "seconds": [self._observed, self._since_alarm, self._at],
             "lumps": self._lumps,
-            "moments": [self._heard_at, self._calm_since, self._sampled_at],
+            "moments": [self._heard_at, self._calm_since, self._above_since, self._sampled_at],
             "samples": [[at, values.astype("<f8").tobytes()] for at, values in self._samples],
         }
 
@@ -326,7 +341,7 @@ class Drift:
         self.shifted = bool(state["shifted"])
         (self._lumps,) = numbers([state["lumps"]], 1)
         self._observed, self._since_alarm, self._at = numbers(state["seconds"], 3)
-        self._heard_at, self._calm_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
+        self._heard_at, self._calm_since, self._above_since, self._sampled_at = (None if at is None else float(at) for at in state["moments"])
         self._samples.extend((float(at), array(raw, (self.layers,))) for at, raw in state["samples"])
 
 

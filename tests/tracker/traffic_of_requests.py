@@ -61,24 +61,20 @@ def seconds_of(
     requests: Requests, mix: Mix, rate: Callable[[float], float], seconds: int, chance: np.random.Generator, shortest: float = 5.0, longest: float = 20.0
 ) -> Iterator[tuple[int, NDArray[np.float64], float]]:
     """Yield second, counts [layers, experts] and tokens computed in it: Poisson arrivals, prompts at once, the rest over 5 to 20 s."""
-    count = requests.pieces.shape[1]
-    flat = requests.pieces.reshape(-1, requests.pieces.shape[2])
-    sizes = requests.tokens.ravel()
-    due: list[list[NDArray[np.int64]]] = [[] for _ in range(seconds + int(longest) + 3)]
+    pieces = requests.pieces.shape[1]
+    flat, sizes = requests.pieces.reshape(-1, requests.pieces.shape[2]), requests.tokens.ravel()
+    begun = np.repeat(np.arange(seconds), chance.poisson([rate(second) for second in range(seconds)]))
+    shares = np.cumsum([mix(second) for second in range(seconds)], axis=1)
+    domains = np.minimum((chance.random(len(begun))[:, None] >= shares[begun]).sum(axis=1), len(requests.of_domain) - 1)
+    known = np.array([len(numbers) for numbers in requests.of_domain])
+    first = np.cumsum(known) - known
+    chosen = np.concatenate(requests.of_domain)[first[domains] + (chance.random(len(begun)) * known[domains]).astype(np.int64)]
+    lasting = chance.uniform(shortest, longest, len(begun))[:, None] * np.arange(pieces) / max(1, pieces - 1)
+    at = np.floor(begun[:, None] + chance.random(len(begun))[:, None] + lasting).ravel()
+    rows = (chosen[:, None] * pieces + np.arange(pieces)).ravel()[np.argsort(at, kind="stable")]
+    ends = np.searchsorted(np.sort(at), np.arange(seconds + 1))
     for second in range(seconds):
-        arrived = int(chance.poisson(rate(second)))
-        if arrived:
-            domains = chance.choice(len(requests.of_domain), arrived, p=mix(second))
-            chosen = np.array([chance.choice(requests.of_domain[domain]) for domain in domains])
-            lasting = chance.uniform(shortest, longest, arrived)
-            begun = chance.uniform(0.0, 1.0, arrived)
-            at = np.floor(begun[:, None] + lasting[:, None] * np.arange(count)[None, :] / max(1, count - 1)).astype(np.int64)
-            for later in range(at.max() + 1):
-                rows, columns = np.nonzero(at == later)
-                if len(rows):
-                    due[second + later].append(chosen[rows] * count + columns)
-        now = np.concatenate(due[second]) if due[second] else np.zeros(0, np.int64)
-        due[second] = []
+        now = rows[ends[second] : ends[second + 1]]
         yield second, flat[now].sum(axis=0, dtype=np.float64).reshape(requests.layers, requests.experts), float(sizes[now].sum())
 
 
