@@ -101,6 +101,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False)
 
 DONE = b"data: [DONE]\n\n"
 """Last server-sent event of a stream."""
+DECISION_HEADER = "x-roost-decision-id"
+"""Names the routing decision: in the answer for the client, in the request for the rank, which reports under it what was activated."""
 
 
 def sse(message: Any) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from fleet.completions import ApiError
+from fleet.completions import DECISION_HEADER, ApiError
 from router.answers import Head, answer_for
 from router.course import Course
 from router.exchange import Exchange, Outcome
@@ -159,7 +159,7 @@ class Edge:
         decision = self.service.decide(need, exchange.decision_id)
         exchange.decision = decision
         answer = msgspec.json.encode(decision.record())
-        fixed = [(b"content-type", b"application/json"), (b"x-roost-decision-id", decision.id.encode())]
+        fixed = [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
         await reply.whole(200, [*headers, *fixed], answer)
 
     async def _need(self, exchange: Exchange, request: Request, size: int) -> Need:
@@ -306,7 +306,7 @@ async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: Api
         await reply.end(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
         return Outcome.BROKEN
     if exchange.decision is not None:
-        headers = [*headers, (b"x-roost-decision-id", exchange.decision.id.encode())]
+        headers = [*headers, (DECISION_HEADER.encode(), exchange.decision.id.encode())]
     await reply.error(error, headers)
     if error.status == 429:
         return Outcome.SATURATED

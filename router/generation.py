@@ -7,7 +7,7 @@ import asyncio
 
 import msgspec
 
-from fleet.completions import ApiError, Choice, Completion, PromptDetails, Usage
+from fleet.completions import DECISION_HEADER, ApiError, Choice, Completion, PromptDetails, Usage
 from router.answers import Answer
 from router.course import Course, Failure
 from router.decision import Decision
@@ -121,7 +121,7 @@ class Generation:
 
     async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = self._exchange.pass_on if span is None else span.headers
-        headers = {**headers, "x-request-id": self._exchange.request_id, "x-roost-decision-id": decision.id}
+        headers = {**headers, "x-request-id": self._exchange.request_id, DECISION_HEADER: decision.id}
         body = _ENCODER.encode(course.request())
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
@@ -175,7 +175,7 @@ class Generation:
         decided = self._exchange.decision
         headers = [*self._headers, (b"content-type", self._answer.content_type)]
         if decided is not None:
-            headers.append((b"x-roost-decision-id", decided.id.encode()))
+            headers.append((DECISION_HEADER.encode(), decided.id.encode()))
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode()))
         await self._reply.start(200, headers)
 

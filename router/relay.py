@@ -5,8 +5,8 @@ Such an answer cannot be continued by another server. So: another server before 
 
 import msgspec
 
-from fleet.completions import ApiError
-from fleet.completions import Usage as SaidUsage
+from fleet.completions import DECISION_HEADER, ApiError
+from fleet.completions import DECISION_HEADER, Usage as SaidUsage
 from router.course import Failure
 from router.decision import Decision
 from router.exchange import Exchange
@@ -82,7 +82,7 @@ class Relay:
 
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = {**(self._exchange.pass_on if span is None else span.headers), "x-request-id": self._exchange.request_id}
-        headers["x-roost-decision-id"] = decision.id
+        headers[DECISION_HEADER] = decision.id
         if self._service.backend_key is not None:
             headers["authorization"] = f"Bearer {self._service.backend_key}"
         async with self._service.upstream.call(decision.target.url, self._exchange.path, self._body, headers) as call:
@@ -137,7 +137,7 @@ class Relay:
 
     async def _start(self, decision: Decision, call: Call, more: Headers) -> None:
         kind = (b"content-type", call.content_type.encode("latin-1", "replace"))
-        await self._reply.start(call.status, [*self._headers, kind, (b"x-roost-decision-id", decision.id.encode()), *more])
+        await self._reply.start(call.status, [*self._headers, kind, (DECISION_HEADER.encode(), decision.id.encode()), *more])
 
     def _count(self, events: list[bytes]) -> None:
         """Token counts for log and metrics, where the server gives any."""

@@ -18,7 +18,7 @@ from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.requests import check, decision_id, generation_request, parse
 from engine_adapter.embedded.scheduler import Overloaded
 from engine_adapter.engine import EngineFailed
-from fleet.completions import DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
+from fleet.completions import DECISION_HEADER, DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -29,8 +29,6 @@ _Read = TypeVar("_Read")
 MOST_BODY_BYTES = 8 * 1024 * 1024
 LONG_TEXT = 4096
 """characters from which a prompt is tokenised off the event loop"""
-DECISION_HEADER = b"x-roost-decision-id"
-"""says which routing decision brought a request; what the request activates is reported under it"""
 _RETRY_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -127,7 +125,7 @@ class RankApp:
         request = parse(await _body(scope, receive))
         model = self._engine.description.model
         check(request, model)
-        answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER)))
+        answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER.encode())))
         reply = _Reply(f"cmpl-{uuid.uuid4().hex}", model, int(time.time()), request, self._engine.tokenizer.piece)
         traceparent = _header(scope, b"traceparent")
         failure: ApiError | None = None
