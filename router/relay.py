@@ -6,7 +6,7 @@ Such an answer cannot be continued by another server. So: another server before 
 import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
-from fleet.completions import DECISION_HEADER, Usage as SaidUsage
+from fleet.completions import Usage as SaidUsage
 from router.course import Failure
 from router.decision import Decision
 from router.exchange import Exchange

@@ -186,7 +186,7 @@ def test_signatures_over_clusters_of_another_life_are_not_learnt_from() -> None:
 
 @pytest.mark.parametrize("state", [{}, {"clusters": {}, "learning": {}}, {"clusters": 1, "learning": 2}, {"clusters": {"shape": []}, "learning": {}}])
 def test_what_is_no_state_is_refused(state: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="state|snapshot"):
+    with pytest.raises(ValueError, match=r"state|snapshot"):
         Lessons(CONFIG, FIRST).restore("m", SHAPE, state)
 
 
