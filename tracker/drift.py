@@ -40,7 +40,7 @@ LAG = 6.0
 """Noise is learnt so many fast time constants after it was seen."""
 MEMORY = 4.0
 """Slow time constants over which noise is remembered."""
-FAR, LASTING = 2.0, 0.5
+FAR, LASTING = 1.5, 0.5
 """A divergence so many times the threshold is a shift at once; a smaller one when it lasts so many fast time constants."""
 YOUNG = 3.0
 """A slow profile is compared with once it holds so many fast time constants of traffic."""
