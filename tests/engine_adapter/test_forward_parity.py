@@ -131,7 +131,7 @@ def run_ranks(folder, ranks, **job):
 
 
 @pytest.mark.timeout(300)  # about 70 steps of four processes: seconds on four free cores, a minute on two busy ones
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_in_processes_of_their_own_compute_the_same_bits_as_one(tmp_path, oracle, alone, ranks):
     tokens, logits, found = run_ranks(tmp_path, ranks)
     assert_continues_like(oracle, PROMPTS, tokens, logits)

@@ -161,7 +161,7 @@ TestLedger = Ledger.TestCase
 TestLedger.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([2, 4, 8]))
 def test_a_burst_of_a_thousand_spreads_evenly_over_equal_ranks(seed: int, ranks: int) -> None:
     picker, need = burst(ranks)

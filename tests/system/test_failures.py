@@ -104,6 +104,7 @@ def test_many_streams_survive_a_killed_engine(whole: Fleet) -> None:
         assert [future.result() for future in futures] == unbroken
 
 
+@pytest.mark.slow
 def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fleet) -> None:
     joins = [line for line in fleet.home.told("events", "--since", "1h", "--no-follow", "--json").splitlines() if "EngineJoined" in line]
     unbroken = fleet.text(STORY, max_tokens=200)
