@@ -165,12 +165,12 @@ def know(tables: Tables, query: Query) -> Known:
 def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0) -> tuple[int, bytes | None]:
     """How many leading blocks are known, and the row of the last of them.
 
-    At a guess, then in growing steps until a block is unknown, then by bisection: of `prefix`, whose elements may be computed as they
-    are read, little more is read than is known. Whoever keeps blocks lets go of a prefix's end first; where that does not hold, a
-    shorter one is found.
+    At a guess, then in growing steps until a block is unknown, then by bisection: of a `prefix` whose elements are computed as they
+    are read, little more is read than is known. A list or tuple is there already, and without a guess is bisected at once. Whoever keeps
+    blocks lets go of a prefix's end first; where that does not hold, a shorter one is found.
     """
     low, high, best = 0, len(prefix), None
-    step, next_step = max(guess, 1), 1
+    step, next_step = max(guess, 0 if type(prefix) in (list, tuple) else 1), 1
     while low < high:
         middle = min(low + step, high) if step else (low + high + 1) // 2
         found = blocks.get(prefix[middle - 1])

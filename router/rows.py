@@ -39,9 +39,10 @@ class Rows(Mapping[int, bytes]):
         self._most_sets = max(1, budget // (SLOT * WAYS))
         self._sets = min(self._most_sets, max(_FEWEST_SETS, -(-_ROOM * expected // WAYS)))
         slots = self._sets * WAYS
-        self._keys: Keys = np.zeros(slots, "<u8")
+        self._key_bytes = bytearray(8 * slots)  # a key is searched in these bytes where they lie: numpy takes longer to begin than to find
+        self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
         self._rows: Packed = np.zeros((slots, ROW), np.uint8)
-        self._key_bytes, self._row_bytes = self._keys.data.cast("B"), self._rows.reshape(-1).data
+        self._row_bytes = self._rows.reshape(-1).data
         self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
         self._told = np.zeros(slots, np.uint16)
         self._now = 0
@@ -79,17 +80,17 @@ class Rows(Mapping[int, bytes]):
         return found
 
     def get(self, key: int, default: Any = None) -> Any:
-        """The row of a key. By byte search: the numbers of one key are too few for numpy."""
+        """The row of a key."""
         if not key:
             return default
         start = ((((key * _MIX) & _MASK) >> 32) * self._sets >> 32) * (WAYS * 8)
-        wanted, held = key.to_bytes(8, "little"), self._key_bytes[start : start + WAYS * 8].tobytes()
-        at = held.find(wanted)
+        wanted, end = key.to_bytes(8, "little"), start + WAYS * 8
+        at = self._key_bytes.find(wanted, start, end)
         while at >= 0 and at & 7:
-            at = held.find(wanted, at + 1)
+            at = self._key_bytes.find(wanted, at + 1, end)
         if at < 0:
             return default
-        row = (start + at >> 3) * ROW
+        row = (at >> 3) * ROW
         return self._row_bytes[row : row + ROW].tobytes()
 
     def put(self, keys: Keys, rows: Packed) -> None:

@@ -1,6 +1,5 @@
 """What is said of an ended request, against the same written down token by token."""
 
-import time
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -168,18 +167,3 @@ def test_a_position_computed_again_counts_once_and_as_it_was_the_last_time() -> 
 )
 def test_the_blocks_that_are_reported_are_the_longest_unbroken_run(full: str, run: tuple[int, int]) -> None:
     assert longest_run(np.array([letter == "." for letter in full], bool)) == run
-
-
-@pytest.mark.slow
-def test_a_prompt_of_8192_tokens_of_a_large_model_is_read_in_150_ms() -> None:
-    random = np.random.default_rng(1)
-    routed = random.integers(0, 256, (8192, 58, 8)).astype(np.int16)
-    ended = EndedRequest("", 8000, routed, identify(range(8192), 16))
-    case = Case([ended], clusters(random, 58, 256, 32), linear(layers=58, experts=256, ranks=32), 3)
-    taken = []
-    for _ in range(5):
-        began = time.perf_counter()
-        (profile,) = request_profiles(*case, block_size=16, most_blocks=1024, sampled=[True])
-        taken.append(time.perf_counter() - began)
-    assert len(profile.blocks) == 8 * 512
-    assert min(taken) < 0.15
