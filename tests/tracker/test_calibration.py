@@ -34,7 +34,7 @@ def test_a_prediction_that_has_nothing_to_do_with_what_happens_is_worth_nothing(
 
 
 def test_an_exaggerated_prediction_is_worth_its_slope() -> None:
-    assert gain(3000, predicted=0.3, worth=0.5) == pytest.approx(0.5, abs=0.06)
+    assert gain(3000, predicted=0.6, worth=0.5) == pytest.approx(0.5, abs=0.06)
 
 
 def test_an_understated_prediction_is_worth_no_more_than_one() -> None:
