@@ -24,7 +24,7 @@ SIGMAS = 1.64
 """Standard errors that are taken off the slope: one side in twenty."""
 MATERIAL = 0.085
 """Differences of locality of this size (root mean square, as a share of the pairs) count half, of half the size 1/17. Measured on the demo
-model's routings over 2 to 16 ranks: 0.07 to 0.17 where the placement follows the clusters; 0.04 at most under any other placement and on
+model's routings over 2 to 16 ranks: 0.07 to 0.17 where the placement follows the clusters; 0.05 at most under any other placement and on
 traffic of a single domain, where what can be told of a request is true, but too little to give up a balanced load for."""
 
 
