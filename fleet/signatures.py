@@ -40,7 +40,8 @@ def pack(weights: NDArray[Any]) -> NDArray[np.uint8]:
 
 def unpack(packed: Sequence[int], shares: Weights) -> Weights:
     """float32 [K] of one packed signature. Clusters that no longer exist, and the mass nobody is named for, are spread by `shares`."""
-    named = [(packed[at], packed[at + 1]) for at in range(0, PACKED, 2) if packed[at + 1] and packed[at] < len(shares)]
+    numbers = [int(number) for number in packed]  # numpy's own bytes would overflow in the sum: rounded weights may add up to 257
+    named = [(numbers[at], numbers[at + 1]) for at in range(0, PACKED, 2) if numbers[at + 1] and numbers[at] < len(shares)]
     total = sum(weight for _, weight in named)
     scale = 1.0 / max(255, total)
     weights = shares * np.float32(1.0 - total * scale)

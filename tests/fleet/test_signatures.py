@@ -171,3 +171,10 @@ def test_arbitrary_records_are_read_or_refused_and_nothing_else(
         return
     assert np.isfinite(found.profiles).all()
     assert found.shares.sum() == pytest.approx(1.0)
+
+
+def test_weights_that_were_all_rounded_up_are_unpacked_from_bytes_and_from_arrays_alike() -> None:
+    packed = np.array([0, 64, 1, 64, 2, 64, 3, 65], np.uint8)
+    shares = np.full(4, 0.25, np.float32)
+    assert unpack(packed, shares) == pytest.approx(unpack(packed.tobytes(), shares), abs=1e-7)
+    assert unpack(packed, shares).sum() == pytest.approx(1.0, abs=1e-6)
