@@ -35,6 +35,10 @@ TRANSIENT = (TimeoutError, OSError, errors.ConnectionClosedError, errors.Outboun
 """After these, the same may succeed a moment later."""
 
 
+VAGUE = (TimeoutError, OSError, errors.UnexpectedEOF)
+"""These say nothing of the cause: a server that refuses a client says so and hangs up, and often only the hanging up is heard."""
+
+
 def is_full(error: BaseException | None) -> bool:
     return isinstance(error, js_errors.APIError) and error.err_code == FULL
 
@@ -122,7 +126,8 @@ class Link:
         return server, pause * random.uniform(0.5, 1.0)
 
     async def _on_error(self, error: Exception) -> None:
-        self._trouble = error
+        if self._trouble is None or not isinstance(error, VAGUE):
+            self._trouble = error
         logger.log(logging.WARNING if isinstance(error, errors.SlowConsumerError) else logging.DEBUG, "NATS: %s", error or type(error).__name__)
 
     async def _on_disconnect(self) -> None:
@@ -142,8 +147,7 @@ class Link:
     async def open(self) -> None:
         """The first connection. BusError when it does not stand in time."""
         try:
-            async with asyncio.timeout(self.config.connect_seconds):
-                await self.client.connect(self.url, **self._options(self.client))
+            await self._connected_in_time()
         except TimeoutError as error:
             await self.close()
             waited = f"within {self.config.connect_seconds} s ({self._trouble or 'no answer'})"
@@ -155,6 +159,19 @@ class Link:
             await self.close()
             raise BusError(f"the NATS server at {self.url} takes messages of {most} bytes; set its max_payload to {SMALLEST_MAX_PAYLOAD} or more")
         self._up.set()
+
+    async def _connected_in_time(self) -> None:
+        """TimeoutError when it takes too long. nats-py tries for ever, and may forget that it was cancelled (see `whole`): it is told again."""
+        connecting = asyncio.create_task(self.client.connect(self.url, **self._options(self.client)), name="connects to NATS")
+        try:
+            await asyncio.wait([connecting], timeout=self.config.connect_seconds)
+        finally:
+            while not connecting.done():
+                connecting.cancel()
+                await asyncio.wait([connecting], timeout=RETRY_SECONDS)
+        if connecting.cancelled():
+            raise TimeoutError
+        connecting.result()
 
     async def _reopen(self) -> None:
         """nats-py gives up after some errors the server sends (revoked rights, say). We do not."""
