@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) 
     waited = {(rank.engine, rank.rank) for rank in described.ranks if rank.tokens_per_second > 0}
     found: dict[tuple[str, int], Table] = {}
     async with bus.subscribe(subjects.demand) as heard:
-        try:
+        with suppress(TimeoutError):  # the ranks that were not heard are left out of the picture
             async with asyncio.timeout(DEMAND_SECONDS):
                 async for received in heard:
                     match received.message:
@@ -131,8 +132,6 @@ async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) 
                             found[demand.engine, demand.rank] = demand.demand.array()
                     if waited <= found.keys():
                         break
-        except TimeoutError:
-            pass  # the ranks that were not heard are left out of the picture
     return {f"{engine}/{rank}": found[engine, rank] for engine, rank in sorted(found)}
 
 

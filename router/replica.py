@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import KeyedRows, TablesPublished
+from fleet.keyed import Keys
 from fleet.prediction import PATTERNS, ROW, SOURCES, Tables
 from fleet.signatures import MOST_CLUSTERS, Weights
-from router.rows import Keys, Packed, Rows
+from router.rows import Packed, Rows
 
 MOST_TRUST = 64.0
 """A larger trust is no trust but a fault."""

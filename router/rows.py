@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.keyed import Keys, KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
 WAYS = 16
 SLOT = 8 + ROW + 2
 """Bytes of one slot: key, row, and when it was told."""
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-Keys = NDArray[np.uint64]
 Packed = NDArray[np.uint8]
 _YOUNGEST = (1 << 16) - 1
 _FEWEST_SETS = 64
@@ -39,8 +37,8 @@ class Rows(Mapping[int, bytes]):
         self._most_sets = max(1, budget // (SLOT * WAYS))
         self._sets = min(self._most_sets, max(_FEWEST_SETS, -(-_ROOM * expected // WAYS)))
         slots = self._sets * WAYS
-        self._key_bytes = bytearray(8 * slots)  # a key is searched in these bytes where they lie: numpy takes longer to begin than to find
-        self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
+        self._index = KeySets(self._sets, WAYS)
+        self._keys: Keys = self._index.keys
         self._rows: Packed = np.zeros((slots, ROW), np.uint8)
         self._row_bytes = self._rows.reshape(-1).data
         self._tokens: NDArray[np.uint32] = self._rows[:, PACKED:].view("<u4")[:, 0]
@@ -71,7 +69,7 @@ class Rows(Mapping[int, bytes]):
         return self._filled
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._keys[self._keys != 0].tolist())
+        return iter(self._index.held())
 
     def __getitem__(self, key: int) -> bytes:
         found: bytes | None = self.get(key)
@@ -81,23 +79,14 @@ class Rows(Mapping[int, bytes]):
 
     def get(self, key: int, default: Any = None) -> Any:
         """The row of a key."""
-        if not key:
-            return default
-        start = ((((key * _MIX) & _MASK) >> 32) * self._sets >> 32) * (WAYS * 8)
-        wanted, end = key.to_bytes(8, "little"), start + WAYS * 8
-        at = self._key_bytes.find(wanted, start, end)
-        while at >= 0 and at & 7:
-            at = self._key_bytes.find(wanted, at + 1, end)
-        if at < 0:
-            return default
-        row = (at >> 3) * ROW
-        return self._row_bytes[row : row + ROW].tobytes()
+        slot = self._index.slot(key)
+        return default if slot < 0 else self._row_bytes[slot * ROW : (slot + 1) * ROW].tobytes()
 
     def put(self, keys: Keys, rows: Packed) -> None:
         """Rows [n, ROW] of keys [n], the later ones in the place of earlier ones; a row without evidence takes its key away."""
         keys, rows = _last_of_each(keys, rows)
         self._pass_time()
-        ways = self._ways(keys)
+        ways = self._index.places(keys)
         hits = self._keys[ways] == keys[:, None]
         known = hits.any(axis=1)
         slots = ways[np.arange(len(keys)), hits.argmax(axis=1)]
@@ -138,12 +127,6 @@ class Rows(Mapping[int, bytes]):
             self._told -= half
             self._now -= int(half)
         self._now += 1
-
-    def _ways(self, keys: Keys) -> NDArray[np.int64]:
-        """int64 [n, WAYS]: the slots a key may lie in."""
-        mixed = (keys * np.uint64(_MIX)) >> np.uint64(32)
-        first = ((mixed * np.uint64(self._sets)) >> np.uint64(32)).astype(np.int64) * WAYS
-        return np.asarray(first[:, None] + np.arange(WAYS))
 
 
 def _last_of_each(keys: Keys, rows: Packed) -> tuple[Keys, Packed]:

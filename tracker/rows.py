@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.keyed import Keys, KeySets
 from fleet.prediction import ROW
 from fleet.signatures import PACKED
 
@@ -28,12 +29,9 @@ LONGEST_CHAIN = 8192
 OVERHEAD = 4096
 RESERVE = 64
 """What the table costs besides its rows: so many bytes, and one part in so many for what is in hand while it works."""
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 _WRAP = 1 << 15
 _CHUNK = 1 << 15
 _BATCH = 1 << 10
-Keys = NDArray[np.uint64]
 Cells = NDArray[Any]
 """structured [n]: packed u1[PACKED], tokens u4, extra u1[m]"""
 
@@ -58,9 +56,9 @@ class Rows(Mapping[int, bytes]):
         if self._sets < 1:
             raise ValueError(f"a budget of {budget} bytes holds no rows; allow at least {2 * (OVERHEAD + one_set)}")
         slots = self._sets * WAYS
-        self._key_bytes = bytearray(8 * slots)
+        self._index = KeySets(self._sets, WAYS)
         self._cell_bytes = bytearray(self._cell.itemsize * slots)
-        self._keys: Keys = np.frombuffer(self._key_bytes, "<u8")
+        self._keys: Keys = self._index.keys
         self._cells: Cells = np.frombuffer(self._cell_bytes, self._cell)
         self._parents = np.zeros(slots, np.uint32)
         self._touched = np.zeros(slots, np.uint16)
@@ -93,7 +91,7 @@ class Rows(Mapping[int, bytes]):
         return self._filled
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._keys[self._keys != 0].tolist())
+        return iter(self._index.held())
 
     def __getitem__(self, key: int) -> bytes:
         found: bytes | None = self.get(key)
@@ -103,7 +101,7 @@ class Rows(Mapping[int, bytes]):
 
     def get(self, key: int, default: Any = None) -> Any:
         """The row of a key; does not count as use."""
-        slot = self._slot(key)
+        slot = self._index.slot(key)
         if slot < 0:
             return default
         start = slot * self._cell.itemsize
@@ -111,39 +109,22 @@ class Rows(Mapping[int, bytes]):
 
     def cell(self, key: int) -> Any | None:
         """A copy of all that is kept of a key (a scalar of `cell`); None without."""
-        slot = self._slot(key)
+        slot = self._index.slot(key)
         return None if slot < 0 else self._cells[slot].copy()
-
-    def _slot(self, key: int) -> int:
-        """Where a key lies, -1 for nowhere."""
-        if not 0 < key <= _MASK:
-            return -1
-        start = ((((key * _MIX) & _MASK) >> 32) * self._sets >> 32) * WAYS * 8
-        wanted = key.to_bytes(8, "little")
-        at = self._key_bytes.find(wanted, start, start + WAYS * 8)
-        while at >= 0 and at % 8:
-            at = self._key_bytes.find(wanted, at + 1, start + WAYS * 8)
-        return at // 8 if at >= 0 else -1
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """int64 [n]: where keys [n] lie, -1 for nowhere."""
-        places = self._ways(keys)
+        places = self._index.places(keys)
         hits = self._keys[places] == keys[:, None]
         hits[keys == 0] = False
         return np.where(hits.any(axis=1), places[np.arange(len(keys)), hits.argmax(axis=1)], -1)
-
-    def _ways(self, keys: Keys) -> NDArray[np.int64]:
-        """int64 [n, WAYS]: the places a key may lie in."""
-        mixed = (keys * np.uint64(_MIX)) >> np.uint64(32)
-        first = ((mixed * np.uint64(self._sets)) >> np.uint64(32)).astype(np.int64) * WAYS
-        return np.asarray(first[:, None] + np.arange(WAYS))
 
     # Writing
 
     def put(self, keys: Keys, cells: Cells, now: float, parent: int | None = None) -> None:
         """Replace or add rows [n] of different keys [n], none 0. parent: the keys follow one another behind this one (0: behind nothing); None: no chain."""
         self.advance(now)
-        before = self._slot(parent) if parent else -1
+        before = self._index.slot(parent) if parent else -1
         for start in range(0, len(keys), _BATCH):
             part = slice(start, start + _BATCH)
             slots = self._put(keys[part], cells[part])
@@ -154,13 +135,13 @@ class Rows(Mapping[int, bytes]):
 
     def _put(self, keys: Keys, cells: Cells) -> NDArray[np.int64]:
         """int64 [n]: where different keys were put; those of one set one after another."""
-        ways = self._ways(keys)
+        ways = self._index.places(keys)
         if len({*ways[:, 0].tolist()}) == len(keys):
             return self._place(keys, ways, cells)
         slots = np.full(len(keys), -1, np.int64)
         pending = np.arange(len(keys))
         while len(pending):
-            ways = self._ways(keys[pending])
+            ways = self._index.places(keys[pending])
             _, first = np.unique(ways[:, 0], return_index=True)
             slots[pending[first]] = self._place(keys[pending[first]], ways[first], cells[pending[first]])
             pending = np.delete(pending, first)
@@ -168,10 +149,10 @@ class Rows(Mapping[int, bytes]):
 
     def put_one(self, key: int, cells: Cells, now: float) -> None:
         """`put` of a single row [1], a good deal faster. ValueError for key 0."""
-        if not 0 < key <= _MASK:
+        if not 0 < key < 1 << 64:
             raise ValueError(f"rows: {key} is no key")
         self.advance(now)
-        slot = self._slot(key)
+        slot = self._index.slot(key)
         same = False
         if slot < 0:
             slot = self._room_for(key)
@@ -185,7 +166,7 @@ class Rows(Mapping[int, bytes]):
 
     def _room_for(self, key: int) -> int:
         """The place that a newcomer takes, emptied."""
-        ways = self._ways(np.array([key], np.uint64))
+        ways = self._index.places(np.array([key], np.uint64))
         weakest = int(self._weakest(ways, self._keys[ways])[0])
         self._make_room(ways, ways[:, weakest])
         return int(ways[0, weakest])
@@ -236,7 +217,7 @@ class Rows(Mapping[int, bytes]):
     def touch(self, key: int, now: float) -> bool:
         """A row was used, and with it the rows it continues. False when it is unknown."""
         self.advance(now)
-        slot = self._slot(key)
+        slot = self._index.slot(key)
         if slot < 0:
             return False
         arrays: tuple[Any, ...] = (self._cells["tokens"], self._uses, self._touched, self._parents)
@@ -357,7 +338,7 @@ class Rows(Mapping[int, bytes]):
         parents, touched, uses = (np.frombuffer(state[name], kind) for name, kind in (("parents", "<u4"), ("touched", "<u2"), ("uses", "u1")))
         if any(len(part) != len(slots) for part in (keys, cells, parents, touched, uses)) or not (keys != 0).all():
             raise ValueError(f"rows: {len(slots)} places do not go with {len(keys)} keys and {len(cells)} rows")
-        if len(slots) and (slots.max() >= self.capacity or parents.max() > self.capacity or (self._ways(keys)[:, 0] != slots // WAYS * WAYS).any()):
+        if len(slots) and (slots.max() >= self.capacity or parents.max() > self.capacity or (self._index.places(keys)[:, 0] != slots // WAYS * WAYS).any()):
             raise ValueError("rows: keys lie where they cannot")
         changes, changed = np.frombuffer(state["changes"], "<u8"), int(state["changed"])
         if len(changes) > self._log or len(changes) != min(changed, self._log):
