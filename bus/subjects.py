@@ -5,6 +5,7 @@ its router could listen). Everything of Roost: `namespace.<ns>.component.<compon
 """
 
 import re
+from typing import Literal
 
 KV_EVENTS = "kv-events"
 KV_METRICS = "kv_metrics"
@@ -130,10 +131,42 @@ class Subjects:
         """Stored: placements an engine has served."""
         return f"{self._roost}.migration.placement.{engine if engine == '*' else check_token('engine name', engine)}"
 
+    def drains(self, engine: str = "*", rank: int | Literal["*"] | None = "*") -> str:
+        """Stored: whether an operator wants no new requests on a rank, or (None) on all ranks of an engine."""
+        name = engine if engine == "*" else check_token("engine name", engine)
+        return f"{self._roost}.router.drain.{name}.{'all' if rank is None else rank}"
+
+    def config(self, part: str = "*") -> str:
+        """Stored: settings that a part took, or refused, while it ran."""
+        return f"{self._roost}.config.{part if part == '*' else check_token('part', part)}"
+
+    @property
+    def reservations(self) -> str:
+        """What routers have booked."""
+        return f"{self._roost}.router.reservations"
+
+    def describe_reservations(self, router: int | str = "*") -> str:
+        """Request: what one router knows to be booked."""
+        return f"{self._roost}.router.describe.{router}"
+
+    @property
+    def route(self) -> str:
+        """Request: where would, or shall, this go? One of the routers answers."""
+        return f"{self._roost}.router.route"
+
+    @property
+    def release(self) -> str:
+        """Request: a reserved request is over. One of the routers answers."""
+        return f"{self._roost}.router.release"
+
+    def decision(self, tag: str) -> str:
+        """Request: a decision, of the router whose decisions' ids begin with this tag."""
+        return f"{self._roost}.router.decision.{check_token('decision tag', tag)}"
+
     @property
     def stored(self) -> tuple[str, ...]:
         """What JetStream keeps."""
-        return (self.membership(), self.placements())
+        return (self.membership(), self.placements(), self.drains(), self.config())
 
     @property
     def everything(self) -> str:

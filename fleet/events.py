@@ -39,6 +39,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     node: str
     urls: tuple[str, ...]
     """base URL of each rank's HTTP face, index = rank; one URL for an engine that is one target"""
+    nodes: tuple[str, ...] = ()
+    """machine of each rank, index = rank; empty: all are on `node`"""
     block_size: int
     kv_blocks: int
     """KV blocks per rank"""
@@ -71,6 +73,8 @@ class EngineHeartbeat(Event, frozen=True, kw_only=True):
     worker_id: int
     epoch: int
     """placement epoch served"""
+    handover_seconds: float = 0.0
+    """what a migration or layout switch in progress is expected to cost a request that comes now; 0: none is under way"""
 
 
 class ExpertsActivated(Event, frozen=True, kw_only=True):
@@ -360,6 +364,122 @@ class PopularityDescribed(Event, frozen=True, kw_only=True):
     stored_bytes: int
 
 
+class RankDrained(Event, frozen=True, kw_only=True):
+    """An operator wants no new requests on a rank (`draining` True), or wants them again. What runs there goes on. Stored.
+
+    It is about one incarnation: an engine that comes back takes requests again.
+    """
+
+    engine: str
+    worker_id: int
+    rank: int | None
+    """None: the whole engine"""
+    draining: bool
+    reason: str = ""
+
+
+class ConfigChanged(Event, frozen=True, kw_only=True):
+    """A part took new settings while it ran, or refused them: the audit of every reload. Stored."""
+
+    part: str
+    instance: int
+    """identity of the process"""
+    changed: dict[str, tuple[str, str]]
+    """by key: the value before and the value now, as TOML writes them; empty when nothing differed or all was refused"""
+    refused: str | None = None
+    """why the new settings are not used; None: they are"""
+
+
+class BookedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load that one router promised one rank for one request."""
+
+    id: str
+    """of the decision"""
+    worker_id: int
+    rank: int
+    prefill_tokens: int
+    """prompt tokens still to compute; 0 once the first token has come"""
+    blocks: int
+    steps: int
+    """tokens still expected to be emitted"""
+    age_seconds: float
+    """since it was booked"""
+
+
+class ReservationsChanged(Event, frozen=True, kw_only=True):
+    """What one router booked, saw progress, or released since it last said so. Best effort, coalesced, not stored; readers let bookings
+    expire, and let go of all of a router's when it falls silent or comes back as another `router`."""
+
+    router: int
+    """random u64 per router process; also its heartbeat, when nothing changed"""
+    booked: tuple[BookedLoad, ...] = ()
+    """new ones, and those of which something changed"""
+    ended: tuple[str, ...] = ()
+    """decision ids"""
+    forgotten: tuple[str, ...] = ()
+    """decision ids booked by another router, which is asked to end them (`RouteReleased` came here)"""
+
+
+class DescribeReservations(Event, frozen=True, kw_only=True):
+    """Request to any router but the one that asks: answer with everything you know to be booked."""
+
+    router: int
+
+
+class ReservationsDescribed(Event, frozen=True, kw_only=True):
+    """Answer to `DescribeReservations`: open bookings by router."""
+
+    routers: dict[str, tuple[BookedLoad, ...]]
+    """keys are u64 as text"""
+
+
+class RouteRequested(Event, frozen=True, kw_only=True):
+    """Request to one router: decide. For data planes that forward by themselves; the HTTP twin is `POST /v1/route[/reserve]`."""
+
+    body: bytes
+    """a chat or completions request as JSON"""
+    request_id: str = ""
+    session: str = ""
+    tenant: str = ""
+    priority: str = ""
+    reserve: bool = False
+    """book the load at the chosen rank, until it is released or expires"""
+
+
+class RouteDecided(Event, frozen=True, kw_only=True):
+    """Answer to `RouteRequested`."""
+
+    record: bytes
+    """the decision as JSON, what `GET /v1/decisions/{id}` answers"""
+    url: str
+    """base URL of the chosen rank"""
+    expires_seconds: float | None = None
+    """a reservation ends by itself after so long; None: nothing was reserved"""
+
+
+class RouteReleased(Event, frozen=True, kw_only=True):
+    """Request to one router: a reserved request computed its prompt (`first_token`) or is over. Answered with the same event; a
+    reservation that is unknown or over is no error."""
+
+    id: str
+    """of the decision"""
+    first_token: bool = False
+    """True: the prompt is computed and the request goes on; False: it is over"""
+
+
+class DescribeDecision(Event, frozen=True, kw_only=True):
+    """Request to the router that made it: answer with a decision; `RequestRefused` when it is not among the last ones."""
+
+    id: str
+
+
+class DecisionDescribed(Event, frozen=True, kw_only=True):
+    """Answer to `DescribeDecision`."""
+
+    record: bytes
+    """JSON"""
+
+
 class KvSnapshotRequested(Event, frozen=True, kw_only=True):
     """Request to one rank: what does your KV cache hold, as of which sequence number of your kv-events?"""
 
@@ -423,9 +543,11 @@ class KvMetrics(msgspec.Struct, frozen=True, kw_only=True):
     active_prefill_tokens: int | None = None
     kv_used_blocks: int | None = None
     running: int | None = None
-    """Roost's addition: sequences decoding; other readers ignore it"""
+    """Roost's addition, as are the next two; other readers ignore them: sequences decoding"""
     waiting: int | None = None
-    """Roost's addition: requests not yet admitted"""
+    """requests not yet admitted"""
+    step_seconds: float | None = None
+    """median length of the engine's last steps in which nothing but decoding was done; None: there were none lately"""
 
 
 class KvSnapshot(Event, frozen=True, kw_only=True):
@@ -465,11 +587,21 @@ AnyEvent = (
     | DescribeClusters
     | DescribeTables
     | DescribePopularity
+    | RankDrained
+    | ConfigChanged
+    | ReservationsChanged
+    | DescribeReservations
+    | ReservationsDescribed
+    | RouteRequested
+    | RouteDecided
+    | RouteReleased
+    | DescribeDecision
+    | DecisionDescribed
     | KvSnapshotRequested
     | KvSnapshot
     | RequestRefused
 )
 """The closed union. Unknown tags are counted and dropped by the codec, never fatal."""
 
-STORED = (EngineJoined, EngineLeft, PlacementCommitted)
+STORED = (EngineJoined, EngineLeft, PlacementCommitted, RankDrained, ConfigChanged)
 """Kinds that JetStream keeps and replays; everything else is telemetry, repaired by snapshots."""

@@ -17,6 +17,8 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_token: float = 2e-4
     """per uncached prompt token"""
+    prefill_pair: float = 0.0
+    """added per pair of a computed prompt token and a token it attends to: the quadratic part of attention"""
     step: float = 3e-3
     """fixed part of a decode step"""
     decode_sequence: float = 2e-4
@@ -25,6 +27,10 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """added to a step by each KV block in use (reading the cache)"""
     dispatch: float = 2e-6
     """per (token, layer, distinct remote rank): sending a token's activations there and back"""
+    dispatch_node: float = 0.0
+    """added per (token, layer, distinct remote node): the slower link between machines"""
+    expert_read: float = 0.0
+    """per step and distinct expert of one layer that a rank's batch activates: reading its weights; it matters while batches are small"""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

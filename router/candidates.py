@@ -1,5 +1,7 @@
 """Which ranks may take a request: a filter that gives a reason for each it leaves out. Pure."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +10,9 @@ from numpy.typing import NDArray
 from fleet.timing import queue_seconds
 from router.reservations import PREFILL, SEQUENCES, Amounts
 from router.roster import Excluded, RankKey, Roster
+
+NOBODY: Mapping[RankKey, str] = MappingProxyType({})
+FAILED = "this request failed there before"
 
 
 class Limits(NamedTuple):
@@ -27,23 +32,32 @@ class Candidates(NamedTuple):
     wait_seconds: float
 
 
-def candidates(roster: Roster, load: Amounts, needed_context: int, limits: Limits, avoid: frozenset[RankKey] = frozenset()) -> Candidates:
-    """Leave out ranks whose context is too small (tokens), saturated ones, and those to avoid because this request failed there.
+def candidates(
+    roster: Roster,
+    load: Amounts,
+    needed_context: int,
+    limits: Limits,
+    avoid: frozenset[RankKey] = frozenset(),
+    barred: Mapping[RankKey, str] = NOBODY,
+) -> Candidates:
+    """Leave out ranks whose context is too small (tokens), saturated ones, those to avoid because this request failed there, and those
+    that nobody should use now, with the reason.
 
     load: int64 [AMOUNTS, targets].
     """
-    if not avoid and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
+    if not avoid and not barred and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
     queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
     small = roster.max_context < needed_context
     busy = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds)
-    failed = np.array([target.key in avoid for target in roster.targets], np.bool_) if avoid else np.zeros(len(roster.targets), np.bool_)
+    unfit = [barred.get(target.key) or (FAILED if target.key in avoid else None) for target in roster.targets]
+    failed = np.array([reason is not None for reason in unfit], np.bool_)
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
     excluded = roster.excluded
     if out.any():
         excluded += tuple(
-            Excluded(roster.targets[at].engine.engine, roster.targets[at].rank, _reason(roster, load, needed_context, limits, int(at), failed[at], small[at]))
+            Excluded(roster.targets[at].engine.engine, roster.targets[at].rank, unfit[at] or _reason(roster, load, needed_context, limits, int(at), small[at]))
             for at in np.flatnonzero(out)
         )
     wait = float(queue[only_busy].min()) if only_busy.any() else 0.0
@@ -58,9 +72,7 @@ def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:
     return bool(most[SEQUENCES] < limits.requests and most[PREFILL] * roster.slowest_prefill_s <= limits.queue_seconds)
 
 
-def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int, failed: np.bool_, small: np.bool_) -> str:
-    if failed:
-        return "this request failed there before"
+def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int, small: np.bool_) -> str:
     if small:
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
     if load[SEQUENCES, at] >= limits.requests:

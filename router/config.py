@@ -4,6 +4,26 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Policy = Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
+ZERO_ALLOWED = (
+    "port",
+    "settle_seconds",
+    "temperature_ms",
+    "session_affinity_seconds",
+    "session_affinity_ms",
+    "queue_requests",
+    "segment_cache_bytes",
+    "least_retries",
+    "retry_share",
+    "outlier_factor",
+    "max_ejected_share",
+    "classic_alpha",
+    "classic_beta",
+    "classic_gamma",
+    "coalesce_seconds",
+)
 
 _TAKEN = ("authorization", "traceparent", "tracestate", "x-request-id")
 """Headers that mean something else."""
@@ -36,10 +56,33 @@ class RouterConfig:
     most_outcomes_waiting: int = 4096
     """finished requests that wait to be told; more are dropped and counted"""
 
+    policy: Policy = "cost"
+    """cost: predicted added milliseconds; classic: a weighted sum of dimensionless terms; kv: cached prefix, then load; least_loaded; round_robin"""
     prefill_weight: float = 1.0
     queue_weight: float = 1.0
     decode_weight: float = 1.0
     experts_weight: float = 1.0
+    """of dispatch traffic to other ranks and nodes"""
+    distinct_weight: float = 1.0
+    """of distinct experts that a step must read"""
+    lockstep_weight: float = 1.0
+    """of waiting for, and being, an engine's slowest rank"""
+    handover_weight: float = 1.0
+    """of a migration or layout switch in progress"""
+    classic_alpha: float = 1.0
+    """policy classic: weight of the share of the prompt that is not cached"""
+    classic_beta: float = 1.0
+    """policy classic: weight of the share of expert traffic that leaves the rank"""
+    classic_gamma: float = 1.0
+    """policy classic: weight of the rank's load, relative to the most loaded one"""
+    temperature_ms: float = 0.0
+    """0: the cheapest rank; above: a rank that costs so much more is chosen with 1/e of the cheapest one's probability"""
+    session_affinity_seconds: float = 0.0
+    """a conversation stays with its rank until it has been silent for so long; 0: the cost alone decides"""
+    session_affinity_ms: float = 1000.0
+    """a conversation leaves its rank when another one is cheaper by more than this"""
+    correction_limit: float = 4.0
+    """measured speeds correct each term of the time model at most by this factor, either way; 1: not at all"""
     expected_output_tokens: int = 128
     """a request's output for pricing and booking, unless its max_tokens is less"""
 
@@ -47,8 +90,41 @@ class RouterConfig:
     """a rank with so many running, waiting and booked requests is saturated"""
     max_queue_seconds: float = 60.0
     """a rank whose promised prefill would take longer is saturated"""
+    max_kv_share: float = 1.0
+    """a rank of whose KV blocks more than this share is held by running requests is saturated; 1: never for this reason"""
+    queue_requests: int = 1024
+    """requests that may wait while every rank is saturated; 0: they are refused at once"""
+    queue_bytes: int = 256 * 1024 * 1024
+    """memory that waiting requests may hold"""
+    queue_wait_seconds: float = 10.0
+    """a request that has waited so long is refused, unless it names an earlier deadline"""
+    priority_header: str = "x-priority"
+    """request header that names a class; without it, the body's priority"""
+    classes: tuple[str, ...] = ("high", "normal", "low")
+    """classes of requests, most urgent first; when the queue is full the least urgent ones are refused first"""
+    default_class: str = "normal"
     max_attempts: int = 3
     """ranks tried for one answer, the first included"""
+    retry_share: float = 0.2
+    """retries may be so many of the requests of the last ten seconds; beyond, failures are passed on"""
+    least_retries: int = 10
+    """retries in ten seconds that are always allowed"""
+    breaker_failures: int = 5
+    """failures in a row after which a rank is left alone for a while"""
+    breaker_seconds: float = 1.0
+    """for how long, the first time; twice as long each time it fails again, up to 32 times as long"""
+    outlier_factor: float = 4.0
+    """a rank whose first tokens take so many times as long as predicted, compared with the others of its model, is left alone for a while; 0: never"""
+    max_ejected_share: float = 0.5
+    """at most so many of a model's ranks are left alone at once"""
+    reservation_seconds: float = 120.0
+    """a reservation made for another data plane ends by itself after so long without a word"""
+    replicas: bool = True
+    """tell other routers what is booked here, and count what they book"""
+    coalesce_seconds: float = 0.005
+    """bookings are told together, so often at most"""
+    processes: int = 1
+    """router processes that share the port"""
     max_choices: int = 16
     """choices of one request: prompts times n"""
 
@@ -70,6 +146,8 @@ class RouterConfig:
     settle_seconds: float = 0.1
     """a load report that arrives so long after a booking contains it"""
 
+    segment_cache_bytes: int = 32 * 1024 * 1024
+    """memory for token ids of message texts that were seen before; 0: none"""
     long_prompt_characters: int = 8_000
     """longer prompts are tokenised off the event loop"""
     kept_decisions: int = 10_000
@@ -77,15 +155,19 @@ class RouterConfig:
     """blocks remembered for a rank without KV events"""
 
     def __post_init__(self) -> None:
-        for name in ("prefill_weight", "queue_weight", "decode_weight", "experts_weight", "settle_seconds"):
-            self._check(name, 0, above=False)
         for name in self.__slots__:
             value = getattr(self, name)
-            if isinstance(value, int | float) and not name.endswith("_weight") and name not in ("port", "settle_seconds"):
-                self._check(name, 0, above=True)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._check(name, 0, above=not name.endswith("_weight") and name not in ZERO_ALLOWED)
+        self._check("correction_limit", 1, above=False)
+        for name in ("max_kv_share", "max_ejected_share", "retry_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be 0..1, not {getattr(self, name)}")
+        if not self.classes or len(set(self.classes)) != len(self.classes) or self.default_class not in self.classes:
+            raise ValueError(f"classes must be distinct names, default_class {self.default_class!r} among them; not {', '.join(self.classes) or 'none'}")
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port must be 0..65535 (0: any free one), not {self.port}")
-        for name in ("session_header", "tenant_header"):
+        for name in ("session_header", "tenant_header", "priority_header"):
             value = getattr(self, name)
             if not _HEADER.fullmatch(value) or value in _TAKEN:
                 raise ValueError(f"{name} must be a header's name in lower case, and none of {', '.join(_TAKEN)}; not {value!r}")

@@ -145,7 +145,9 @@ class Feeds:
             self._strangers.ask(beat.worker_id)
 
     def _load(self, load: KvMetrics) -> None:
-        amounts = (load.active_prefill_tokens or 0, (load.running or 0) + (load.waiting or 0), load.active_decode_blocks or 0)
+        sequences = (load.running or 0) + (load.waiting or 0)
+        steps = sequences * self._picker.expected_steps_left
+        amounts = (load.active_prefill_tokens or 0, sequences, load.active_decode_blocks or 0, steps)
         if max(amounts) >= 2**62:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports an absurd load {amounts}")
         self._picker.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())

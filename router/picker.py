@@ -65,6 +65,11 @@ class Picker:
         self._weights = Weights(config.prefill_weight, config.queue_weight, config.decode_weight, config.experts_weight)
         self._kept: OrderedDict[str, Decision] = OrderedDict()
 
+    @property
+    def expected_steps_left(self) -> int:
+        """Tokens that a request of which only a rank knows is expected to emit yet: on average half of its output has come."""
+        return -(-self._config.expected_output_tokens // 2)
+
     def roster(self, model: str) -> Roster:
         """The ranks that may serve a model. ApiError 404 for an unknown model, 503 when none of its ranks lives."""
         roster = self.view.roster(model)
@@ -111,7 +116,7 @@ class Picker:
         self._kept[decision.id] = decision
         if len(self._kept) > self._config.kept_decisions:
             self._kept.popitem(last=False)
-        return self.reservations.book(target.key, (int(decision.uncached[decision.chosen]), 1, blocks), now)
+        return self.reservations.book(target.key, (int(decision.uncached[decision.chosen]), 1, blocks, decision.ask.output_tokens), now)
 
     def kept(self, decision_id: str) -> Decision | None:
         """A decision that was booked, if it is among the last ones."""

@@ -11,9 +11,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-PREFILL, SEQUENCES, BLOCKS = 0, 1, 2
-"""Rows of a load table: prompt tokens not yet computed; sequences running or waiting; KV blocks they hold."""
-AMOUNTS = 3
+PREFILL, SEQUENCES, BLOCKS, STEPS = 0, 1, 2, 3
+"""Rows of a load table: prompt tokens not yet computed; sequences running or waiting; KV blocks they hold; tokens they are expected to emit yet."""
+AMOUNTS = 4
 
 Amounts = NDArray[np.int64]
 
@@ -118,7 +118,11 @@ class Reservations:
 
     def first_token(self, booking: Booking) -> None:
         """The prompt is computed: its tokens wait no more."""
-        self._subtract(booking, [booking.amounts[PREFILL], 0, 0])
+        self._subtract(booking, [booking.amounts[PREFILL], 0, 0, 0])
+
+    def emitted(self, booking: Booking, tokens: int) -> None:
+        """So many tokens have come since this was said last; a request that emits more than was expected has none left."""
+        self._subtract(booking, [0, 0, 0, min(tokens, booking.amounts[STEPS])])
 
     def release(self, booking: Booking) -> None:
         """The request is over, whichever way. Idempotent."""

@@ -173,7 +173,7 @@ async def test_load_reports_enter_the_next_decision(fleet: Fleet) -> None:
     await fleet.bus.publisher(fleet.subjects.kv_metrics).publish(report)
     roster = fleet.service.view.roster("demo")
     reservations = fleet.service.picker.reservations
-    await until(lambda: reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30]])
+    await until(lambda: reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]])
 
 
 async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> None:

@@ -14,7 +14,7 @@ from router.kv_index import KvIndex
 from router.picker import Need, Picker
 from router.prefixes import Prefixes
 from router.prompt import TokenPrompt
-from router.reservations import Booking, Reservations
+from router.reservations import AMOUNTS, Booking, Reservations
 from router.view import View
 from tests.router.houses import engine_joined
 
@@ -26,67 +26,67 @@ def loads(reservations: Reservations, row: int, now: float = 0.0) -> list[int]:
 def test_a_booking_counts_at_once_and_ends_in_two_steps() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
-    booking = reservations.book("a", (100, 1, 8), 0.0)
-    assert loads(reservations, row) == [100, 1, 8]
+    booking = reservations.book("a", (100, 1, 8, 10), 0.0)
+    assert loads(reservations, row) == [100, 1, 8, 10]
     reservations.first_token(booking)
-    assert loads(reservations, row) == [0, 1, 8]
+    assert loads(reservations, row) == [0, 1, 8, 10]
     reservations.release(booking)
     reservations.release(booking)
-    assert loads(reservations, row) == [0, 0, 0]
+    assert loads(reservations, row) == [0, 0, 0, 0]
     assert reservations.open_bookings == 0
 
 
 def test_a_report_that_contains_a_booking_replaces_it() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
-    booking = reservations.book("a", (100, 1, 8), 0.0)
-    reservations.report("a", (60, 1, 8), 0.2)
-    assert loads(reservations, row, 0.2) == [60, 1, 8]
+    booking = reservations.book("a", (100, 1, 8, 10), 0.0)
+    reservations.report("a", (60, 1, 8, 10), 0.2)
+    assert loads(reservations, row, 0.2) == [60, 1, 8, 10]
     reservations.release(booking)
-    assert loads(reservations, row, 0.2) == [0, 0, 0]
+    assert loads(reservations, row, 0.2) == [0, 0, 0, 0]
 
 
 def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
-    reservations.book("a", (100, 1, 8), 0.0)
-    reservations.report("a", (100, 1, 8), 0.05)
-    assert loads(reservations, row, 0.05) == [100, 1, 8]
-    reservations.book("a", (50, 1, 4), 0.06)  # this one it cannot contain
-    assert loads(reservations, row, 0.06) == [150, 2, 12]
-    reservations.report("a", (150, 2, 12), 0.2)
-    assert loads(reservations, row, 0.2) == [150, 2, 12]
+    reservations.book("a", (100, 1, 8, 10), 0.0)
+    reservations.report("a", (100, 1, 8, 10), 0.05)
+    assert loads(reservations, row, 0.05) == [100, 1, 8, 10]
+    reservations.book("a", (50, 1, 4, 10), 0.06)  # this one it cannot contain
+    assert loads(reservations, row, 0.06) == [150, 2, 12, 20]
+    reservations.report("a", (150, 2, 12, 20), 0.2)
+    assert loads(reservations, row, 0.2) == [150, 2, 12, 20]
 
 
 def test_what_others_have_sent_there_counts_beside_our_own() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
-    reservations.report("a", (1000, 4, 90), 0.0)
-    booking = reservations.book("a", (100, 1, 8), 0.01)
-    assert loads(reservations, row, 0.01) == [1100, 5, 98]
+    reservations.report("a", (1000, 4, 90, 40), 0.0)
+    booking = reservations.book("a", (100, 1, 8, 10), 0.01)
+    assert loads(reservations, row, 0.01) == [1100, 5, 98, 50]
     reservations.release(booking)
-    assert loads(reservations, row, 0.01) == [1000, 4, 90]
+    assert loads(reservations, row, 0.01) == [1000, 4, 90, 40]
 
 
 def test_without_a_fresh_report_our_own_bookings_speak_alone() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
-    reservations.book("a", (100, 1, 8), 0.0)
-    reservations.report("a", (700, 9, 70), 1.0)
-    assert loads(reservations, row, 2.0) == [700, 9, 70]
-    assert loads(reservations, row, 6.5) == [100, 1, 8]
+    reservations.book("a", (100, 1, 8, 10), 0.0)
+    reservations.report("a", (700, 9, 70, 90), 1.0)
+    assert loads(reservations, row, 2.0) == [700, 9, 70, 90]
+    assert loads(reservations, row, 6.5) == [100, 1, 8, 10]
 
 
 def test_a_rank_that_left_takes_its_bookings_with_it() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
-    booking = reservations.book("a", (100, 1, 8), 0.0)
+    booking = reservations.book("a", (100, 1, 8, 10), 0.0)
     reservations.remove_rank("a")
     assert reservations.add_rank("b") == row
     reservations.release(booking)
     reservations.first_token(booking)
-    assert loads(reservations, row) == [0, 0, 0]
-    assert not reservations.report("a", (1, 1, 1), 0.0)
+    assert loads(reservations, row) == [0, 0, 0, 0]
+    assert not reservations.report("a", (1, 1, 1, 10), 0.0)
     assert reservations.open_bookings == 0
 
 
@@ -113,15 +113,16 @@ class Ledger(RuleBasedStateMachine):
         self.open = [(rank, booking) for rank, booking in self.open if rank != name]
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 500), st.integers(1, 1), st.integers(0, 50)))
-    def book(self, data: st.DataObject, amounts: tuple[int, int, int]) -> None:
+    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 500), st.integers(1, 1), st.integers(0, 50), st.integers(0, 90)))
+    def book(self, data: st.DataObject, amounts: tuple[int, int, int, int]) -> None:
         name = data.draw(st.sampled_from(sorted(self.rows)))
         self.open.append((name, self.reservations.book(name, amounts, self.now)))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), whole=st.booleans())
-    def progress(self, data: st.DataObject, whole: bool) -> None:
+    @rule(data=st.data(), whole=st.booleans(), tokens=st.integers(0, 60))
+    def progress(self, data: st.DataObject, whole: bool, tokens: int) -> None:
         name, booking = data.draw(st.sampled_from(self.open))
+        self.reservations.emitted(booking, tokens)
         if whole:
             self.reservations.release(booking)
             self.open.remove((name, booking))
@@ -129,8 +130,8 @@ class Ledger(RuleBasedStateMachine):
             self.reservations.first_token(booking)
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 900), st.integers(0, 9), st.integers(0, 90)))
-    def report(self, data: st.DataObject, amounts: tuple[int, int, int]) -> None:
+    @rule(data=st.data(), amounts=st.tuples(st.integers(0, 900), st.integers(0, 9), st.integers(0, 90), st.integers(0, 900)))
+    def report(self, data: st.DataObject, amounts: tuple[int, int, int, int]) -> None:
         name = data.draw(st.sampled_from(sorted(self.rows)))
         self.reservations.report(name, amounts, self.now)
         self.reported.add(name)
@@ -146,15 +147,15 @@ class Ledger(RuleBasedStateMachine):
             load = loads(self.reservations, row, self.now)
             assert min(load) >= 0
             if name not in self.reported:
-                assert load == [sum(booking.amounts[at] for rank, booking in self.open if rank == name) for at in range(3)]
+                assert load == [sum(booking.amounts[at] for rank, booking in self.open if rank == name) for at in range(AMOUNTS)]
 
     def teardown(self) -> None:
         for _, booking in self.open:
             self.reservations.release(booking)
         assert self.reservations.open_bookings == 0
         for name, row in self.rows.items():
-            assert name in self.reported or loads(self.reservations, row, self.now) == [0, 0, 0]
-            assert loads(self.reservations, row, 1e12) == [0, 0, 0]  # the report has become stale: only bookings count
+            assert name in self.reported or loads(self.reservations, row, self.now) == [0] * AMOUNTS
+            assert loads(self.reservations, row, 1e12) == [0] * AMOUNTS  # the report has become stale: only bookings count
 
 
 TestLedger = Ledger.TestCase
