@@ -1,8 +1,11 @@
-"""The load of every rank: what it reported, and what this router has promised it since. Pure; time comes in as an argument.
+"""The load of every rank: what it reported, and what routers have promised it since. Pure; time comes in as an argument.
 
 A booking is counted once. Until a report can contain it, it is counted beside the report; a report that arrives
 `settle_seconds` after the booking contains it and speaks for it. A report that arrives sooner may or may not contain it: of
-the two readings the larger is taken, never their sum. Without a fresh report the router's own bookings speak alone.
+the two readings the larger is taken, never their sum. Without a fresh report the bookings speak alone.
+
+What running requests have yet to emit (STEPS) is known exactly of bookings and only estimated by reports, so there bookings speak for
+themselves always, and a report only for the sequences that nobody booked here.
 """
 
 from collections.abc import Hashable, Sequence
@@ -40,6 +43,7 @@ class _Rank:
     def __init__(self, row: int) -> None:
         self.row = row
         self.reported = [0] * AMOUNTS
+        """STEPS: of the sequences that nobody booked here"""
         self.young = [0] * AMOUNTS
         """bookings that the last report may or may not contain"""
         self.since = [0] * AMOUNTS
@@ -50,11 +54,10 @@ class _Rank:
         """when the last report stops counting; -inf: there is none that counts"""
         self.open: set[Booking] = set()
 
-    @property
-    def load(self) -> list[int]:
-        if self.stale_at == -inf:
-            return self.own
-        return [max(reported, young) + since for reported, young, since in zip(self.reported, self.young, self.since, strict=True)]
+    def steps_of_others(self, sequences: int, steps: int, contained: int) -> int:
+        """What is left to the reported sequences but those that are booked here, `contained` or perhaps so, if all were alike."""
+        others = sequences - contained - self.young[SEQUENCES]
+        return others * steps // sequences if others > 0 else 0
 
 
 class Reservations:
@@ -67,6 +70,8 @@ class Reservations:
         self._ranks: dict[Hashable, _Rank] = {}
         self._free: list[int] = []
         self._load = np.zeros((AMOUNTS, 0), np.int64)
+        self._cells = self._load.data
+        """the same numbers, for writing one by one"""
         self._first_stale = inf
         """when the earliest report stops counting"""
 
@@ -89,47 +94,59 @@ class Reservations:
             self._free.append(rank.row)
 
     def report(self, key: Hashable, amounts: Sequence[int], now: float) -> bool:
-        """A rank's own word on its load ([AMOUNTS]); False when the rank is unknown."""
+        """A rank's own word on its load ([AMOUNTS], STEPS an estimate for all of its sequences); False when the rank is unknown."""
         rank = self._ranks.get(key)
         if rank is None:
             return False
-        rank.since, rank.young = [0] * AMOUNTS, [0] * AMOUNTS
+        rank.since, rank.young, contained = [0] * AMOUNTS, [0] * AMOUNTS, 0
         for booking in rank.open:
-            if booking.counted_in is not None:
-                contained = now - booking.booked_at >= self._settle
-                booking.counted_in = None if contained else rank.young
-                if not contained:
-                    _add(rank.young, booking.amounts)
-        rank.reported = [max(amount, 0) for amount in amounts]
+            if booking.counted_in is not None and now - booking.booked_at < self._settle:
+                booking.counted_in = rank.young
+                _add(rank.young, booking.amounts)
+            else:
+                booking.counted_in = None
+                contained += booking.amounts[SEQUENCES]
+        reported = rank.reported = [max(amount, 0) for amount in amounts]
+        reported[STEPS] = rank.steps_of_others(reported[SEQUENCES], reported[STEPS], contained)
         rank.stale_at = now + self._stale
         self._first_stale = min(self._first_stale, rank.stale_at)
-        self._load[:, rank.row] = rank.load
+        self._write(rank)
         return True
 
     def book(self, key: Hashable, amounts: Sequence[int], now: float) -> Booking:
         """Promise load ([AMOUNTS], none negative) to a rank from now on. KeyError when it is unknown."""
         rank = self._ranks[key]
         booking = Booking(rank, list(amounts), now)
-        _add(rank.since, booking.amounts)
-        _add(rank.own, booking.amounts)
+        _add(rank.since, amounts)
+        _add(rank.own, amounts)
         rank.open.add(booking)
-        self._load[:, rank.row] = rank.load
+        self._write(rank)
         return booking
 
     def first_token(self, booking: Booking) -> None:
         """The prompt is computed: its tokens wait no more."""
-        self._subtract(booking, [booking.amounts[PREFILL], 0, 0, 0])
+        tokens = booking.amounts[PREFILL]
+        if tokens and booking.rank is not None:
+            self._subtract(booking, booking.rank, (tokens, 0, 0, 0))
 
     def emitted(self, booking: Booking, tokens: int) -> None:
         """So many tokens have come since this was said last; a request that emits more than was expected has none left."""
-        self._subtract(booking, [0, 0, 0, min(tokens, booking.amounts[STEPS])])
+        rank = booking.rank
+        tokens = min(tokens, booking.amounts[STEPS])
+        if tokens and rank is not None:
+            booking.amounts[STEPS] -= tokens
+            rank.own[STEPS] -= tokens
+            if booking.counted_in is not None:
+                booking.counted_in[STEPS] -= tokens
+            self._cells[STEPS, rank.row] -= tokens
 
     def release(self, booking: Booking) -> None:
         """The request is over, whichever way. Idempotent."""
-        self._subtract(booking, list(booking.amounts))
-        if booking.rank is not None:
-            booking.rank.open.discard(booking)
+        rank = booking.rank
+        if rank is not None:
+            rank.open.discard(booking)
             booking.rank = None
+            self._subtract(booking, rank, tuple(booking.amounts))
 
     def load(self, rows: NDArray[np.intp], now: float) -> Amounts:
         """int64 [AMOUNTS, len(rows)]: the load a request that came now would meet. A copy."""
@@ -141,25 +158,36 @@ class Reservations:
     def open_bookings(self) -> int:
         return sum(len(rank.open) for rank in self._ranks.values())
 
-    def _subtract(self, booking: Booking, part: list[int]) -> None:
-        rank = booking.rank
-        if rank is None:
-            return
-        less = [-amount for amount in part]
+    def _subtract(self, booking: Booking, rank: _Rank, part: tuple[int, ...]) -> None:
+        less = tuple([-amount for amount in part])
         _add(booking.amounts, less)
         _add(rank.own, less)
-        if booking.counted_in is None:
-            rank.reported = [max(reported - amount, 0) for reported, amount in zip(rank.reported, part, strict=True)]
-        else:
+        if booking.counted_in is not None:
             _add(booking.counted_in, less)
-        self._load[:, rank.row] = rank.load
+        else:
+            reported = rank.reported
+            for at in (PREFILL, SEQUENCES, BLOCKS):
+                left = reported[at] - part[at]
+                reported[at] = left if left > 0 else 0
+        self._write(rank)
+
+    def _write(self, rank: _Rank) -> None:
+        """Bring a rank's column up to date. Cell by cell: a whole column at once would cost numpy more."""
+        cells, row, own = self._cells, rank.row, rank.own
+        if rank.stale_at == -inf:
+            cells[PREFILL, row], cells[SEQUENCES, row], cells[BLOCKS, row], cells[STEPS, row] = own
+            return
+        reported, young, since = rank.reported, rank.young, rank.since
+        for at in (PREFILL, SEQUENCES, BLOCKS):
+            cells[at, row] = (reported[at] if reported[at] > young[at] else young[at]) + since[at]
+        cells[STEPS, row] = reported[STEPS] + own[STEPS]
 
     def _expire(self, now: float) -> None:
         """Reports that are too old stop counting."""
         for rank in self._ranks.values():
             if -inf < rank.stale_at < now:
                 rank.stale_at = -inf
-                self._load[:, rank.row] = rank.load
+                self._write(rank)
         self._first_stale = min((rank.stale_at for rank in self._ranks.values() if rank.stale_at > -inf), default=inf)
 
     def _grow(self) -> None:
@@ -167,9 +195,13 @@ class Reservations:
         old = self._load.shape[1]
         more = max(8, old)
         self._load = np.pad(self._load, ((0, 0), (0, more)))
+        self._cells = self._load.data
         self._free += range(old + more - 1, old - 1, -1)
 
 
 def _add(sums: list[int], amounts: Sequence[int]) -> None:
-    for at, amount in enumerate(amounts):
-        sums[at] += amount
+    prefill, sequences, blocks, steps = amounts
+    sums[PREFILL] += prefill
+    sums[SEQUENCES] += sequences
+    sums[BLOCKS] += blocks
+    sums[STEPS] += steps
