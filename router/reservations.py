@@ -38,12 +38,15 @@ class Booking:
 class _Rank:
     """One rank's sums, each [AMOUNTS]."""
 
-    __slots__ = ("open", "own", "reported", "row", "since", "stale_at", "young")
+    __slots__ = ("open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "young")
 
     def __init__(self, row: int) -> None:
         self.row = row
         self.reported = [0] * AMOUNTS
         """STEPS: of the sequences that nobody booked here"""
+        self.reported_at = -inf
+        self.others = 0
+        """reported sequences that nobody booked here"""
         self.young = [0] * AMOUNTS
         """bookings that the last report may or may not contain"""
         self.since = [0] * AMOUNTS
@@ -56,8 +59,15 @@ class _Rank:
 
     def steps_of_others(self, sequences: int, steps: int, contained: int) -> int:
         """What is left to the reported sequences but those that are booked here, `contained` or perhaps so, if all were alike."""
-        others = sequences - contained - self.young[SEQUENCES]
-        return others * steps // sequences if others > 0 else 0
+        self.others = max(sequences - contained - self.young[SEQUENCES], 0)
+        return self.others * steps // sequences if self.others else 0
+
+    def count_late(self, booking: Booking, settle_seconds: float) -> None:
+        """A booking from before the last report that was not known then: it is one of the sequences that seemed to be nobody's."""
+        booking.counted_in = None if self.reported_at - booking.booked_at >= settle_seconds else self.young
+        if self.others:
+            self.reported[STEPS] -= self.reported[STEPS] // self.others
+            self.others -= 1
 
 
 class Reservations:
@@ -108,16 +118,20 @@ class Reservations:
                 contained += booking.amounts[SEQUENCES]
         reported = rank.reported = [max(amount, 0) for amount in amounts]
         reported[STEPS] = rank.steps_of_others(reported[SEQUENCES], reported[STEPS], contained)
-        rank.stale_at = now + self._stale
+        rank.reported_at, rank.stale_at = now, now + self._stale
         self._first_stale = min(self._first_stale, rank.stale_at)
         self._write(rank)
         return True
 
     def book(self, key: Hashable, amounts: Sequence[int], now: float) -> Booking:
-        """Promise load ([AMOUNTS], none negative) to a rank from now on. KeyError when it is unknown."""
+        """Promise load ([AMOUNTS], none negative) to a rank from now on; `now` is earlier for what another router promised and told late.
+        KeyError when the rank is unknown."""
         rank = self._ranks[key]
         booking = Booking(rank, list(amounts), now)
-        _add(rank.since, amounts)
+        if now < rank.reported_at:
+            rank.count_late(booking, self._settle)
+        if booking.counted_in is not None:
+            _add(booking.counted_in, amounts)
         _add(rank.own, amounts)
         rank.open.add(booking)
         self._write(rank)

@@ -58,6 +58,18 @@ def test_a_report_that_may_contain_a_booking_is_not_added_to_it() -> None:
     assert loads(reservations, row, 0.2) == [150, 2, 12, 20]
 
 
+@pytest.mark.parametrize(("reported_at", "expected"), [(0.2, [60, 2, 12, 30]), (0.05, [100, 2, 12, 30]), (0.0, [160, 3, 20, 50])])
+def test_a_booking_that_is_heard_of_after_a_report_is_not_counted_beside_it(reported_at: float, expected: list[int]) -> None:
+    """Another router's: contained in the report, perhaps contained, or made after it. Of 20 tokens reported, 10 are the other sequence's."""
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    row = reservations.add_rank("a")
+    reservations.report("a", (60, 2, 12, 40), reported_at)
+    late = reservations.book("a", (100, 1, 8, 10), 0.0)
+    assert loads(reservations, row, 0.3) == expected
+    reservations.release(late)
+    assert loads(reservations, row, 0.3)[STEPS] == (40 if reported_at == 0.0 else 20)
+
+
 def test_what_others_have_sent_there_counts_beside_our_own() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
