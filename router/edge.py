@@ -44,6 +44,9 @@ ROUTE_PATH = "/v1/route"
 WATCH_AFTER_SECONDS = 0.02
 """after a request has come in, its client is watched"""
 
+MOST_LOOKED_UP = 16
+"""A body so many times as long as a long prompt is not even rendered on the event loop: that alone would take more than a millisecond."""
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SESSION, TENANT = "session", "tenant"
 """What the configured headers that name a conversation and a tenant are called here."""
@@ -202,12 +205,20 @@ class Edge:
         return tokenizer
 
     async def _tokenise(self, request: Request, tokenizer: ModelTokenizer, size: int) -> list[list[int]]:
-        """The ids of each prompt; long ones are made off the event loop. size: bytes of the body."""
+        """The ids of each prompt. What is long and not known yet is encoded off the event loop. size: bytes of the body."""
         started = time.perf_counter()
-        if size > self.service.config.long_prompt_characters:
-            found = await asyncio.get_running_loop().run_in_executor(self.service.threads, _ids_of, request, tokenizer)
-        else:
+        long = self.service.config.long_prompt_characters
+        loop, threads = asyncio.get_running_loop(), self.service.threads
+        if size <= long:
             found = _ids_of(request, tokenizer)
+        elif size > MOST_LOOKED_UP * long or not isinstance(request, ChatRequest):
+            found = await loop.run_in_executor(threads, _ids_of, request, tokenizer)
+        else:
+            segments = tokenizer.segments(_rendered(request, tokenizer))
+            if segments.unknown > long:
+                found = [await loop.run_in_executor(threads, tokenizer.encode_segments, segments)]
+            else:
+                found = [tokenizer.encode_segments(segments)]
         self.service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
@@ -313,10 +324,14 @@ async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: Api
     return Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE
 
 
+def _rendered(request: ChatRequest, tokenizer: ModelTokenizer) -> str:
+    return tokenizer.render(text_messages(request), request.chat_template_kwargs)
+
+
 def _ids_of(request: Request, tokenizer: ModelTokenizer) -> list[list[int]]:
     """Pure but for the tokenizer; may run in a thread."""
     if isinstance(request, ChatRequest):
-        return [tokenizer.encode_rendered(tokenizer.render(text_messages(request), request.chat_template_kwargs))]
+        return [tokenizer.encode_rendered(_rendered(request, tokenizer))]
     found = [tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts(request)]
     for ids in found:
         if not ids:

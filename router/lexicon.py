@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus, BusError
 from router.chores import Chores
+from router.segments import SegmentCache
 from router.tokenizer import BadTokenizer, ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,12 @@ Changed = Callable[[str, str | None], None]
 
 
 class Lexicon:
-    """State: tokenizers by digest. `threads` is where long work goes."""
+    """State: tokenizers by digest. `threads` is where long work goes; `seen_bytes` what token ids of seen texts may take, of all models together."""
 
-    def __init__(self, threads: ThreadPoolExecutor, changed: Changed) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, changed: Changed, seen_bytes: int = 0) -> None:
         self._threads = threads
         self._changed = changed
+        self._seen = SegmentCache(seen_bytes) if seen_bytes else None
         self._known: dict[str, ModelTokenizer] = {}
         self._due: Chores[str] = Chores(_MOST)
 
@@ -41,7 +43,7 @@ class Lexicon:
     def keep_only(self, digests: set[str]) -> None:
         """Forget what no engine names any more."""
         for digest in self._known.keys() - digests:
-            del self._known[digest]
+            self._known.pop(digest).forget_segments()
 
     async def run(self, bus: Bus) -> None:
         """Fetch until cancelled."""
@@ -53,7 +55,7 @@ class Lexicon:
     async def _fetch(self, bus: Bus, digest: str) -> None:
         try:
             archive = await bus.get_blob(digest)
-            self._known[digest] = await asyncio.get_running_loop().run_in_executor(self._threads, ModelTokenizer.from_archive, archive)
+            self._known[digest] = await asyncio.get_running_loop().run_in_executor(self._threads, ModelTokenizer.from_archive, archive, self._seen)
         except BusError as error:
             log.warning("tokenizer %s cannot be fetched yet: %s", digest, error)
             self._changed(digest, f"its tokenizer cannot be fetched: {error}")

@@ -62,7 +62,7 @@ class RouterService:
         reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
         self.view = View(reservations)
         self.picker = Picker(self.view, reservations, KvIndex(), Prefixes(config.prefix_blocks_per_rank), config)
-        self.lexicon = Lexicon(self.threads, self._tokenizer_changed)
+        self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, self.forget_worker)
         self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
         most = WHOLE_EVENTS * config.max_event_bytes

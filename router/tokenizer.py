@@ -2,9 +2,12 @@
 
 import datetime
 import io
+import itertools
 import json
+import logging
 import zipfile
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,11 +18,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from fleet.completions import ApiError
+from router.segments import Cutter, SegmentCache, Segments
+
+log = logging.getLogger(__name__)
 
 LARGEST_FILE = 64 * 1024 * 1024
 """Bytes of one unpacked file; a larger one is refused before it is unpacked."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PROBED_TOKENS = 12
+"""Special tokens that a vocabulary is probed with; more of one kind behave alike."""
+_PROBES = ("", " ", "\n", "\n\n", "a", " a", "a ", "A\tb", "'s", "12345", "é", "e\u0301", "\u200d", "\u2581", "漢字", "🐣", "<|", "\x00", "  two  words  ")
+"""What stands before and behind a special token in probes: what normalisers and pre-tokenizers treat in ways of their own."""
+_owners = itertools.count()
 
 
 class BadTokenizer(Exception):
@@ -61,13 +72,16 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ModelTokenizer:
     """One model's tokenizer. Reading an archive takes up to a second for large vocabularies: do it off the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any], template: str | None) -> None:
-        """BadTokenizer when the chat template cannot be compiled."""
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any], template: str | None, seen: SegmentCache | None = None) -> None:
+        """`seen` keeps the ids of segments; None: none are kept. BadTokenizer when the chat template cannot be compiled."""
         self._tokenizer = tokenizer
         self._special = {name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None}
         self._vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._adds_special = settings.get("add_bos_token") is not False
         self._bos = self._tokenizer.token_to_id(self._special["bos_token"]) if settings.get("add_bos_token") and "bos_token" in self._special else None
+        self._owner = next(_owners)
+        self._seen = seen
+        self._cutter = None if seen is None else self._prove_cutter()
         try:
             self._template = None if template is None else _environment().from_string(template)
             if self._template is not None:
@@ -76,7 +90,7 @@ class ModelTokenizer:
             raise BadTokenizer(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
-    def from_archive(cls, archive: bytes) -> "ModelTokenizer":
+    def from_archive(cls, archive: bytes, seen: SegmentCache | None = None) -> "ModelTokenizer":
         """From a zip of tokenizer.json, tokenizer_config.json and, if the template lies apart, chat_template.jinja. BadTokenizer otherwise."""
         try:
             with zipfile.ZipFile(io.BytesIO(archive)) as files:
@@ -93,7 +107,7 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         apart = found.get("chat_template.jinja")
-        return cls(tokenizer, settings, _template_text(settings.get("chat_template")) if apart is None else apart.decode())
+        return cls(tokenizer, settings, _template_text(settings.get("chat_template")) if apart is None else apart.decode(), seen)
 
     def render(self, messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
         """The prompt of a conversation, ready for the assistant's answer. ApiError 400 when the template refuses it or there is none."""
@@ -105,9 +119,54 @@ class ModelTokenizer:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise ApiError(400, f"messages do not fit the model's chat template: {error}", param="messages", code="template_error") from error
 
+    def segments(self, rendered: str) -> Segments:
+        """A rendered conversation in the segments it is encoded by, with the ids that are known. Fast beside encoding it."""
+        if self._cutter is None or self._seen is None:
+            return Segments([rendered], [None])
+        return self._seen.look_up(self._owner, self._cutter.cut(rendered))
+
+    def encode_segments(self, segments: Segments) -> list[int]:
+        """The ids of a rendered conversation: the template wrote its special tokens itself, so none is added. Any thread may call."""
+        ids: list[int] = []
+        made: list[tuple[str, array[int]]] = []
+        for text, known in zip(segments.texts, segments.ids, strict=True):
+            if known is None:
+                new = self._ids(text, special=False)
+                made.append((text, array("I", new)))
+                ids += new
+            else:
+                ids += known
+        if self._cutter is not None and self._seen is not None and made:
+            self._seen.keep(self._owner, made)
+        return ids
+
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered conversation: the template wrote its special tokens itself, so none is added."""
-        return self._ids(text, special=False)
+        """The ids of a rendered conversation, as `encode_segments`."""
+        return self.encode_segments(self.segments(text))
+
+    @property
+    def reuses_segments(self) -> bool:
+        return self._cutter is not None
+
+    def forget_segments(self) -> None:
+        """Nobody uses this vocabulary any more."""
+        if self._seen is not None:
+            self._seen.forget(self._owner)
+
+    def _prove_cutter(self) -> Cutter | None:
+        """What cuts texts for this vocabulary without changing a single id; None, and why in the log, where nothing can."""
+        found, reason = _plain_tokens(self._tokenizer)
+        cut_at = [token for token, special in found.items() if special]
+        if reason is None and not cut_at:
+            reason = "it has no special token that is found before texts are normalised"
+        if reason is None:
+            cutter = Cutter(found, cut_at)
+            wrong = first_difference(lambda text: self._ids(text, special=False), cutter, cut_at[:_PROBED_TOKENS])
+            if wrong is None:
+                return cutter
+            reason = f"in pieces {wrong!r} has other ids than whole"
+        log.info("token ids of seen messages cannot be reused with this tokenizer: %s", reason)
+        return None
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a bare prompt, with the beginning-of-text token where the model wants one."""
@@ -128,6 +187,35 @@ class ModelTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _plain_tokens(tokenizer: Tokenizer) -> tuple[dict[str, bool], str | None]:
+    """The added tokens that are found in raw text, each with whether it is special; or why some of them depend on what is around them."""
+    if getattr(tokenizer.model, "dropout", None):
+        return {}, "its ids are drawn by chance (dropout)"
+    raw = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized and token.content]
+    odd = next((token for token in raw if token.lstrip or token.rstrip or token.single_word), None)
+    if odd is not None:
+        return {}, f"its token {odd.content!r} takes the spaces around it or depends on them"
+    return {token.content: bool(token.special) for token in raw}, None
+
+
+def first_difference(encode: Callable[[str], list[int]], cutter: Cutter, tokens: list[str]) -> str | None:
+    """A text that is encoded otherwise in pieces than as a whole; None when no probe is."""
+    for text in _probes(tokens):
+        pieced = [one for piece in cutter.cut(text) for one in encode(piece)]
+        if pieced != encode(text):
+            return text
+    return None
+
+
+def _probes(tokens: list[str]) -> Iterator[str]:
+    """Every token between every two snippets, and every two tokens in a row."""
+    for token in tokens:
+        for before, behind in itertools.product(_PROBES, repeat=2):
+            yield f"{before}{token}{behind}"
+    for one, other in itertools.product(tokens, repeat=2):
+        yield f"a {one}{other} b{one} c"
 
 
 def _unpacked(files: zipfile.ZipFile, name: str) -> bytes:
