@@ -30,7 +30,7 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.demo_model import checkpoint_path
-from engine_adapter.embedded.text import CheckpointTokenizer
+from engine_adapter.rank.text import CheckpointTokenizer
 from fleet.events import Capabilities, EngineHeartbeat, EngineJoined
 
 MOCKS = 4

@@ -33,8 +33,8 @@ from benchmarks.rig.report_publisher import report
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.natsd import answers, binary
-from engine_adapter.embedded.scheduler import identify
 from engine_adapter.engine import EndedRequest
+from engine_adapter.rank.scheduler import identify
 from engine_adapter.signatures import request_profiles
 from fleet.events import RequestOutcome, RequestProfile
 from fleet.placement import linear

@@ -17,8 +17,8 @@ from engine_adapter.agent import Agent, Identity
 from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.server import RankApp
 from engine_adapter.engine import EngineFailed
+from engine_adapter.rank.server import RankApp
 from engine_adapter.tracing import EngineTracing
 
 EXPECTED = (BusError, EngineFailed)

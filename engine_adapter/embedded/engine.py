@@ -15,14 +15,14 @@ from typing import Any
 import xxhash
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import Answer, Delta, GenerationRequest, Moments, Outcome
-from engine_adapter.embedded.facts import FactLog
 from engine_adapter.embedded.machine import Machine, MachineBuilder, build_machine
-from engine_adapter.embedded.routed import RoutedTrace
-from engine_adapter.embedded.scheduler import Generation, Overloaded, identify
 from engine_adapter.embedded.stepping import Report, Seat, StepLoop
-from engine_adapter.embedded.text import CheckpointTokenizer, TextStream
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts
+from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
+from engine_adapter.rank.facts import FactLog
+from engine_adapter.rank.routed import RoutedTrace
+from engine_adapter.rank.scheduler import Generation, Overloaded, identify
+from engine_adapter.rank.text import CheckpointTokenizer, TextStream
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement

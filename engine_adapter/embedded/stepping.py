@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import Answer, Delta, Ending, GenerationRequest, Moments, Outcome, ScoredToken
-from engine_adapter.embedded.facts import FactLog
-from engine_adapter.embedded.kv_cache import KvCache
 from engine_adapter.embedded.lockstep import StepHeader
 from engine_adapter.embedded.machine import Machine
-from engine_adapter.embedded.routed import RoutedTrace
 from engine_adapter.embedded.runner import Work
-from engine_adapter.embedded.sampling import Draw, logprobs, sample
-from engine_adapter.embedded.scheduler import Generation, Overloaded, Scheduler, Slice
-from engine_adapter.embedded.text import TextStream
 from engine_adapter.engine import EndedRequest, Load
+from engine_adapter.rank.answers import Answer, Delta, Ending, GenerationRequest, Moments, Outcome, ScoredToken
+from engine_adapter.rank.facts import FactLog
+from engine_adapter.rank.kv_cache import KvCache
+from engine_adapter.rank.routed import RoutedTrace
+from engine_adapter.rank.sampling import Draw, logprobs, sample
+from engine_adapter.rank.scheduler import Generation, Overloaded, Scheduler, Slice
+from engine_adapter.rank.text import TextStream
 from fleet.routings import count_pairs
 
 LEAVING = 1

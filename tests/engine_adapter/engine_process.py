@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import Delta, GenerationRequest
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.machine import ForwardPass, Machine, build_machine
 from engine_adapter.embedded.runner import Forward, Work
 from engine_adapter.engine import EngineFailed
+from engine_adapter.rank.answers import Delta, GenerationRequest
 
 LINE_BYTES = 2**20
 

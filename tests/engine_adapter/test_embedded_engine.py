@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.answers import Answer, Delta, GenerationRequest
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.facts import FactLog
-from engine_adapter.embedded.routed import RoutedTrace
-from engine_adapter.embedded.sampling import Sampling
-from engine_adapter.embedded.scheduler import Overloaded
 from engine_adapter.engine import EndedRequest, EngineFailed, Facts
+from engine_adapter.rank.answers import Answer, Delta, GenerationRequest
+from engine_adapter.rank.facts import FactLog
+from engine_adapter.rank.routed import RoutedTrace
+from engine_adapter.rank.sampling import Sampling
+from engine_adapter.rank.scheduler import Overloaded
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.routings import UNKNOWN
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_adapter.embedded.kv_cache import BlockTable, Change, KvCache
-from engine_adapter.embedded.scheduler import identify
+from engine_adapter.rank.kv_cache import BlockTable, Change, KvCache
+from engine_adapter.rank.scheduler import identify
 from fleet.events import KvBlock
 
 SIZE = 4

@@ -17,9 +17,9 @@ from bus.subjects import Subjects
 from engine_adapter import profiling
 from engine_adapter.clusters import ClusterFeed
 from engine_adapter.config import AgentConfig
-from engine_adapter.embedded.scheduler import identify
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.profiling import Allowance, Profiling
+from engine_adapter.rank.scheduler import identify
 from engine_adapter.signatures import request_profiles
 from fleet.events import Capabilities, ClustersPublished, DescribeClusters, RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape

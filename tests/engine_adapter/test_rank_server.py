@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import uvicorn
 
-from engine_adapter.embedded.answers import GenerationRequest
-from engine_adapter.embedded.server import MOST_BODY_BYTES, RankApp
+from engine_adapter.rank.answers import GenerationRequest
+from engine_adapter.rank.server import MOST_BODY_BYTES, RankApp
 from fleet.completions import Completion
 
 Starter = Callable[..., AbstractAsyncContextManager[Any]]

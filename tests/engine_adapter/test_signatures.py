@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter import signatures
-from engine_adapter.embedded.routed import RoutedTrace
-from engine_adapter.embedded.scheduler import identify
 from engine_adapter.engine import EndedRequest
+from engine_adapter.rank.routed import RoutedTrace
+from engine_adapter.rank.scheduler import identify
 from engine_adapter.signatures import longest_run, pair_counts, request_profiles
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import RequestProfile

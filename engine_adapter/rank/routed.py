@@ -1,11 +1,23 @@
 """Which experts a request's tokens went to, kept per position while the request lives. Pure numpy."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.routings import UNKNOWN, count_pairs
+
+
+class Routed(Protocol):
+    """The chosen experts of one request, by position."""
+
+    def chosen(self) -> NDArray[np.int16]:
+        """int16 [positions, layers, k] up to the last computed position, UNKNOWN where nothing was computed."""
+        ...
+
+    def counts(self) -> NDArray[np.int64]:
+        """int64 [layers, experts]: (token, k) pairs of all computed positions; the request's profile."""
+        ...
 
 
 class RoutedTrace:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.embedded.kv_cache import Change
 from engine_adapter.engine import Activations, EndedRequest, Facts, Load
+from engine_adapter.rank.kv_cache import Change
 
 NO_LOAD = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blocks=0)
 ENDED_BYTES = 64 * 1024 * 1024

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine_adapter.embedded.kv_cache import BlockTable, KvCache
+from engine_adapter.rank.kv_cache import BlockTable, KvCache
 from fleet.blocks import chain, local_hashes
 from fleet.events import KvBlock
 

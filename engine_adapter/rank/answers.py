@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from engine_adapter.embedded.routed import RoutedTrace
-from engine_adapter.embedded.sampling import GREEDY, Sampling, TokenLogprobs
+from engine_adapter.rank.routed import Routed
+from engine_adapter.rank.sampling import GREEDY, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
 Ending = FinishReason | Literal["cancelled", "failed"]
@@ -58,7 +58,7 @@ class Outcome:
     cached_tokens: int
     preemptions: int
     moments: Moments
-    routed: RoutedTrace
+    routed: Routed
     """the experts chosen for each computed token"""
     failure: Exception | None = None
     """why it failed"""

@@ -4,8 +4,8 @@ import re
 
 import msgspec
 
-from engine_adapter.embedded.answers import GenerationRequest
-from engine_adapter.embedded.sampling import Sampling
+from engine_adapter.rank.answers import GenerationRequest
+from engine_adapter.rank.sampling import Sampling
 from fleet.completions import ApiError, RankRequest
 
 MOST_STOPS = 4

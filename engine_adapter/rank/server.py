@@ -13,11 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from engine_adapter.embedded.answers import Answer, Delta, Outcome, ScoredToken
-from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.requests import check, decision_id, generation_request, parse
-from engine_adapter.embedded.scheduler import Overloaded
-from engine_adapter.engine import EngineFailed
+from engine_adapter.engine import EngineDescription, EngineFailed
+from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Outcome, ScoredToken
+from engine_adapter.rank.requests import check, decision_id, generation_request, parse
+from engine_adapter.rank.scheduler import Overloaded
 from fleet.completions import DECISION_HEADER, DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +31,42 @@ LONG_TEXT = 4096
 _RETRY_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+class Tokenizer(Protocol):
+    """What turns a text prompt into ids and names an id."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def piece(self, token: int) -> str: ...
+
+
+class Served(Protocol):
+    """A started rank of an engine, as its HTTP face sees it."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids run from 0 to this, exclusive."""
+        ...
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why the engine serves no more; None while it lives."""
+        ...
+
+    def fresh_seed(self) -> int:
+        """A seed for a request that states none."""
+        ...
+
+    async def submit(self, request: GenerationRequest) -> Answer:
+        """Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        ...
 
 
 class Tracing(Protocol):
@@ -79,7 +114,7 @@ class _Reply:
 class RankApp:
     """The ASGI application over a started engine."""
 
-    def __init__(self, engine: EmbeddedEngine, tracing: Tracing | None = None) -> None:
+    def __init__(self, engine: Served, tracing: Tracing | None = None) -> None:
         self._engine = engine
         self._tracing = tracing
         self._started = int(time.time())
