@@ -1,16 +1,56 @@
-"""The router's Prometheus families, in Dynamo's style: base units, labels model, worker_id and dp_rank; no request ids."""
+"""The router's Prometheus families, in the ecosystem's style: base units, labels model, worker_id and dp_rank; no request ids.
 
+What is counted with every decision is kept as plain numbers and becomes a family when somebody looks (`_Tally`): a library counter costs
+more than most of what it counts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from fleet.prediction import SOURCES
 from router.course import Failure
 from router.decision import Decision
+from router.scoring import TERMS
 
-_OVERHEAD = (25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
+_OVERHEAD = (1e-5, 25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_REGRET = (1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KNOWN_MODELS = 256
 """Model names come from clients and engines; series beyond so many share the label "other"."""
+_RANK = ["model", "worker_id", "dp_rank"]
+_LOADS = (
+    ("prefill_tokens", "Prompt tokens promised to a rank and not yet computed"),
+    ("sequences", "Requests running or waiting on a rank"),
+    ("blocks", "KV blocks they hold"),
+    ("steps", "Tokens they are expected to emit yet"),
+)
+"""In the order of a load table's rows."""
+_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+RankLabels = tuple[str, int, int]
+"""model, worker_id, dp_rank"""
+STAGES = ("overlap", "predict", "score", "book")
+"""Parts of a decision that are timed now and then; "tokenise" and "decide", the whole of it, are always timed."""
+
+
+class RankNow(NamedTuple):
+    """One rank when the metrics are read: its load as decisions see it ([AMOUNTS]), and what its predicted times are multiplied with."""
+
+    model: str
+    worker_id: int
+    rank: int
+    load: tuple[int, ...]
+    prefill_factor: float
+    decode_factor: float
 
 
 class RouterMetrics:
@@ -19,62 +59,121 @@ class RouterMetrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self.requests = Counter("roost_router_requests", "Requests by outcome", ["model", "outcome"], registry=registry)
-        self._decisions = Counter("roost_router_decisions", "Decisions by chosen rank", ["model", "worker_id", "dp_rank"], registry=registry)
-        self._retries = Counter("roost_router_retries", "Attempts that failed, by how", ["cause"], registry=registry)
-        self.ttft = Histogram("roost_router_time_to_first_token_seconds", "From request to first token", ["model"], buckets=_LATENCY, registry=registry)
-        self.duration = Histogram("roost_router_request_seconds", "From request to end of answer", ["model"], buckets=_LATENCY, registry=registry)
-        self._overhead = Histogram("roost_router_overhead_seconds", "Time spent deciding, by stage", ["stage"], buckets=_OVERHEAD, registry=registry)
-        self.prompt = Counter("roost_router_prompt_tokens", "Prompt tokens routed", ["model"], registry=registry)
-        self.cached = Counter("roost_router_cached_tokens", "Prompt tokens believed cached where they were routed", ["model"], registry=registry)
-        self.output = Counter("roost_router_output_tokens", "Tokens sent to clients", ["model"], registry=registry)
-        self.lost = Counter("roost_router_overlap_blocks_lost", "Cached blocks passed by because another term weighed more", ["model"], registry=registry)
-        self.engines_live = Gauge("roost_router_engines_live", "Engines that requests are routed to", registry=registry)
-        self.in_flight = Gauge("roost_router_requests_in_flight", "Requests being answered", registry=registry)
-        self.kv_events = Counter("roost_router_kv_events_applied", "KV events applied to the index", registry=registry)
-        self.kv_snapshots = Counter("roost_router_kv_snapshots", "Snapshots asked for, by reason", ["reason"], registry=registry)
-        self.bus_refused = Counter("roost_router_bus_messages_refused", "Messages that made no sense to the router", registry=registry)
-        self.bus_dropped = Gauge("roost_router_bus_messages_dropped", "Messages dropped because the router read too slowly", registry=registry)
-        self._predictions = Counter("roost_router_predictions", "Booked decisions by the source that foretold most", ["source"], registry=registry)
-        self.outcomes_published = Counter("roost_router_outcomes_published", "Finished requests told to the tracker", registry=registry)
-        self.outcomes_dropped = Counter("roost_router_outcomes_dropped", "Finished requests that could not be told", registry=registry)
-        self._routings = Counter(
-            "roost_router_foreign_routings", "Answers of engines that named their experts, by what became of it", ["outcome"], registry=registry
-        )
-        self.tables_asked = Counter("roost_router_tables_gaps", "Prediction tables asked for anew because a change was missed", registry=registry)
-        self._gain = Gauge("roost_router_prediction_gain", "What the expert term is multiplied with", ["model"], registry=registry)
-        self._tables_version = Gauge("roost_router_tables_version", "Version of the prediction tables", ["model"], registry=registry)
-        self._tables_age = Gauge("roost_router_tables_age_seconds", "Since prediction tables were taken last", ["model"], registry=registry)
-        self._tables_bytes = Gauge("roost_router_tables_bytes", "Memory of the prediction tables", ["model"], registry=registry)
-        self._sources = {source: self._predictions.labels(source) for source in (*SOURCES, "mix", "none")}
+        self._registry = CollectorRegistry()
+        self._models: dict[str, _ModelSeries] = {}
         self._replicas: set[str] = set()
+        self._about_requests()
+        self._about_decisions()
+        self._about_hindsight()
+        self._about_failures()
+        self._about_listening()
+        self._about_prediction()
+        self.ranks: Callable[[], Iterable[RankNow]] = tuple
+        """asked when the metrics are read"""
+        self._registry.register(_Ranks(self))
+        self._unknown = _ModelSeries(self, "other")
+
+    def _about_requests(self) -> None:
+        """What clients asked for and got."""
+        self.requests = self._counter("requests", "Requests by outcome", "model", "outcome")
+        self.in_flight = self._gauge("requests_in_flight", "Requests being answered")
+        self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
+        self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
+        self.output = self._counter("output_tokens", "Tokens sent to clients", "model")
+        self.cached_reported = self._counter("cached_tokens_reported", "Prompt tokens that engines said they had cached", "model")
+
+    def _about_decisions(self) -> None:
+        """What was chosen, at what price, and how long choosing took."""
+        self._decisions = self._tally("decisions", "Decisions by chosen rank", *_RANK)
+        self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
+        self._cached = self._tally("cached_tokens", "Prompt tokens believed cached where they were routed", "model")
+        self._lost = self._tally("overlap_blocks_lost", "Cached blocks passed by because another term weighed more", "model")
+        self._terms = _Terms()
+        self._registry.register(self._terms)
+        self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
         self.tokenise = self._overhead.labels("tokenise")
         self.deciding = self._overhead.labels("decide")
-        self._unknown = _ModelSeries(self, "other")
-        self._models: dict[str, _ModelSeries] = {}
-        self._ranks: dict[tuple[str, int, int], Counter] = {}
+        self.stages = {stage: self._overhead.labels(stage) for stage in STAGES}
 
-    def routings(self, outcome: str) -> None:
-        """One answer that named its experts: told, bad (no such array), empty (nothing was computed), dropped (too many wait), too_long."""
-        self._routings.labels(outcome).inc()
+    def _about_hindsight(self) -> None:
+        """What decisions expected, against what came true."""
+        regret = self._histogram("regret_seconds", "Price of the choice above the best one, both at what came true", _REGRET, "model")
+        self.in_hindsight = (
+            regret,
+            self._histogram("predicted_first_token_seconds", "From decision to first token, as predicted", _LATENCY, "model"),
+            self._histogram("observed_first_token_seconds", "The same of the same requests, as it was", _LATENCY, "model"),
+            self._histogram("locality_predicted", "Share of routed pairs expected to find their expert on the chosen rank", _SHARES, "model"),
+            self._histogram("locality_observed", "The same of the same requests, as it was", _SHARES, "model"),
+        )
+        self._profiles = self._counter("profiles_heard", "What ranks said of requests, by what became of it", "outcome")
+
+    def _about_failures(self) -> None:
+        self._retries = self._counter("retries", "Attempts that failed, by how", "cause")
+        self.retries_refused = self._counter("retries_refused", "Failures passed on because too many requests were tried again already")
+        self.breakers_opened = self._counter("breakers_opened", "Ranks left alone after failures in a row")
+        self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", kind=GaugeMetricFamily)
+
+    def _about_listening(self) -> None:
+        """What comes over the bus, and what goes."""
+        self.engines_live = self._gauge("engines_live", "Engines that requests are routed to")
+        self.kv_events = self._counter("kv_events_applied", "KV events applied to the index")
+        self.kv_snapshots = self._counter("kv_snapshots", "Snapshots asked for, by reason", "reason")
+        self.bus_refused = self._counter("bus_messages_refused", "Messages that made no sense to the router")
+        self.bus_dropped = self._gauge("bus_messages_dropped", "Messages dropped because the router read too slowly")
+        self.outcomes_published = self._counter("outcomes_published", "Finished requests told to the tracker")
+        self.outcomes_dropped = self._counter("outcomes_dropped", "Finished requests that could not be told")
+        self._routings = self._counter("foreign_routings", "Answers of engines that named their experts, by what became of it", "outcome")
+
+    def _about_prediction(self) -> None:
+        """What is foretold, and how the tables stand that it is foretold from."""
+        self._predictions = self._tally("predictions", "Booked decisions by the source that foretold most", "source")
+        for source in (*SOURCES, "mix", "none"):
+            self._predictions.values[source,] = 0
+        self.tables_asked = self._counter("tables_gaps", "Prediction tables asked for anew because a change was missed")
+        self._gain = self._gauge("prediction_gain", "What the expert term is multiplied with", "model")
+        self._tables_version = self._gauge("tables_version", "Version of the prediction tables", "model")
+        self._tables_age = self._gauge("tables_age_seconds", "Since prediction tables were taken last", "model")
+        self._tables_bytes = self._gauge("tables_bytes", "Memory of the prediction tables", "model")
+
+    # What happens
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """One decision that was booked."""
-        series = self._series(decision.ask.model)
-        self._rank(series.label, *decision.target.key).inc()
-        series.prompt.inc(decision.ask.prompt_tokens)
-        series.cached.inc(decision.cached_tokens)
-        lost = int(decision.overlap_blocks.max()) - int(decision.overlap_blocks[decision.chosen])
+        label = self._series(decision.ask.model).label
+        self._decisions.values[label, *decision.target.key] += 1
+        self._prompt.values[label,] += decision.ask.prompt_tokens
+        self._cached.values[label,] += decision.cached_tokens
+        lost = int(np.maximum.reduce(decision.overlap_blocks)) - int(decision.overlap_blocks[decision.chosen])
         if lost:
-            series.lost.inc(lost)
-        self._sources["none" if decision.outlook is None else decision.outlook.forecast.best].inc()
+            self._lost.values[label,] += lost
+        self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
+        self._terms.add(label, decision.scores.terms[:, decision.chosen])
         self.deciding.observe(seconds)
+
+    def first_token(self, model: str, predicted_seconds: float, observed_seconds: float) -> None:
+        """One first token, from the decision on; both numbers are of the same request."""
+        series = self._series(model)
+        series.predicted_first.observe(predicted_seconds)
+        series.observed_first.observe(observed_seconds)
+
+    def locality(self, model: str, predicted: float, observed: float) -> None:
+        """Shares of one request's routed pairs, 0..1."""
+        series = self._series(model)
+        series.predicted_local.observe(predicted)
+        series.observed_local.observe(observed)
+
+    def regret(self, model: str, seconds: float) -> None:
+        """One decision, re-priced when its truth was known."""
+        self._series(model).regret.observe(seconds)
+
+    def profiled(self, outcome: str, count: int = 1) -> None:
+        """What ranks said of requests: ours, unknown (another router's, or too old), unread (too many came)."""
+        self._profiles.labels(outcome).inc(count)
 
     def failed(self, how: Failure) -> None:
         self._retries.labels(how.value).inc()
 
-    def finished(self, model: str, outcome: str, output_tokens: int, first_token_seconds: float | None, seconds: float) -> None:
+    def finished(self, model: str, outcome: str, output_tokens: int, first_token_seconds: float | None, seconds: float, cached_tokens: int = 0) -> None:
         """One request, however it ended. The name of a model that was never routed is not kept as a label."""
         series = self._models.get(model) or self._unknown
         series.outcome(outcome).inc()
@@ -82,18 +181,29 @@ class RouterMetrics:
             series.ttft.observe(first_token_seconds)
             series.duration.observe(seconds)
             series.output.inc(output_tokens)
+            if cached_tokens:
+                series.cached_reported.inc(cached_tokens)
 
-    def forget_worker(self, worker_id: int) -> None:
-        """Drop the series of an engine that is gone."""
-        for model, worker, rank in [key for key in self._ranks if key[1] == worker_id]:
-            del self._ranks[model, worker, rank]
-            self._decisions.remove(model, str(worker), str(rank))
+    def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
+        """The ranks that get no new requests now, and why; those not named get some."""
+        self._left_alone.values = defaultdict(float, {(*labels, cause): 1 for labels, cause in ranks.items()})
+
+    def routings(self, outcome: str) -> None:
+        """One answer that named its experts: told, bad (no such array), empty (nothing was computed), dropped (too many wait), too_long."""
+        self._routings.labels(outcome).inc()
 
     def replica(self, model: str, version: int, gain: float, stored_bytes: int, age_seconds: float) -> None:
         """How the copy of one model's prediction tables stands."""
         self._replicas.add(model)
         for gauge, value in self._about_tables(version, gain, stored_bytes, age_seconds):
             gauge.labels(model).set(value)
+
+    # What is over
+
+    def forget_worker(self, worker_id: int) -> None:
+        """Drop the series of an engine that is gone."""
+        for key in [key for key in self._decisions.values if key[1] == worker_id]:
+            del self._decisions.values[key]
 
     def forget_replicas(self, kept: set[str]) -> None:
         """Drop the series of models that nobody serves any more."""
@@ -108,18 +218,27 @@ class RouterMetrics:
     def _about_tables(self, version: float = 0, gain: float = 0, stored_bytes: float = 0, age: float = 0) -> tuple[tuple[Gauge, float], ...]:
         return ((self._tables_version, version), (self._gain, gain), (self._tables_bytes, stored_bytes), (self._tables_age, age))
 
-    def _rank(self, model: str, worker_id: int, rank: int) -> Counter:
-        key = (model, worker_id, rank)
-        if key not in self._ranks:
-            self._ranks[key] = self._decisions.labels(model, str(worker_id), str(rank))
-        return self._ranks[key]
-
     def _series(self, model: str) -> "_ModelSeries":
-        if model not in self._models:
+        series = self._models.get(model)
+        if series is None:
             if len(self._models) >= _KNOWN_MODELS:
                 return self._unknown
-            self._models[model] = _ModelSeries(self, model)
-        return self._models[model]
+            series = self._models[model] = _ModelSeries(self, model)
+        return series
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"roost_router_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"roost_router_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"roost_router_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+    def _tally(self, name: str, text: str, *labels: str, kind: "_Family" = CounterMetricFamily) -> "_Tally":
+        tally = _Tally(kind, f"roost_router_{name}", text, labels)
+        self._registry.register(tally)
+        return tally
 
 
 class _ModelSeries:
@@ -129,10 +248,11 @@ class _ModelSeries:
         self.label = label
         self.ttft = families.ttft.labels(label)
         self.duration = families.duration.labels(label)
-        self.prompt = families.prompt.labels(label)
-        self.cached = families.cached.labels(label)
         self.output = families.output.labels(label)
-        self.lost = families.lost.labels(label)
+        self.cached_reported = families.cached_reported.labels(label)
+        self.regret, self.predicted_first, self.observed_first, self.predicted_local, self.observed_local = (
+            family.labels(label) for family in families.in_hindsight
+        )
         self._requests = families.requests
         self._outcomes: dict[str, Counter] = {}
 
@@ -140,3 +260,59 @@ class _ModelSeries:
         if outcome not in self._outcomes:
             self._outcomes[outcome] = self._requests.labels(self.label, outcome)
         return self._outcomes[outcome]
+
+
+class _Tally(Collector):
+    """Plain numbers by label values, which may be of any kind that str() names; a family when somebody looks."""
+
+    def __init__(self, kind: "_Family", name: str, text: str, labels: tuple[str, ...]) -> None:
+        self._new = partial(kind, name, text, labels=labels)
+        self.values: defaultdict[tuple[Hashable, ...], float] = defaultdict(float)
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._new()
+        for labels, value in self.values.items():
+            family.add_metric([str(label) for label in labels], value)
+        yield family
+
+
+class _Terms(Collector):
+    """The terms of chosen ranks, summed up by model, and how many choices that were."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, NDArray[np.float64]] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, model: str, terms: NDArray[np.float64]) -> None:
+        """terms: float64 [TERMS], milliseconds."""
+        if model in self._sums:
+            self._sums[model] += terms
+        else:
+            self._sums[model] = terms.copy()
+        self._counts[model] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        family = SummaryMetricFamily("roost_router_term_seconds", "Price of the chosen rank, by term, weighted", labels=["model", "term"])
+        for model, sums in self._sums.items():
+            for term, milliseconds in zip(TERMS, sums.tolist(), strict=True):
+                family.add_metric([model, term], count_value=self._counts[model], sum_value=milliseconds / 1000.0)
+        yield family
+
+
+class _Ranks(Collector):
+    """How ranks stand when somebody looks: those that can be chosen now, and no others."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        loads = [GaugeMetricFamily(f"roost_router_rank_{name}", text, labels=_RANK) for name, text in _LOADS]
+        factors = GaugeMetricFamily("roost_router_speed_factor", "Measured over modelled seconds", labels=[*_RANK, "of"])
+        for rank in self._metrics.ranks():
+            labels = [rank.model, str(rank.worker_id), str(rank.rank)]
+            for family, amount in zip(loads, rank.load, strict=True):
+                family.add_metric(labels, amount)
+            factors.add_metric([*labels, "prefill"], rank.prefill_factor)
+            factors.add_metric([*labels, "decode"], rank.decode_factor)
+        yield from loads
+        yield factors

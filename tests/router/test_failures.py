@@ -26,7 +26,7 @@ async def two_engines(house: House, serve_rank: Serve, packed: bytes) -> tuple[M
         await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1)
     chosen = (await house.post("/v1/route", chat())).json["chosen"]
     busy = house.service.view.roster("demo").targets[0 if chosen == "engine1/0" else 1]
-    house.service.picker.reservations.book(busy.key, (100_000, 1, 100), 0.0)  # a load that makes the other one the first choice
+    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)  # a load that makes the other one the first choice
     return (ranks[0], ranks[1]) if busy.key[0] == 2 else (ranks[1], ranks[0])
 
 
@@ -105,7 +105,7 @@ async def test_an_unreachable_engine_is_left_alone_until_it_beats_again(house: H
     rank = await serve_rank(MockRank(bpe_archive))
     gone = await house.join("gone", ["http://127.0.0.1:9"], bpe_archive, worker_id=1)
     await house.join("there", [rank.url], bpe_archive, worker_id=2)
-    house.service.picker.reservations.book((2, 0), (100_000, 1, 100), 0.0)  # the other one is tried first
+    house.service.picker.reservations.book((2, 0), (100_000, 1, 100, 0), 0.0)  # the other one is tried first
     assert (await house.post(CHAT, chat())).status == 200
     assert len(rank.requests) == 1
     assert "unreachable" in house.service.view.roster("demo").excluded[0].reason
