@@ -7,36 +7,25 @@ direct and routed rounds and reports medians. Tokenising is measured in this pro
     python -m benchmarks.edge --quick
 """
 
-import asyncio
 import contextlib
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import typer
 import uvloop
 from tokenizers import Tokenizer
 
-from benchmarks.rig.load_client import Sample, closed_loop
+from benchmarks.rig.load_client import SETTINGS, Sample, closed_loop
+from benchmarks.rig.mock_fleet import MODEL, mock_fleet
+from benchmarks.rig.processes import mock_engines, nats, roost_router
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
-from bus.nats import NatsBus
-from bus.subjects import Subjects
 from deploy.demo_model import checkpoint_path
-from engine_adapter.rank.text import CheckpointTokenizer
-from fleet.events import Capabilities, EngineHeartbeat, EngineJoined
 
 MOCKS = 4
-MODEL = "mock"
-BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parents[1]
 CONNECTIONS = (1, 16, 64)
 
 
@@ -63,81 +52,10 @@ class Measured:
     direct_rate: float
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def body(cell: Cell) -> bytes:
     """A chat request of so many words, about a quarter of them like in everybody's request."""
     text = " ".join(f"word{at % 97}" for at in range(cell.words))
     return msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8, "stream": cell.stream})
-
-
-@contextlib.asynccontextmanager
-async def process(arguments: list[str], ready: str) -> AsyncIterator[None]:
-    """A child that answers `ready` (a URL); ended with the context. The event loop goes on meanwhile: mocks must keep their hearts beating."""
-    child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    try:
-        await asyncio.to_thread(_await_url, ready, child)
-        yield
-    finally:
-        if child.returncode is None:
-            child.terminate()
-        await asyncio.wait_for(child.wait(), 10)
-
-
-def _await_url(url: str, child: asyncio.subprocess.Process) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if child.returncode is not None:
-            raise RuntimeError(f"the process behind {url} ended with {child.returncode}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{url} did not answer within 30 s")
-
-
-@contextlib.asynccontextmanager
-async def mock_fleet(nats_url: str, ports: list[int], subjects: Subjects) -> AsyncIterator[None]:
-    """Announce each mock as an engine of one rank that takes token ids, and keep its heart beating."""
-    bus = await NatsBus.connect(nats_url, subjects)
-    digest = await bus.put_blob(CheckpointTokenizer(checkpoint_path()).archive)
-    joined = [_joined(f"mock{at}", port, digest) for at, port in enumerate(ports)]
-    for event in joined:
-        await bus.record(subjects.membership(event.engine), event)
-    beating = asyncio.create_task(_beat(bus, subjects, joined), name="heartbeats of the mock engines")
-    try:
-        yield
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
-        await bus.close()
-
-
-def _joined(name: str, port: int, digest: str) -> EngineJoined:
-    return EngineJoined(
-        engine=name,
-        worker_id=port,
-        model=MODEL,
-        node="bench",
-        urls=(f"http://127.0.0.1:{port}",),
-        block_size=16,
-        kv_blocks=65536,
-        max_context=65536,
-        max_batch_tokens=8192,
-        tokenizer=digest,
-        capabilities=Capabilities(load=False, experts=False),
-    )
-
-
-async def _beat(bus: NatsBus, subjects: Subjects, engines: list[EngineJoined]) -> None:
-    publisher = bus.publisher(subjects.heartbeats)
-    while True:
-        for engine in engines:
-            await publisher.publish(EngineHeartbeat(engine=engine.engine, worker_id=engine.worker_id, epoch=0))
-        await asyncio.sleep(1)
 
 
 async def measure(direct: int, routed: int, cell: Cell, rounds: int, requests: int) -> Measured:
@@ -191,29 +109,16 @@ def cells(quick: bool) -> list[Cell]:
 @contextlib.asynccontextmanager
 async def router(door: str, tracing: bool, nats_url: str, mocks: list[int]) -> AsyncIterator[int]:
     """The real `roost router` command on a free port."""
-    port = free_port()
-    arguments = [str(BIN / "roost"), "router", "--port", str(port)]
-    arguments += [word for mock in mocks for word in ("--backend", f"http://127.0.0.1:{mock}")] if door == "plain" else ["--nats", nats_url]
+    arguments = [word for mock in mocks for word in ("--backend", f"http://127.0.0.1:{mock}")] if door == "plain" else ["--nats", nats_url]
     with tempfile.TemporaryDirectory() as folder:
-        if tracing:
-            arguments += ["--spans", f"{folder}/spans.jsonl"]
-        async with process(arguments, f"http://127.0.0.1:{port}/ready"):
+        async with roost_router(*arguments, *(["--spans", f"{folder}/spans.jsonl"] if tracing else [])) as port:
             yield port
 
 
 async def run(quick: bool, report: Report) -> dict[Cell, Measured]:
     rounds, requests = (3, 200) if quick else (3, 500)
     results: dict[Cell, Measured] = {}
-    subjects = Subjects()
-    mocks, nats_port = [free_port() for _ in range(MOCKS)], free_port()
-    nats_url = f"nats://127.0.0.1:{nats_port}"
-    async with contextlib.AsyncExitStack() as stack:
-        for port in mocks:
-            await stack.enter_async_context(process([sys.executable, "-m", "benchmarks.rig.mock_engine", str(port)], f"http://127.0.0.1:{port}/v1/models"))
-        store, health = stack.enter_context(tempfile.TemporaryDirectory()), free_port()
-        server = [str(BIN / "nats-server"), "-a", "127.0.0.1", "-p", str(nats_port), "-m", str(health), "-js", "-sd", store]
-        await stack.enter_async_context(process(server, f"http://127.0.0.1:{health}/healthz"))
-        await stack.enter_async_context(mock_fleet(nats_url, mocks, subjects))
+    async with mock_engines(MOCKS) as mocks, nats() as nats_url, mock_fleet(nats_url, mocks, checkpoint_path()):
         for door, tracing in (("kv", False), ("kv", True), ("plain", False), ("plain", True)):
             chosen = [cell for cell in cells(quick) if (cell.door, cell.tracing) == (door, tracing)]
             if not chosen:
@@ -236,7 +141,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> No
     report = Report("The edge: router in front of mock engines", columns)
     results = uvloop.run(run(quick, report))
     tokenising = 1e3 * tokenising_seconds(200)
-    report.notes.append(f"tokenising 200 words takes {tokenising:.3f} ms in this process; 8 output tokens; client: keep-alive, quick ACKs")
+    report.notes.append(f"tokenising 200 words takes {tokenising:.3f} ms in this process; 8 output tokens; client: {SETTINGS}")
     for words, limit in ((20, 0.8), (200, 0.5 + tokenising)):
         found = results[Cell("kv", False, words, False, 1)]
         report.targets.append(Target(f"added p50 at concurrency 1, {words} words, kv door", 1e3 * found.added, round(limit, 3), at_least=False, unit=" ms"))

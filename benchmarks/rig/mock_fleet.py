@@ -1,0 +1,66 @@
+"""Mock engines as the router knows engines: joined over NATS with a tokenizer, their hearts beating, and their KV cache told."""
+
+import asyncio
+import contextlib
+import io
+import zipfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from fleet.events import Capabilities, EngineHeartbeat, EngineJoined
+
+MODEL = "mock"
+_ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@contextlib.asynccontextmanager
+async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> AsyncIterator[NatsBus]:
+    """Announce each mock as an engine of one rank that takes token ids of the tokenizer in a folder, and keep its heart beating."""
+    subjects = Subjects()
+    bus = await NatsBus.connect(nats_url, subjects)
+    digest = await bus.put_blob(_archive(tokenizer))
+    joined = [_joined(f"mock{at}", port, digest) for at, port in enumerate(ports)]
+    for event in joined:
+        await bus.record(subjects.membership(event.engine), event)
+    beating = asyncio.create_task(_beat(bus, subjects, joined), name="heartbeats of the mock engines")
+    try:
+        yield bus
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await bus.close()
+
+
+def _archive(folder: Path) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as files:
+        for name in _ARCHIVED:
+            if (folder / name).exists():
+                files.write(folder / name, name)
+    return packed.getvalue()
+
+
+def _joined(name: str, port: int, digest: str) -> EngineJoined:
+    return EngineJoined(
+        engine=name,
+        worker_id=port,
+        model=MODEL,
+        node="bench",
+        urls=(f"http://127.0.0.1:{port}",),
+        block_size=16,
+        kv_blocks=65536,
+        max_context=65536,
+        max_batch_tokens=8192,
+        tokenizer=digest,
+        capabilities=Capabilities(load=False, experts=False),
+    )
+
+
+async def _beat(bus: NatsBus, subjects: Subjects, engines: list[EngineJoined]) -> None:
+    publisher = bus.publisher(subjects.heartbeats)
+    while True:
+        for engine in engines:
+            await publisher.publish(EngineHeartbeat(engine=engine.engine, worker_id=engine.worker_id, epoch=0))
+        await asyncio.sleep(1)

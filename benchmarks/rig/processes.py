@@ -1,0 +1,97 @@
+"""Child processes of a benchmark: started, waited for until they answer, ended with their context."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+ROOST = (sys.executable, "-c", "from deploy.cli import main; main()")
+"""The command `roost` of the tree that this file lies in, whichever is installed."""
+_START_SECONDS = 30.0
+_END_SECONDS = 5.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def process(
+    arguments: Sequence[str], ready: str, *, environment: Mapping[str, str] | None = None, answers: Callable[[bytes], bool] = lambda body: True
+) -> AsyncIterator[None]:
+    """A child that answers `ready` (a URL) as it should; ended with the context. The event loop goes on meanwhile: mocks must keep their hearts beating.
+
+    environment: on top of this process's own. RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
+    """
+    own = None if environment is None else {**os.environ, **environment}
+    with tempfile.TemporaryFile() as said:
+        child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=ROOT, env=own)
+        try:
+            await asyncio.to_thread(_await_url, ready, child, said, answers)
+            yield
+        finally:
+            await _end(child)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is None:
+        child.terminate()
+    try:
+        await asyncio.wait_for(child.wait(), _END_SECONDS)
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+
+
+def _await_url(url: str, child: asyncio.subprocess.Process, said: IO[bytes], answers: Callable[[bytes], bool]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if child.returncode is not None:
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().splitlines()[-5:]
+            raise RuntimeError(f"the process behind {url} ended with {child.returncode}; it said last: {' / '.join(last)}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1) as answer:
+            if answers(answer.read()):
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"{url} did not answer within {_START_SECONDS:g} s")
+
+
+@contextlib.asynccontextmanager
+async def nats() -> AsyncIterator[str]:
+    """A NATS server with JetStream on a free port, with a store of its own; its URL."""
+    port, health = free_port(), free_port()
+    with tempfile.TemporaryDirectory() as store:
+        arguments = [str(BIN / "nats-server"), "-a", "127.0.0.1", "-p", str(port), "-m", str(health), "-js", "-sd", store]
+        async with process(arguments, f"http://127.0.0.1:{health}/healthz"):
+            yield f"nats://127.0.0.1:{port}"
+
+
+@contextlib.asynccontextmanager
+async def mock_engines(count: int) -> AsyncIterator[list[int]]:
+    """So many mock engines, each a process; their ports."""
+    async with contextlib.AsyncExitStack() as stack:
+        ports = [free_port() for _ in range(count)]
+        for port in ports:
+            await stack.enter_async_context(process([sys.executable, "-m", "benchmarks.rig.mock_engine", str(port)], f"http://127.0.0.1:{port}/v1/models"))
+        yield ports
+
+
+@contextlib.asynccontextmanager
+async def roost_router(*arguments: str) -> AsyncIterator[int]:
+    """The real `roost router` command on a free port, ready to serve."""
+    port = free_port()
+    async with process([*ROOST, "router", "--port", str(port), *arguments], f"http://127.0.0.1:{port}/ready"):
+        yield port
