@@ -418,19 +418,25 @@ class ReservationsChanged(Event, frozen=True, kw_only=True):
     """decision ids"""
     forgotten: tuple[str, ...] = ()
     """decision ids booked by another router, which is asked to end them (`RouteReleased` came here)"""
+    computed: tuple[str, ...] = ()
+    """decision ids booked by another router, which is told that their prompts are computed"""
 
 
 class DescribeReservations(Event, frozen=True, kw_only=True):
-    """Request to any router but the one that asks: answer with everything you know to be booked."""
+    """Request to one router: answer with everything you have booked."""
 
     router: int
+    """the one that asks"""
 
 
 class ReservationsDescribed(Event, frozen=True, kw_only=True):
-    """Answer to `DescribeReservations`: open bookings by router."""
+    """Answer to `DescribeReservations`: all that one router has booked, as of message `sequence` of `publisher_id` at least."""
 
-    routers: dict[str, tuple[BookedLoad, ...]]
-    """keys are u64 as text"""
+    router: int
+    publisher_id: int
+    sequence: int
+    """last ReservationsChanged that is contained; -1: none was sent yet"""
+    booked: tuple[BookedLoad, ...]
 
 
 class RouteRequested(Event, frozen=True, kw_only=True):

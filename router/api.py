@@ -108,8 +108,9 @@ def _add_reading_routes(app: FastAPI, service: RouterService, keys: ApiKeys | No
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 once at least one engine lives and can be used, 503 before."""
-        return _json({"ready": service.ready, "models": service.view.models(live=True)}, 200 if service.ready else 503)
+        """200 once all is known that should be, and at least one engine lives and can be used; 503 before, with what is missing."""
+        said = {"ready": service.ready, "models": service.view.models(live=True), "missing": service.missing}
+        return _json(said, 200 if service.ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

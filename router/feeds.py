@@ -50,6 +50,8 @@ class Feeds:
         self._threads = threads
         self._clock = clock
         self._forget = forget
+        self.behind = {subjects.membership(): "joins", subjects.placements(): "placements"}
+        """what is stored under these subjects has not all been heard yet"""
         self.listening = asyncio.Event()
         """set once nothing said on the bus is missed any more"""
         self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
@@ -81,6 +83,10 @@ class Feeds:
         """What is stored is told again after an interruption; hearing it twice changes nothing."""
         while True:
             try:
+                if subject in self.behind:
+                    async for received in self._bus.replay(subject, latest=True, follow=False):
+                        self._heard(received.message)
+                    self.behind.pop(subject)
                 async for received in self._bus.replay(subject, latest=True):
                     self._heard(received.message)
             except BusError as error:

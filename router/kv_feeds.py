@@ -86,6 +86,10 @@ class KvFeeds:
         if feed is not None:
             self._take(rank, feed, received.publisher_id, received.sequence, batch)
 
+    def out_of_step(self) -> list[RankKey]:
+        """Ranks whose snapshot is waited for."""
+        return [rank for rank, feed in self._feeds.items() if feed.late is not None]
+
     async def run(self) -> None:
         """Repair feeds until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -67,6 +67,7 @@ class RouterMetrics:
         self._about_hindsight()
         self._about_failures()
         self._about_listening()
+        self._about_others()
         self._about_prediction()
         self.ranks: Callable[[], Iterable[RankNow]] = tuple
         """asked when the metrics are read"""
@@ -123,6 +124,16 @@ class RouterMetrics:
         self.outcomes_published = self._counter("outcomes_published", "Finished requests told to the tracker")
         self.outcomes_dropped = self._counter("outcomes_dropped", "Finished requests that could not be told")
         self._routings = self._counter("foreign_routings", "Answers of engines that named their experts, by what became of it", "outcome")
+
+    def _about_others(self) -> None:
+        """Other routers, and other data planes that ask this one."""
+        self._peers = self._gauge("peers", "Other routers that are heard")
+        self._peer_bookings = self._gauge("peer_bookings", "Requests booked by other routers, counted here")
+        self._peer_bookings_over = self._tally("peer_bookings_not_ended", "Bookings of other routers that ran out, or could not be counted", "cause")
+        self.peer_gaps = self._counter("peer_gaps", "Messages of other routers that were missed, and made this one ask")
+        self.bus_silent = self._gauge("bus_silent", "1: the bus carries nothing at present, so silence of engines says nothing")
+        self._reservations = self._gauge("reservations_open", "Requests that other data planes have reserved here and not released")
+        self._reservations_over = self._tally("reservations_ended", "Reservations of other data planes that are over, by how", "how")
 
     def _about_prediction(self) -> None:
         """What is foretold, and how the tables stand that it is foretold from."""
@@ -187,6 +198,17 @@ class RouterMetrics:
     def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
         """The ranks that get no new requests now, and why; those not named get some."""
         self._left_alone.values = defaultdict(float, {(*labels, cause): 1 for labels, cause in ranks.items()})
+
+    def peers(self, routers: int, bookings: int, expired: int, refused: int) -> None:
+        """How other routers and what they booked stand; the last two count from the start."""
+        self._peers.set(routers)
+        self._peer_bookings.set(bookings)
+        self._peer_bookings_over.values = defaultdict(float, {("expired",): expired, ("refused",): refused})
+
+    def reservations(self, is_open: int, released: int, expired: int) -> None:
+        """How reservations of other data planes stand; the last two count from the start."""
+        self._reservations.set(is_open)
+        self._reservations_over.values = defaultdict(float, {("released",): released, ("expired",): expired})
 
     def routings(self, outcome: str) -> None:
         """One answer that named its experts: told, bad (no such array), empty (nothing was computed), dropped (too many wait), too_long."""

@@ -44,6 +44,8 @@ class _Feed:
     late: deque[TablesPublished] | None = field(default_factory=lambda: deque(maxlen=_LATE_CHANGES))
     clusters: bool = False
     """some cluster model is known"""
+    asked: bool = False
+    """the tracker has answered, whatever it said, or nobody did"""
     pause: float = _FIRST_PAUSE_SECONDS
     taken_at: float = 0.0
     """when tables were taken last, seconds on the router's clock"""
@@ -91,6 +93,10 @@ class TrackerFeeds:
         feed = self._feeds.get(model)
         return feed is not None and feed.late is None
 
+    def unanswered(self) -> set[str]:
+        """Models of which the tracker has not been heard yet, nor that there is none."""
+        return {model for model, feed in self._feeds.items() if not feed.asked}
+
     async def listen(self, said: Subscription) -> None:
         """Take what is published until cancelled."""
         async for received in said:
@@ -130,6 +136,7 @@ class TrackerFeeds:
                     await self._tables(tables, asked=True)
         except BusError as error:
             log.debug("no prediction tables of model %s yet: %s", model, error)
+        feed.asked = True
         if feed.late is None and feed.clusters:
             feed.pause = _FIRST_PAUSE_SECONDS
         elif self._feeds.get(model) is feed:

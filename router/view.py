@@ -7,6 +7,7 @@ were made of changes. Loads live in `reservations`, KV contents in `kv_index` an
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,12 +139,13 @@ class View:
         if state is not None and state.standing is Standing.LIVE:
             self._stand(worker_id, Standing.UNREACHABLE)
 
-    def sweep(self, now: float, dead_after: float, forget_after: float) -> list[int]:
-        """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten."""
+    def sweep(self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf) -> list[int]:
+        """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten. What was silent before
+        `audible_since` is no silence: nobody could be heard."""
         for worker, state in self._engines.items():
-            if now - state.heard_at > dead_after and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
+            if now - max(state.heard_at, audible_since) > dead_after and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
                 self._stand(worker, Standing.DEAD)
-        old = [worker for worker, state in self._engines.items() if now - state.heard_at > forget_after]
+        old = [worker for worker, state in self._engines.items() if now - max(state.heard_at, audible_since) > forget_after]
         for worker in old:
             self.forget(worker)
         return old

@@ -165,7 +165,8 @@ async def test_models_health_ready_and_metrics_can_be_read(house: House, rank: M
     assert [model["id"] for model in (await house.get("/v1/models")).json["data"]] == ["demo"]
     assert (await house.get("/v1/models/demo")).json["max_model_len"] == 4096
     assert (await house.get("/health")).status == 200
-    assert (await house.get("/ready")).json == {"ready": True, "models": ["demo"]}
+    await until(lambda: house.service.warmup.over)
+    assert (await house.get("/ready")).json == {"ready": True, "models": ["demo"], "missing": []}
     await house.post("/v1/chat/completions", chat())
     text = (await house.get("/metrics")).body.decode()
     assert 'roost_router_requests_total{model="demo",outcome="answered"} 1.0' in text

@@ -90,7 +90,7 @@ async def test_an_engine_is_routed_to_once_its_heart_beats(fleet: Fleet) -> None
     assert not fleet.service.ready
     await fleet.beat(joined)
     await until(lambda: fleet.names() == ["a/0", "a/1"])
-    assert fleet.service.ready
+    await until(lambda: fleet.service.ready)
 
 
 async def test_three_silent_seconds_mean_death_and_a_heartbeat_life(fleet: Fleet) -> None:
@@ -291,7 +291,7 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
     assert decision.record().candidates[0].overlap_blocks == 20
     assert decision.cached_tokens == 80
     fleet.service.forget_worker(joined.worker_id)
-    assert fleet.service.picker.kv.overlap(local_hashes(tokens, 4)) == {}
+    assert fleet.service.picker.kv.holders.overlaps(TokenPrompt(tokens).chained(4)) == {}
 
 
 async def test_the_service_leaves_nothing_running(byte_archive: bytes) -> None:

@@ -1,0 +1,190 @@
+"""The other routers: tells them what is booked here, counts what they book, and asks them for what was missed.
+
+Every router says something at least every half second, and hears itself: so it also knows whether the bus carries anything at all.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from bus import Bus, BusError, Message, Subscription
+from bus.subjects import Subjects
+from fleet.events import DescribeReservations, ReservationsChanged, ReservationsDescribed
+from router.chores import Chores
+from router.config import RouterConfig
+from router.metrics import RouterMetrics
+from router.replication import MOST_ROUTERS, Diary, Ledger
+from router.reservations import Booking, Reservations
+from router.roster import RankKey
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+ECHO_SECONDS = 1.5
+"""Not to hear oneself for so long means that the bus carries nothing."""
+_ANSWER_SECONDS = 1.0
+_PAUSE_SECONDS = 0.2
+MEETING_SECONDS = 0.25
+"""A router that is there answers a newcomer's first word at once; whoever has not by then is not there."""
+
+Passed = Callable[[str, bool], object]
+"""Told of a booking of ours (by decision id) whose prompt is computed (True) or which is over (False), as another router was told."""
+
+
+class Peers:
+    """`run` tells and listens until it is cancelled; the rest is synchronous and does nothing that takes time.
+
+    With `replicas` off nothing is told of bookings and none are counted; releases are still passed on.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: RouterConfig,
+        reservations: Reservations,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        passed: Passed,
+    ) -> None:
+        self.router = secrets.randbits(64)
+        """identity of this process among routers"""
+        self._bus = bus
+        self._subjects = subjects
+        self._replicas = config.replicas
+        self._coalesce = config.coalesce_seconds
+        self._metrics = metrics
+        self._clock = clock
+        self._passed = passed
+        self._diary = Diary(self.router, config.reservation_seconds / 2)
+        self._ledger = Ledger(reservations, config.reservation_seconds)
+        self._voice = bus.publisher(subjects.reservations)
+        self._due: Chores[int] = Chores(MOST_ROUTERS)
+        self._news = asyncio.Event()
+        self._news.set()  # the first word is that this router is there
+        self._echo: float | None = None
+        """when this router heard itself last, seconds on the loop's clock"""
+        self.met = asyncio.Event()
+        """set once every router that was there before has told what it booked, or had its time to"""
+
+    # What happens here
+
+    def booked(self, decision_id: str, key: RankKey, booking: Booking) -> None:
+        if self._replicas:
+            self._diary.booked(decision_id, key, booking)
+            self._news.set()
+
+    def first_token(self, booking: Booking) -> None:
+        self._diary.first_token(booking)
+        self._told()
+
+    def emitted(self, booking: Booking) -> None:
+        self._diary.emitted(booking)
+        self._told()
+
+    def ended(self, booking: Booking) -> None:
+        self._diary.ended(booking)
+        self._told()
+
+    def pass_on(self, decision_id: str, *, first_token: bool) -> bool:
+        """A word about a booking that another router made. False when no router is known to have made it; it is told all the same."""
+        self._diary.pass_on(decision_id, first_token=first_token)
+        self._told()
+        return self._ledger.booked(decision_id) is not None
+
+    def sweep(self) -> None:
+        """End what has outlived its router or its time; to be called a few times a second."""
+        for router in self._ledger.sweep(self._clock()):
+            self._due.ask(router)
+        self._metrics.peers(len(self._ledger.routers), self._ledger.open, self._ledger.expired, self._ledger.refused)
+
+    @property
+    def bus_silent(self) -> bool:
+        """Whether nothing can be concluded from not hearing anybody: the bus does not carry even our own word."""
+        if not self._bus.connected:
+            return True
+        return self._echo is None or asyncio.get_running_loop().time() - self._echo > ECHO_SECONDS
+
+    # The background work
+
+    async def run(self) -> None:
+        """Tell and listen until cancelled."""
+        subjects = self._subjects
+        async with AsyncExitStack() as stack:
+            said = await stack.enter_async_context(self._bus.subscribe(subjects.reservations))
+            await stack.enter_async_context(self._bus.serve(subjects.describe_reservations(self.router), self._describe))
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            tasks.create_task(self._tell(), name="tells other routers what is booked here")
+            tasks.create_task(self._listen(said), name="listens to other routers")
+            tasks.create_task(self._meet(), name="waits for the routers that are there")
+            tasks.create_task(self._ask(), name="asks routers for what was missed")
+
+    async def _tell(self) -> None:
+        """News at once, but never more often than once in `coalesce_seconds`; and a sign of life."""
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self._news.wait()
+            except TimeoutError:
+                pass  # nothing new: a sign of life is due
+            self._news.clear()
+            try:
+                await self._voice.publish(self._diary.take(self._clock()) or ReservationsChanged(router=self.router))
+            except BusError as error:
+                log.warning("what is booked here cannot be told: %s", error)
+            if self._diary.has_news:
+                self._news.set()
+            await asyncio.sleep(self._coalesce)
+
+    async def _listen(self, said: Subscription) -> None:
+        async for received in said:
+            message = received.message
+            if not isinstance(message, ReservationsChanged):
+                self._metrics.bus_refused.inc()
+            elif message.router == self.router:
+                self._echo = asyncio.get_running_loop().time()
+            else:
+                self._hear(received.publisher_id, received.sequence, message)
+
+    def _hear(self, publisher_id: int, sequence: int, said: ReservationsChanged) -> None:
+        for decision_id in said.computed:
+            self._passed(decision_id, True)
+        for decision_id in said.forgotten:
+            self._passed(decision_id, False)
+        if not self._replicas:
+            return
+        heard = self._ledger.hear(publisher_id, sequence, said, self._clock())
+        if heard.newcomer:
+            self._news.set()  # it shall know at once who is there
+        if heard.incomplete:
+            self._metrics.peer_gaps.inc()
+            self._due.ask(said.router)
+
+    async def _ask(self) -> None:
+        while True:
+            router = await self._due.next()
+            try:
+                answer = await self._bus.request(self._subjects.describe_reservations(router), DescribeReservations(router=self.router), _ANSWER_SECONDS)
+            except BusError as error:
+                log.debug("router %016x does not say what it booked: %s", router, error)
+                complete = False
+            else:
+                complete = isinstance(answer, ReservationsDescribed) and answer.router == router and self._ledger.replace(answer, self._clock())
+            if not complete and router in self._ledger.routers:
+                asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._due.ask, router)
+
+    async def _meet(self) -> None:
+        await asyncio.sleep(MEETING_SECONDS)
+        while any(self._ledger.incomplete(router) for router in self._ledger.routers):  # noqa: ASYNC110 ends with the answers, or with silence
+            await asyncio.sleep(_PAUSE_SECONDS / 4)
+        self.met.set()
+
+    async def _describe(self, _: Message) -> Message:
+        voice = self._voice
+        return ReservationsDescribed(router=self.router, publisher_id=voice.publisher_id, sequence=voice.sequence - 1, booked=self._diary.all(self._clock()))
+
+    def _told(self) -> None:
+        if self._diary.has_news:
+            self._news.set()
