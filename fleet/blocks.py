@@ -19,13 +19,18 @@ BLOCK_SIZE = 16
 _PAIR = struct.Struct("<QQ")
 
 
+def words(tokens: Sequence[int]) -> bytes:
+    """Token ids as u32 little endian. OverflowError for an id outside u32."""
+    ids = array("I", tokens)  # three times as fast as numpy for a list
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
 def local_hashes(tokens: Sequence[int], block_size: int = BLOCK_SIZE) -> list[int]:
     """u64 local hash of each *full* block of `tokens`; a partial last block has none."""
     full = len(tokens) // block_size
-    words = array("I", tokens[: full * block_size])  # three times as fast as numpy for a list; OverflowError beyond u32
-    if sys.byteorder == "big":
-        words.byteswap()
-    raw = words.tobytes()
+    raw = words(tokens[: full * block_size])
     width = 4 * block_size
     return [xxhash.xxh3_64_intdigest(raw[at : at + width], SEED) for at in range(0, len(raw), width)]
 
@@ -42,3 +47,14 @@ def sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int
         parent = chain(parent, block)
         chained.append(parent)
     return chained
+
+
+def extend(chained: list[int], raw: bytes, width: int) -> None:
+    """Append to a chain's u64 sequence hashes those of the blocks that follow: `raw` holds them whole, `width` bytes each (as `words` makes them)."""
+    digest, pack, seed = xxhash.xxh3_64_intdigest, _PAIR.pack, SEED
+    start = 0
+    if raw and not chained:
+        chained.append(digest(raw[:width], seed))
+        start = width
+    for at in range(start, len(raw), width):
+        chained.append(digest(pack(chained[-1], digest(raw[at : at + width], seed)), seed))

@@ -52,7 +52,8 @@ FIRST_TRY = Try()
 
 
 class Picker:
-    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others; `foresight` foretells what a request activates."""
+    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others, into the same `holders`; `foresight` foretells what a
+    request activates."""
 
     def __init__(self, view: View, reservations: Reservations, kv: KvIndex, prefixes: Prefixes, config: RouterConfig) -> None:
         self.view = view
@@ -103,7 +104,7 @@ class Picker:
             request_id=need.request_id,
             keys=need.keys,
         )
-        overlap = self._overlap(roster, need.prompt)
+        overlap = self.kv.holders.overlap(roster, need.prompt)
         return decide(ask, roster, found, overlap, load, self._weights, self.view.version, self._outlook(roster, need, overlap))
 
     def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
@@ -161,19 +162,6 @@ class Picker:
             return Outlook(forecast, nothing, nothing, nothing, np.zeros(targets, np.bool_))
         both = prices.flat @ forecast.weights
         return Outlook(forecast, both[:targets], both[targets:], prices.prior_local(forecast.shares), prices.priced)
-
-    def _overlap(self, roster: Roster, prompt: Prompt) -> NDArray[np.int64]:
-        """int64 [targets]: leading blocks that each rank holds or, without KV events, probably holds."""
-        overlap = np.zeros(len(roster.targets), np.int64)
-        for size in roster.block_sizes:
-            found = {} if len(roster.guessed) == len(roster.targets) else self.kv.overlap(prompt.hashes(size))
-            if roster.guessed:
-                found = {**found, **self.prefixes.overlap(roster.guessed, prompt.chained(size)[:])}
-            for key, blocks in found.items():
-                at = roster.index.get(key)
-                if at is not None and roster.block_size[at] == size:
-                    overlap[at] = blocks
-        return overlap
 
 
 def _block_size(roster: Roster) -> int:

@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, overload
+from typing import Protocol
 
-from fleet.blocks import chain, local_hashes
-from router.prefixes import text_hashes
+from fleet.blocks import words
+from router.chain import Chain
 
 BYTES_PER_TOKEN = 4
 """English text under the usual vocabularies; used where no tokenizer is known."""
@@ -17,11 +17,7 @@ class Prompt(Protocol):
         """its length, in tokens (a guess where nobody can tokenise it)"""
         ...
 
-    def hashes(self, block_size: int) -> list[int]:
-        """u64 local hash of each full block"""
-        ...
-
-    def chained(self, block_size: int) -> "Chain":
+    def chained(self, block_size: int) -> Chain:
         """u64 sequence hash of each full block"""
         ...
 
@@ -31,63 +27,23 @@ class Prompt(Protocol):
         ...
 
 
-class Chain(Sequence[int]):
-    """u64 sequence hashes of blocks given by their local ones, each computed when it is first asked for, with all before it."""
-
-    def __init__(self, local: Sequence[int]) -> None:
-        self._local = local
-        self._chained: list[int] = []
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[int]: ...
-    def __getitem__(self, at: int | slice) -> int | list[int]:
-        if isinstance(at, slice):
-            start, stop, step = at.indices(len(self._local))
-            if step != 1:
-                return [self[one] for one in range(start, stop, step)]
-            self._reach(stop)
-            return self._chained[start:stop]
-        if not 0 <= at < len(self._local):
-            raise IndexError(f"block {at} of a prompt of {len(self._local)}")
-        self._reach(at + 1)
-        return self._chained[at]
-
-    def __len__(self) -> int:
-        return len(self._local)
-
-    def _reach(self, depth: int) -> None:
-        chained = self._chained
-        if depth > len(chained):
-            parent = chained[-1] if chained else None
-            for local in self._local[len(chained) : depth]:
-                parent = chain(parent, local)
-                chained.append(parent)
-
-
-class _Hashed(ABC):
-    """Hashes are computed once per block size."""
+class _Blocked(ABC):
+    """Chains are kept per block size."""
 
     def __init__(self) -> None:
-        self._local: dict[int, list[int]] = {}
         self._chained: dict[int, Chain] = {}
 
-    def hashes(self, block_size: int) -> list[int]:
-        if block_size not in self._local:
-            self._local[block_size] = self._hash(block_size)
-        return self._local[block_size]
-
     def chained(self, block_size: int) -> Chain:
-        if block_size not in self._chained:
-            self._chained[block_size] = Chain(self.hashes(block_size))
-        return self._chained[block_size]
+        found = self._chained.get(block_size)
+        if found is None:
+            found = self._chained[block_size] = self._chain(block_size)
+        return found
 
     @abstractmethod
-    def _hash(self, block_size: int) -> list[int]: ...
+    def _chain(self, block_size: int) -> Chain: ...
 
 
-class TokenPrompt(_Hashed):
+class TokenPrompt(_Blocked):
     """A prompt known by its ids."""
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -102,11 +58,12 @@ class TokenPrompt(_Hashed):
     def tokens(self) -> int:
         return len(self._ids)
 
-    def _hash(self, block_size: int) -> list[int]:
-        return local_hashes(self._ids, block_size)
+    def _chain(self, block_size: int) -> Chain:
+        ids = self._ids
+        return Chain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size)
 
 
-class TextPrompt(_Hashed):
+class TextPrompt(_Blocked):
     """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
 
     def __init__(self, text: bytes) -> None:
@@ -121,5 +78,6 @@ class TextPrompt(_Hashed):
     def tokens(self) -> int:
         return max(1, len(self._text) // BYTES_PER_TOKEN)
 
-    def _hash(self, block_size: int) -> list[int]:
-        return text_hashes(self._text, block_size * BYTES_PER_TOKEN)
+    def _chain(self, block_size: int) -> Chain:
+        text, width = self._text, block_size * BYTES_PER_TOKEN
+        return Chain(lambda start, stop: text[start * width : stop * width], width, len(text) // width)

@@ -17,6 +17,7 @@ from router.exchange import Exchange
 from router.feeds import Feeds
 from router.foreign_reports import ForeignReports
 from router.foreign_routings import Tap, Usage
+from router.holders import Holders
 from router.kv_index import KvIndex
 from router.lexicon import Lexicon
 from router.metrics import RouterMetrics
@@ -61,7 +62,8 @@ class RouterService:
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
         self.view = View(reservations)
-        self.picker = Picker(self.view, reservations, KvIndex(), Prefixes(config.prefix_blocks_per_rank), config)
+        holders = Holders()
+        self.picker = Picker(self.view, reservations, KvIndex(holders), Prefixes(config.prefix_blocks_per_rank, holders), config)
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, self.forget_worker)
         self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)

@@ -11,18 +11,19 @@ import pytest
 from bus import Message
 from bus.memory import MemoryBroker, MemoryBus
 from deploy.view_decision import show_decision
-from fleet.blocks import local_hashes, sequence_hashes
+from fleet.blocks import local_hashes, sequence_hashes, words
 from fleet.completions import ApiError
 from fleet.events import Capabilities, DescribeClusters, RequestOutcome, RequestsFinished
 from fleet.signatures import unpack
 from fleet.timing import EngineSpeed
+from router.chain import Chain
 from router.config import RouterConfig
 from router.decision import DecisionRecord
 from router.exchange import Exchange
 from router.foresight import NO_GAIN, keys_of
 from router.outcomes import BATCH, Outcomes
 from router.picker import Need, Try
-from router.prompt import Chain, TextPrompt, TokenPrompt
+from router.prompt import TextPrompt, TokenPrompt
 from router.service import RouterService
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, until
 from tests.router.learnt import halves, published_clusters, tables
@@ -411,15 +412,23 @@ async def test_an_engine_that_left_takes_its_models_tables_with_it(house: House,
 
 
 def test_a_chain_is_the_list_of_sequence_hashes_computed_as_far_as_asked() -> None:
-    local = list(range(50))
-    whole = sequence_hashes(local)
-    chain = Chain(local)
+    ids, read = list(range(800)), list[int]()
+    whole = sequence_hashes(local_hashes(ids, 16))
+
+    def raw(start: int, stop: int) -> bytes:
+        read.extend(range(start, stop))
+        return words(ids[16 * start : 16 * stop])
+
+    chain = Chain(raw, 64, 50)
     assert len(chain) == 50
     assert chain[3] == whole[3]
-    assert len(chain._chained) == 4
+    assert read == [0, 1, 2, 3]
     assert chain[10:20] == whole[10:20]
     assert chain[20:10:-3] == whole[20:10:-3]
+    assert chain[20:10] == chain[60:] == []
+    assert read == list(range(21))
     assert list(chain) == whole
     assert chain[:] == whole
+    assert read == list(range(50))
     with pytest.raises(IndexError):
         chain[50]

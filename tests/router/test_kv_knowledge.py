@@ -1,7 +1,7 @@
-"""What the router believes ranks have cached: Dynamo's index, repaired feeds, and guesses where there are no events."""
+"""What the router believes ranks have cached: the index of their events, repaired feeds, and guesses where there are no events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given, settings
@@ -10,73 +10,20 @@ from hypothesis import strategies as st
 from bus import Message, Received
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
-from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
+from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
 from router.chores import Chores
+from router.holders import Holders
 from router.kv_feeds import KvFeeds
-from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
+from router.kv_index import KvIndex
 from router.metrics import RouterMetrics
-from router.prefixes import Prefixes, text_hashes
+from router.prefixes import Prefixes
 from router.prompt import BYTES_PER_TOKEN, TextPrompt, TokenPrompt
+from tests.router.blocks import overlap, removed
 from tests.router.houses import WORKER, stored, until
 
 TOKENS = list(range(1000, 1040))
 LOCAL = local_hashes(TOKENS, 4)
 CHAINED = sequence_hashes(LOCAL)
-
-
-def removed(local: Sequence[int], which: Sequence[int], worker: int = WORKER, rank: int = 0) -> RoutedKvEvent:
-    hashes = tuple(sequence_hashes(local)[at] for at in which)
-    return RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=KvChange(removed=KvRemoved(block_hashes=hashes))))
-
-
-def test_overlap_is_the_contiguous_prefix_per_rank() -> None:
-    index = KvIndex()
-    index.apply([stored(LOCAL[:6]), stored(LOCAL[:3], rank=1), stored(LOCAL[:9], worker=7)])
-    assert index.overlap(LOCAL) == {(WORKER, 0): 6, (WORKER, 1): 3, (7, 0): 9}
-    assert index.overlap(LOCAL[:2]) == {(WORKER, 0): 2, (WORKER, 1): 2, (7, 0): 2}
-    assert index.overlap(LOCAL[1:]) == {}
-    assert index.overlap([]) == {}
-
-
-def test_removals_clearing_and_lost_workers_leave_the_others_alone() -> None:
-    index = KvIndex()
-    index.apply([stored(LOCAL[:6]), stored(LOCAL[:6], rank=1), stored(LOCAL[:6], worker=7)])
-    index.apply([removed(LOCAL, [5, 4])])
-    assert index.overlap(LOCAL)[WORKER, 0] == 4
-    index.apply([RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=2, data="cleared", dp_rank=0))])
-    assert index.overlap(LOCAL) == {(WORKER, 1): 6, (7, 0): 6}
-    index.remove_worker(WORKER)
-    assert index.overlap(LOCAL) == {(7, 0): 6}
-
-
-def test_removing_what_is_gone_already_is_counted_and_removes_the_rest() -> None:
-    index = KvIndex()
-    index.apply([stored(LOCAL[:4])])
-    gone = KvChange(removed=KvRemoved(block_hashes=(12345, sequence_hashes(LOCAL)[3])))
-    index.apply([RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=2, data=gone))])
-    assert index.overlap(LOCAL) == {(WORKER, 0): 3}
-    assert index.missing_removals == 1
-
-
-def test_a_block_behind_an_unknown_parent_is_refused() -> None:
-    with pytest.raises(OrphanBlock, match="unknown parent"):
-        KvIndex().apply([stored(LOCAL[2:4], LOCAL[:2])])
-
-
-def test_numbers_outside_u64_are_refused() -> None:
-    bad = KvChange(stored=KvStored(blocks=(KvBlock(-1, 5),)))
-    with pytest.raises(BadKvEvent):
-        KvIndex().apply([RoutedKvEvent(worker_id=1, event=KvEvent(event_id=1, data=bad))])
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=30))
-def test_the_index_finds_what_comparing_prompts_finds(held: list[int], asked: list[int]) -> None:
-    index, one, two = KvIndex(), local_hashes(held, 2), local_hashes(asked, 2)
-    if one:
-        index.apply([stored(one)])
-    common = next((at for at in range(min(len(one), len(two))) if one[at] != two[at]), min(len(one), len(two)))
-    assert index.overlap(two).get((WORKER, 0), 0) == common
 
 
 # Feeds
@@ -112,13 +59,13 @@ class World:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
         self.rank = Rank(self.bus, self.broker)
-        self.index = KvIndex()
+        self.index = KvIndex(Holders())
         self.metrics = RouterMetrics()
         self.feeds = KvFeeds(self.index, MemoryBus(self.broker), self.broker.subjects, self.metrics)
 
     @property
     def overlap(self) -> int:
-        return self.index.overlap(LOCAL).get((WORKER, 0), 0)
+        return overlap(self.index.holders, CHAINED).get((WORKER, 0), 0)
 
     @property
     def in_step(self) -> bool:
@@ -246,7 +193,7 @@ async def test_snapshots_larger_than_a_slice_are_applied_whole(world: World) -> 
     await world.rank.publisher.publish((stored(local_hashes([9, 9, 9, 9], 4)),))
     world.feeds.add((WORKER, 0))
     await until(lambda: world.in_step)
-    assert world.index.overlap(long)[WORKER, 0] == 1500
+    assert overlap(world.index.holders, chained)[WORKER, 0] == 1500
 
 
 async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) -> None:
@@ -259,60 +206,75 @@ async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) 
     world.feeds.hear(Received(subject, 99, 5, 0.0, (stored(LOCAL, worker=4711),)))
     await until(lambda: world.overlap == 2)
     assert world.metrics.bus_refused._value.get() == 1
-    assert world.index.overlap(LOCAL) == {(WORKER, 0): 2}
+    assert overlap(world.index.holders, CHAINED) == {(WORKER, 0): 2}
 
 
 # Guesses
 
 
+def guesses(capacity: int) -> tuple[Prefixes, Holders]:
+    holders = Holders()
+    return Prefixes(capacity, holders), holders
+
+
 def test_prefixes_remember_what_was_routed_where() -> None:
-    prefixes = Prefixes(100)
+    prefixes, holders = guesses(100)
     prefixes.routed((1, 0), CHAINED[:5])
     prefixes.routed((2, 0), CHAINED[:2])
-    assert prefixes.overlap([(1, 0), (2, 0), (3, 0)], CHAINED) == {(1, 0): 5, (2, 0): 2}
-    assert prefixes.overlap([(2, 0)], sequence_hashes(LOCAL[1:])) == {}
+    assert overlap(holders, CHAINED) == {(1, 0): 5, (2, 0): 2}
+    assert overlap(holders, sequence_hashes(LOCAL[1:])) == {}
     prefixes.forget_worker(1)
-    assert prefixes.overlap([(1, 0), (2, 0)], CHAINED) == {(2, 0): 2}
+    assert overlap(holders, CHAINED) == {(2, 0): 2}
 
 
 def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
-    prefixes = Prefixes(6)
+    prefixes, holders = guesses(6)
     other = sequence_hashes(local_hashes(list(range(16)), 4))
     prefixes.routed((1, 0), CHAINED[:4])
     prefixes.routed((1, 0), other)
-    assert len(prefixes) == 6
-    assert prefixes.overlap([(1, 0)], other) == {(1, 0): 4}
-    assert prefixes.overlap([(1, 0)], CHAINED) == {(1, 0): 2}
+    assert len(prefixes) == holders.held((1, 0)) == 6
+    assert overlap(holders, other) == {(1, 0): 4}
+    assert overlap(holders, CHAINED) == {(1, 0): 2}
     prefixes.routed((1, 0), CHAINED, capacity=3)
     assert len(prefixes) == 3
-    assert prefixes.overlap([(1, 0)], CHAINED) == {(1, 0): 3}
+    assert overlap(holders, CHAINED) == {(1, 0): 3}
+
+
+def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prefixes.MOST_BLOCKS", 12)
+    prefixes, holders = guesses(100)
+    for rank in range(4):
+        prefixes.routed((1, rank), CHAINED)
+    assert [holders.held((1, rank)) for rank in range(4)] == [10, 6, 4, 3]
+    prefixes.routed((1, 0), CHAINED)
+    assert overlap(holders, CHAINED)[1, 0] == 3
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12), st.integers(1, 8))
 def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(prompts: list[list[int]], capacity: int) -> None:
-    prefixes = Prefixes(capacity)
+    prefixes, holders = guesses(capacity)
     for prompt in prompts:
         chained = sequence_hashes(prompt)
         prefixes.routed((1, 0), chained)
-        assert len(prefixes) <= capacity
+        assert len(prefixes) == holders.held((1, 0)) <= capacity
         if prompt:
-            assert prefixes.overlap([(1, 0)], chained)[1, 0] == min(len(prompt), capacity)
+            assert overlap(holders, chained)[1, 0] == min(len(prompt), capacity)
 
 
 def test_text_blocks_stand_in_for_tokens() -> None:
     text = b"The same beginning, over and over. " * 20
     one, two = TextPrompt(text + b"first"), TextPrompt(text + b"second")
     assert one.tokens == len(text + b"first") // BYTES_PER_TOKEN
-    same = [a == b for a, b in zip(one.hashes(16), two.hashes(16), strict=False)]
+    same = [a == b for a, b in zip(one.chained(16), two.chained(16), strict=False)]
     assert sum(same) == len(text) // 64
-    assert TextPrompt(b"").hashes(16) == text_hashes(b"short", 64) == []
+    assert len(TextPrompt(b"").chained(16)) == len(TextPrompt(b"short").chained(16)) == 0
 
 
-def test_hashes_of_a_token_prompt_are_made_per_block_size() -> None:
+def test_the_chain_of_a_token_prompt_is_made_per_block_size() -> None:
     prompt = TokenPrompt(TOKENS)
-    assert prompt.hashes(4) == LOCAL
-    assert prompt.hashes(8) == local_hashes(TOKENS, 8)
+    assert prompt.chained(4)[:] == CHAINED
+    assert prompt.chained(8)[:] == sequence_hashes(local_hashes(TOKENS, 8))
 
 
 # Chores

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fleet.events import Capabilities
 from router.config import RouterConfig
+from router.holders import Holders
 from router.kv_index import KvIndex
 from router.picker import Need, Picker
 from router.prefixes import Prefixes
@@ -219,7 +220,8 @@ def burst(ranks: int, **settings: Any) -> tuple[Picker, Need]:
     view.join(engine_joined("e", urls, "f" * 64, worker_id=1, shape=None, placement=None, capabilities=Capabilities()), 0.0)
     view.heard(1, 0.0)
     config = RouterConfig(**{"max_requests_per_rank": 10_000, "max_queue_seconds": 1e9} | settings)
-    picker = Picker(view, reservations, KvIndex(), Prefixes(100), config)
+    holders = Holders()
+    picker = Picker(view, reservations, KvIndex(holders), Prefixes(100, holders), config)
     return picker, Need("demo", TokenPrompt(list(range(50))), 60, 10, "f" * 64)
 
 

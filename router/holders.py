@@ -1,0 +1,261 @@
+"""Which ranks hold which blocks: one dictionary from a block's sequence hash to the set of its holders, as a bit mask. Pure, no clock.
+
+A sequence hash stands for the whole prefix that ends with its block, so no tree is needed, and blocks of all sizes and models share the
+dictionary. A rank that is cleared or forgotten leaves its bits behind at once by taking another slot; they are swept out a few
+blocks at a time, along with what is written next: everything is moved into a fresh dictionary, which also gives back the room of
+blocks that are gone. Bits of a slot nobody has are harmless until then: every look-up masks them out.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.roster import RankKey, Roster
+
+NOBODY = 0
+"""The slot that no rank has."""
+_WIDEST_STEP = 32
+"""Blocks of a prompt that are looked up at once, at most: so many may be hashed in vain."""
+_MOST_MASKS = 65_536
+"""Masks that are kept to be shared; with more, sharing begins anew."""
+_SWEPT_AT_LEAST, _SWEPT_PER_WRITE = 64, 4
+"""Blocks moved with each writing, and more for each block it writes."""
+_FEW_LEFT = 1024
+"""Entries and slots left behind that are not worth a sweep."""
+_FEW_SLOTS = 64
+_MOST_MODELS = 256
+
+
+class Reachable(Protocol):
+    """A prompt's blocks by sequence hash, made as they are asked for (`router.chain.Chain`)."""
+
+    def __len__(self) -> int: ...
+    def reach(self, depth: int) -> Sequence[int]: ...
+
+
+class Blocked(Protocol):
+    """A prompt (`router.prompt.Prompt`)."""
+
+    def chained(self, block_size: int) -> Reachable: ...
+
+
+class _Slot:
+    """A rank's place in the masks. `entries`: blocks that carry its bit."""
+
+    __slots__ = ("bit", "entries", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.bit = 1 << number
+        self.entries = 0
+
+
+class Holders:
+    """State: masks by block, of which `_old` are yet to be swept; slots by rank; what was left behind."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """counts changes of who has which slot"""
+        self._masks: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        """what the sweep has not reached yet; empty when none is under way"""
+        self._shared: dict[int, int] = {}
+        self._slots: dict[RankKey, _Slot] = {}
+        self._live = 0
+        """bits of all slots that a rank has"""
+        self._numbers = NOBODY + 1
+        """slots there ever were"""
+        self._free: list[int] = []
+        self._left: list[int] = []
+        self._left_entries = 0
+        """slots left behind for the next sweep, and how many blocks carry their bits at most"""
+        self._swept: list[int] = []
+        """slots whose bits the present sweep takes away"""
+        self.entries = 0
+        """(block, rank) pairs that count"""
+        self._rosters: dict[str, tuple[Roster, int, NDArray[np.intp]]] = {}
+        """by model, the slots of its targets at one version"""
+
+    def __len__(self) -> int:
+        """Blocks, those that nobody holds any more but are not swept yet included."""
+        return len(self._masks) + len(self._old)
+
+    def holds(self, rank: RankKey, block: int) -> bool:
+        slot = self._slots.get(rank)
+        return slot is not None and bool((self._masks.get(block) or self._old.get(block, 0)) & slot.bit)
+
+    def held(self, rank: RankKey) -> int:
+        """Blocks of one rank."""
+        slot = self._slots.get(rank)
+        return 0 if slot is None else slot.entries
+
+    def add(self, rank: RankKey, blocks: Sequence[int]) -> None:
+        """A rank holds these blocks from now on."""
+        slot = self._slots.get(rank) or self._settle(rank)
+        masks, shared, bit, old = self._masks, self._shared, slot.bit, self._old
+        added = 0
+        for block in blocks:
+            mask = masks.get(block)
+            if mask is None:
+                mask = old.pop(block, 0) & self._live if old else 0
+            elif mask & bit:
+                continue
+            added += not mask & bit
+            grown = mask | bit
+            masks[block] = shared.setdefault(grown, grown)
+        slot.entries += added
+        self.entries += added
+        if len(shared) > _MOST_MASKS:
+            shared.clear()
+        if old or self._left:
+            self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * len(blocks))
+
+    def discard(self, rank: RankKey, blocks: Iterable[int]) -> int:
+        """A rank holds these blocks no more. Returns how many it did not hold anyway."""
+        slot = self._slots.get(rank)
+        missing = removed = 0
+        for block in blocks:
+            masks = self._old if block in self._old else self._masks
+            mask = masks.get(block, 0)
+            if slot is None or not mask & slot.bit:
+                missing += 1
+                continue
+            removed += 1
+            rest = mask ^ slot.bit
+            if rest:
+                masks[block] = self._shared.setdefault(rest, rest)
+            else:
+                del masks[block]
+        if slot is not None:
+            slot.entries -= removed
+            self.entries -= removed
+        if self._old or self._left:
+            self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * removed)
+        return missing
+
+    def clear(self, rank: RankKey) -> None:
+        """A rank holds nothing any more."""
+        slot = self._slots.pop(rank, None)
+        if slot is None:
+            return
+        self.version += 1
+        self._live ^= slot.bit
+        self.entries -= slot.entries
+        if slot.entries:
+            self._left.append(slot.number)
+            self._left_entries += slot.entries
+        else:
+            self._free.append(slot.number)
+
+    def ranks(self) -> list[RankKey]:
+        """Those that hold something, or did since they were cleared."""
+        return list(self._slots)
+
+    def overlap(self, roster: Roster, prompt: Blocked) -> NDArray[np.int64]:
+        """int64 [targets]: leading blocks of a prompt that each target of a model holds, in its own block size."""
+        overlap = np.zeros(len(roster.targets), np.int64)
+        for size in roster.block_sizes:
+            found = self.leading(prompt.chained(size))
+            if found is not None:
+                depths = found.take(self._of(roster))
+                overlap = depths if len(roster.block_sizes) == 1 else np.where(roster.block_size == size, depths, overlap)
+        return overlap
+
+    def overlaps(self, prompt: Reachable) -> dict[RankKey, int]:
+        """Leading blocks of a prompt by rank, for readers; ranks without any are left out."""
+        found = self.leading(prompt)
+        return {} if found is None else {rank: int(found[slot.number]) for rank, slot in self._slots.items() if found[slot.number]}
+
+    def _of(self, roster: Roster) -> NDArray[np.intp]:
+        """intp [targets]: the slot of each target, NOBODY for those that hold nothing."""
+        known = self._rosters.get(roster.model)
+        if known is None or known[0] is not roster or known[1] != self.version:
+            if len(self._rosters) >= _MOST_MODELS:
+                self._rosters.clear()
+            slots = (self._slots.get(target.key) for target in roster.targets)
+            known = roster, self.version, np.array([NOBODY if slot is None else slot.number for slot in slots], np.intp)
+            self._rosters[roster.model] = known
+        return known[2]
+
+    def leading(self, prompt: Reachable) -> NDArray[np.int64] | None:
+        """int64 [slots]: leading blocks of a prompt that the rank of each slot holds, without a gap; None: nobody holds the first one.
+
+        Reads no more of the prompt than somebody holds, but for a few blocks.
+        """
+        held, at, total = self._live, 0, len(prompt)
+        look_up = self._look_up if self._old else self._masks.get
+        ends: list[tuple[int, int]] = []
+        last: int | None = -1
+        while at < total and held:
+            stop = min(total, at + min(at + 1, _WIDEST_STEP))
+            for depth, mask in enumerate(map(look_up, prompt.reach(stop)[at:stop]), at):
+                if mask is last:
+                    continue
+                last = mask
+                still = held & mask if mask else 0
+                if still != held:
+                    ends.append((depth, held ^ still))
+                    held = still
+                    if not held:
+                        break
+            at = stop
+        if held:
+            ends.append((total, held))
+        return self._spread(ends)
+
+    def _look_up(self, block: int) -> int | None:
+        return self._masks.get(block) or self._old.get(block)
+
+    def _spread(self, ends: list[tuple[int, int]]) -> NDArray[np.int64] | None:
+        """What `leading` returns, of (depth, mask of those whose blocks end there)."""
+        width = self._numbers
+        depths: NDArray[np.int64] | None = None
+        for depth, mask in ends:
+            if not depth:
+                continue
+            if depths is None:
+                depths = np.zeros(width, np.int64)
+            if mask.bit_count() > 4:
+                bits = np.frombuffer(mask.to_bytes(width + 7 >> 3, "little"), np.uint8)
+                depths[np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)] = depth
+                continue
+            while mask:
+                highest = mask.bit_length() - 1
+                depths[highest] = depth
+                mask ^= 1 << highest
+        return depths
+
+    def sweep(self, blocks: int) -> bool:
+        """Look at so many blocks, at most, for bits that were left behind; returns whether there is more to do."""
+        if not self._old and not self._begin():
+            return False
+        old, masks, shared, live = self._old, self._masks, self._shared, self._live
+        for _ in range(min(blocks, len(old))):
+            block, mask = old.popitem()
+            mask &= live
+            if mask:
+                masks[block] = shared.setdefault(mask, mask)
+        if not old:
+            self._old = {}  # an emptied dictionary keeps its room
+            self._free += self._swept
+            self._swept = []
+        return True
+
+    def _begin(self) -> bool:
+        """Begin a sweep when it is worth it: so it costs a few steps for each entry that was left."""
+        if self._left_entries < max(_FEW_LEFT, len(self._masks) // 4) and len(self._left) < max(_FEW_SLOTS, len(self._slots)):
+            return False
+        self._swept, self._left, self._left_entries = self._left, [], 0
+        self._old, self._masks, self._shared = self._masks, {}, {}
+        return True
+
+    def _settle(self, rank: RankKey) -> _Slot:
+        if not self._free:
+            self._free.append(self._numbers)
+            self._numbers += 1
+        slot = self._slots[rank] = _Slot(self._free.pop())
+        self._live |= slot.bit
+        self.version += 1
+        return slot
