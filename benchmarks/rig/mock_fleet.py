@@ -9,7 +9,8 @@ from pathlib import Path
 
 from bus.nats import NatsBus
 from bus.subjects import Subjects
-from fleet.events import Capabilities, EngineHeartbeat, EngineJoined
+from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
+from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 
 MODEL = "mock"
 _ARCHIVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -33,6 +34,16 @@ async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> As
         await bus.close()
 
 
+async def tell_held(bus: NatsBus, worker_id: int, prompts: Sequence[Sequence[int]]) -> None:
+    """Say once, to whoever listens now, that an engine holds the full blocks of these prompts (token ids)."""
+    publisher = bus.publisher(Subjects().kv_events)
+    for number, ids in enumerate(prompts):
+        local = local_hashes(ids)
+        blocks = tuple(KvBlock(block_hash=chained, tokens_hash=one) for one, chained in zip(local, sequence_hashes(local), strict=True))
+        event = KvEvent(event_id=number, data=KvChange(stored=KvStored(blocks=blocks)))
+        await publisher.publish((RoutedKvEvent(worker_id=worker_id, event=event),))
+
+
 def _archive(folder: Path) -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as files:
@@ -49,7 +60,7 @@ def _joined(name: str, port: int, digest: str) -> EngineJoined:
         model=MODEL,
         node="bench",
         urls=(f"http://127.0.0.1:{port}",),
-        block_size=16,
+        block_size=BLOCK_SIZE,
         kv_blocks=65536,
         max_context=65536,
         max_batch_tokens=8192,

@@ -29,17 +29,18 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def process(
-    arguments: Sequence[str], ready: str, *, environment: Mapping[str, str] | None = None, answers: Callable[[bytes], bool] = lambda body: True
+    arguments: Sequence[str], ready: str | None, *, environment: Mapping[str, str] | None = None, answers: Callable[[bytes], bool] = lambda body: True
 ) -> AsyncIterator[None]:
-    """A child that answers `ready` (a URL) as it should; ended with the context. The event loop goes on meanwhile: mocks must keep their hearts beating.
+    """A child that answers `ready` (a URL; None: nobody can ask it) as it should; ended with the context.
 
-    environment: on top of this process's own. RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
+    The event loop goes on meanwhile: mocks must keep their hearts beating. environment: on top of this process's own. RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
     """
     own = None if environment is None else {**os.environ, **environment}
     with tempfile.TemporaryFile() as said:
         child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=ROOT, env=own)
         try:
-            await asyncio.to_thread(_await_url, ready, child, said, answers)
+            if ready is not None:
+                await asyncio.to_thread(_await_url, ready, child, said, answers)
             yield
         finally:
             await _end(child)

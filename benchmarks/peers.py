@@ -1,0 +1,222 @@
+"""Roost beside other routers: latency added and requests per second, same client, same prompts, same mock engines, one run.
+
+`text`: Roost before plain servers given by URL, cache-aware by text blocks, no tokenising; its counterpart is SGLang's router (Rust), which
+does the same. `kv`: Roost over NATS with token-id ranks: renders, tokenises, hashes, matches, prices, books, rewrites every chunk; its
+counterpart is Dynamo's frontend in KV mode, whose figures include its own mocker (four workers), the only engine it can be given here.
+Client, routers and engines share this machine's cores. Every cell is measured in rounds that take turns; medians are shown.
+
+    python -m benchmarks.peers --install --quick
+"""
+
+import contextlib
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+import uvloop
+from tokenizers import Tokenizer
+
+from benchmarks.rig import peer_environment
+from benchmarks.rig.chat_bodies import GROUPS, OUTPUT_TOKENS, bodies, common_words, shared_half, sources, write_model
+from benchmarks.rig.load_client import SETTINGS, call_all
+from benchmarks.rig.mock_fleet import MODEL, mock_fleet, tell_held
+from benchmarks.rig.peer_environment import Peers
+from benchmarks.rig.processes import free_port, mock_engines, nats, process, roost_router
+from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percentile
+
+MOCKS = 4
+WORDS = 200
+PATH = "/v1/chat/completions"
+DIRECT, TEXT, KV, SMG_CACHE, SMG_ROUND, DYNAMO = "direct", "roost text", "roost kv", "smg cache_aware", "smg round_robin", "dynamo kv + mocker"
+SYSTEMS = (DIRECT, TEXT, SMG_CACHE, SMG_ROUND, KV, DYNAMO)
+_MOST_RATE = 20_000
+"""Requests per second that are prepared; a round that uses them all up is shorter."""
+_WARMING_SECONDS = 0.2
+
+Install = typer.Option(False, "--install", help="install the peers into .venv-peers first (about 200 MB, a minute)")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of asking."""
+
+    connections: int
+    stream: bool
+    in_turns: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"c{self.connections}{' stream' if self.stream else ''}{' in turns' if self.in_turns else ''}"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One system, one cell, once. Seconds; requests per second."""
+
+    p50: float
+    p99: float
+    first_p50: float
+    rate: float
+
+
+CELLS = (Cell(1, False), Cell(1, True), Cell(16, False), Cell(16, True))
+IN_TURNS = (Cell(1, False, True), Cell(16, False, True))
+"""The shared half is a system message: what Roost's reuse of token ids by message is for. Only where prompts are tokenised."""
+
+
+@contextlib.asynccontextmanager
+async def systems(peers: Peers, model: Path, words: list[str], missing: dict[str, str]) -> AsyncIterator[dict[str, int]]:
+    """Everything that can be started, by name, with its port. What cannot is noted in `missing`."""
+    async with contextlib.AsyncExitStack() as stack:
+        mocks = await stack.enter_async_context(mock_engines(MOCKS))
+        urls = [f"http://127.0.0.1:{port}" for port in mocks]
+        found = {DIRECT: mocks[0], TEXT: await stack.enter_async_context(roost_router(*(word for url in urls for word in ("--backend", url))))}
+        bus_url = await stack.enter_async_context(nats())
+        bus = await stack.enter_async_context(mock_fleet(bus_url, mocks, model))
+        found[KV] = await stack.enter_async_context(roost_router("--nats", bus_url))
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        for at, port in enumerate(mocks):
+            await tell_held(bus, port, [_held(tokenizer, words, group) for group in range(at, GROUPS, MOCKS)])
+        starting = {} if peers.smg is None else {SMG_CACHE: _smg(peers.smg, "cache_aware", urls), SMG_ROUND: _smg(peers.smg, "round_robin", urls)}
+        starting |= {} if peers.dynamo is None else {DYNAMO: _dynamo(peers.dynamo, model)}
+        for name, one in starting.items():
+            port_or_reason = await _started(stack, one)
+            if isinstance(port_or_reason, int):
+                found[name] = port_or_reason
+            else:
+                missing[name] = port_or_reason
+        yield found
+
+
+def _held(tokenizer: Tokenizer, words: list[str], group: int) -> list[int]:
+    ids: list[int] = tokenizer.encode(f"<|im_start|>user\n{shared_half(words, group, WORDS)} ", add_special_tokens=False).ids
+    return ids
+
+
+async def _started(
+    stack: contextlib.AsyncExitStack, name: str, starting: contextlib.AbstractAsyncContextManager[int], missing: dict[str, str]
+) -> dict[str, int]:
+    try:
+        return {name: await stack.enter_async_context(starting)}
+    except (OSError, RuntimeError, TimeoutError) as error:
+        missing[name] = f"it did not start: {error}"
+        return {}
+
+
+@contextlib.asynccontextmanager
+async def _smg(command: Path, policy: str, urls: list[str]) -> AsyncIterator[int]:
+    """SGLang's router; its port."""
+    port = free_port()
+    arguments = [str(command), "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
+    quiet = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--log-level", "error"]
+    async with process([*arguments, *quiet], f"http://127.0.0.1:{port}/v1/models"):
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def _dynamo(python: Path, model: Path) -> AsyncIterator[int]:
+    """Dynamo's frontend in KV mode over its mocker of four workers; its port."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as shared:
+        local = {"DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_EVENT_PLANE_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1", "DYN_SELF_HOST_METADATA": "0"}
+        planes = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": shared, "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq", "DYN_LOG": "error"}
+        mocker = [str(python), "-m", "dynamo.mocker", "--model-path", str(model), "--model-name", MODEL, "--num-workers", str(MOCKS)]
+        mocker += ["--block-size", "16", "--num-gpu-blocks-override", "16384", "--speedup-ratio", "1000", "--max-num-seqs", "256"]
+        frontend = [str(python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--router-mode", "kv"]
+        async with contextlib.AsyncExitStack() as stack:
+            # The mocker answers nobody over HTTP: that it is there shows in the frontend's list of models.
+            await stack.enter_async_context(process(mocker, None, environment=local | planes))
+            url = f"http://127.0.0.1:{port}/v1/models"
+            await stack.enter_async_context(process(frontend, url, environment=local | planes, answers=lambda body: MODEL.encode() in body))
+            yield port
+
+
+async def measure(found: dict[str, int], words: list[str], *, rounds: int, seconds: float) -> dict[tuple[str, Cell], list[Round]]:
+    """Every system in every cell, in turns. The first round warms connections and caches and does not count."""
+    results: dict[tuple[str, Cell], list[Round]] = defaultdict(list)
+    for cell in (*CELLS, *IN_TURNS):
+        asked = [name for name in SYSTEMS if name in found and (not cell.in_turns or name in (DIRECT, KV, DYNAMO))]
+        for number in range(rounds + 1):
+            last = seconds if number else _WARMING_SECONDS
+            asks = bodies(MODEL, words, int(_MOST_RATE * last), count=WORDS, stream=cell.stream, seed=number, in_turns=cell.in_turns)
+            for name in asked[number % len(asked) :] + asked[: number % len(asked)]:
+                samples, wall = await call_all(found[name], PATH, asks, connections=cell.connections, seconds=last)
+                if number:
+                    results[name, cell].append(_round([sample.first for sample in samples], [sample.whole for sample in samples], wall))
+    return results
+
+
+def _round(first: list[float], whole: list[float], wall: float) -> Round:
+    return Round(statistics.median(whole), percentile(whole, 0.99), statistics.median(first), len(whole) / wall)
+
+
+def add_rows(report: Report, results: dict[tuple[str, Cell], list[Round]]) -> None:
+    """Medians over rounds; what is added is over the mock directly, round by round."""
+    for cell in (*CELLS, *IN_TURNS):
+        for name in SYSTEMS:
+            rounds = results.get((name, cell))
+            if rounds:
+                added = statistics.median(one.p50 - direct.p50 for one, direct in zip(rounds, results[DIRECT, cell], strict=True))
+                middle = [1e3 * statistics.median(one.p50 for one in rounds), 1e3 * added, 1e3 * statistics.median(one.p99 for one in rounds)]
+                rates = sorted(int(one.rate) for one in rounds)
+                report.add(
+                    cell.name, name, *middle, 1e3 * statistics.median(one.first_p50 for one in rounds), int(statistics.median(rates)), f"{rates[0]}-{rates[-1]}"
+                )
+
+
+def ratio(results: dict[tuple[str, Cell], list[Round]], ours: str, theirs: str, cell: Cell) -> float | None:
+    """Our requests per second over theirs, the median of rounds that were run beside each other. None where one was not measured."""
+    if (ours, cell) not in results or (theirs, cell) not in results:
+        return None
+    return statistics.median(one.rate / other.rate for one, other in zip(results[ours, cell], results[theirs, cell], strict=True))
+
+
+def targets(results: dict[tuple[str, Cell], list[Round]]) -> tuple[list[Target], list[str]]:
+    """What was measured against its limit, and the names of what was not."""
+    wanted = [(TEXT, SMG_CACHE, cell, 0.6 if cell.stream else 0.4) for cell in CELLS]
+    wanted += [(KV, DYNAMO, cell, 2.0 if cell.connections == 1 else 1.5) for cell in CELLS]
+    wanted += [(KV, SMG_CACHE, cell, 0.15) for cell in CELLS]
+    met, not_measured = [], []
+    for ours, theirs, cell, limit in wanted:
+        value = ratio(results, ours, theirs, cell)
+        name = f"req/s of {ours} over {theirs}, {cell.name}"
+        if value is None:
+            not_measured.append(name)
+        else:
+            met.append(Target(name, value, limit))
+    return met, not_measured
+
+
+async def run(peers: Peers, missing: dict[str, str], *, quick: bool) -> dict[tuple[str, Cell], list[Round]]:
+    texts = sources()
+    words = common_words(texts)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / MODEL
+        write_model(model, texts)
+        async with systems(peers, model, words, missing) as found:
+            return await measure(found, words, rounds=3 if quick else 7, seconds=0.3 if quick else 1.5)
+
+
+def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, install: bool = Install) -> None:
+    """Roost beside SGLang's router and Dynamo's frontend."""
+    failed = peer_environment.install() if install else {}
+    peers = peer_environment.find(failed)
+    missing = dict(peers.missing)
+    columns = ["cell", "system", "p50 ms", "added p50 ms", "p99 ms", "first byte p50 ms", "req/s", "rounds"]
+    report = Report(f"Routers side by side: {WORDS}-word prompts, {OUTPUT_TOKENS} output tokens, {MOCKS} engines", columns)
+    results = uvloop.run(run(peers, missing, quick=quick))
+    add_rows(report, results)
+    report.targets, not_measured = targets(results)
+    report.notes.append(f"client: {SETTINGS}")
+    report.notes.append("no two prompts are equal, half of their words are shared in 8 groups; roost kv knows from KV events who holds the shared half")
+    report.notes += [f"missing: {name}: {reason}" for name, reason in missing.items()]
+    report.notes += [f"not measured: {name}" for name in not_measured]
+    report.finish(as_json=as_json, check=check)
+
+
+if __name__ == "__main__":
+    typer.run(main)
