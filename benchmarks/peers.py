@@ -97,14 +97,12 @@ def _held(tokenizer: Tokenizer, words: list[str], group: int) -> list[int]:
     return ids
 
 
-async def _started(
-    stack: contextlib.AsyncExitStack, name: str, starting: contextlib.AbstractAsyncContextManager[int], missing: dict[str, str]
-) -> dict[str, int]:
+async def _started(stack: contextlib.AsyncExitStack, starting: contextlib.AbstractAsyncContextManager[int]) -> int | str:
+    """Its port, or why it has none."""
     try:
-        return {name: await stack.enter_async_context(starting)}
+        return await stack.enter_async_context(starting)
     except (OSError, RuntimeError, TimeoutError) as error:
-        missing[name] = f"it did not start: {error}"
-        return {}
+        return f"it did not start: {error}"
 
 
 @contextlib.asynccontextmanager

@@ -33,7 +33,8 @@ async def process(
 ) -> AsyncIterator[None]:
     """A child that answers `ready` (a URL; None: nobody can ask it) as it should; ended with the context.
 
-    The event loop goes on meanwhile: mocks must keep their hearts beating. environment: on top of this process's own. RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
+    The event loop goes on meanwhile: mocks must keep their hearts beating. environment: on top of this process's own.
+    RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
     """
     own = None if environment is None else {**os.environ, **environment}
     with tempfile.TemporaryFile() as said:
