@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from fleet.completions import ApiError
 from router.config import RouterConfig
-from router.edge import CHAT_PATH, ROUTE_PATH, TEXT_PATH, Edge
+from router.edge import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, Edge
 from router.keys import ApiKeys
 from router.openapi import with_hot_routes
 from router.reply import Receive, Scope, Send
@@ -44,7 +44,9 @@ class RouterApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The document at /openapi.json."""
         if self.openapi_schema is None:
-            self.openapi_schema = with_hot_routes(super().openapi(), CHAT_PATH, TEXT_PATH, ROUTE_PATH)
+            self.openapi_schema = with_hot_routes(
+                super().openapi(), chat_path=CHAT_PATH, text_path=TEXT_PATH, route_path=ROUTE_PATH, reserve_path=RESERVE_PATH, release_path=RELEASE_PATH
+            )
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +66,7 @@ def create_app(service: RouterService, config: RouterConfig, *, tracer_provider:
     edge = Edge(service, keys, Tracing.create(tracer_provider))
     # Spans are `router.tracing`'s; FastAPI's own would be a second trace of every request.
     app = RouterApp(title="Roost router", openapi_url="/openapi.json", telemetry={"tracing": False, "metrics": False, "logs": False})
-    app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route}
+    app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route, RESERVE_PATH: edge.reserve, RELEASE_PATH: edge.release}
     for path, serve in app.hot.items():
         app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # other methods are answered 405
     _add_reading_routes(app, service, keys)
@@ -93,13 +95,9 @@ def _add_reading_routes(app: FastAPI, service: RouterService, keys: ApiKeys | No
 
     @app.get("/v1/decisions/{decision_id}")
     async def decision(request: Request, decision_id: str) -> Response:
-        """One of the last decisions, with every candidate and every term."""
+        """One of the last decisions of any router, with every candidate and every term."""
         admit(request)
-        kept = service.picker.kept(decision_id)
-        if kept is None:
-            said = f"no decision {decision_id!r} among the last {service.config.kept_decisions}; its id is in the answer's header x-roost-decision-id"
-            raise ApiError(404, said, code="decision_not_found")
-        return Response(msgspec.json.encode(kept.record()), media_type=_JSON)
+        return Response(await service.decision(decision_id), media_type=_JSON)
 
     @app.get("/health")
     async def health() -> Response:

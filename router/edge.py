@@ -12,6 +12,7 @@ import msgspec
 from fleet.completions import DECISION_HEADER, ApiError
 from router.answers import Head, answer_for
 from router.course import Course
+from router.decision import Decision
 from router.exchange import Exchange, Outcome
 from router.generation import Generation
 from router.keys import ApiKeys
@@ -26,10 +27,11 @@ from router.openai import (
     sampling,
     text_messages,
 )
-from router.picker import Need
+from router.picker import FIRST_TRY, Need
 from router.prompt import TextPrompt, TokenPrompt
 from router.relay import Relay
 from router.reply import Headers, Receive, Reply, Scope, Send
+from router.reserved import ReleaseRequest, reserved
 from router.roster import Roster
 from router.service import RouterService
 from router.tokenizer import ModelTokenizer
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
 ROUTE_PATH = "/v1/route"
+RESERVE_PATH = "/v1/route/reserve"
+RELEASE_PATH = "/v1/route/release"
 
 WATCH_AFTER_SECONDS = 0.02
 """after a request has come in, its client is watched"""
@@ -78,6 +82,14 @@ class Edge:
     async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/route`: a chat or completions body; decides and explains, runs and books nothing."""
         await self._serve(scope, receive, send, ROUTE_PATH, self._explain)
+
+    async def reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/route/reserve`: as route, but the load is booked at the chosen rank until it is released or its time is up."""
+        await self._serve(scope, receive, send, RESERVE_PATH, self._reserve)
+
+    async def release(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
+        await self._serve(scope, receive, send, RELEASE_PATH, self._release)
 
     # One request, from its first byte to its log line
 
@@ -156,14 +168,35 @@ class Edge:
         await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
 
     async def _explain(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        decision = await self.choose(exchange, body)
+        answer = msgspec.json.encode(decision.record())
+        await reply.whole(200, [*headers, *_about(decision)], answer)
+
+    async def _reserve(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        decision = await self.choose(exchange, body, reserve=True)
+        answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds))
+        await reply.whole(200, [*headers, *_about(decision)], answer)
+
+    async def _release(self, _: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        try:
+            asked = msgspec.json.decode(body, type=ReleaseRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value") from error
+        answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token))
+        await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
+
+    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False) -> Decision:
+        """Where the first prompt of a chat or completions body would go now; with `reserve` its load is held there. ApiError says why not:
+        404 for an unknown model, 429 at once when every rank is saturated, 503 when none lives."""
         request = self._decoder.either(body)
         self._note(exchange, request)
         need = await self._need(exchange, request, len(body))
-        decision = self.service.decide(need, exchange.decision_id)
-        exchange.decision = decision
-        answer = msgspec.json.encode(decision.record())
-        fixed = [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
-        await reply.whole(200, [*headers, *fixed], answer)
+        if reserve:
+            exchange.decision, booking = self.service.book(exchange, need, "", FIRST_TRY)
+            self.service.hold(exchange.decision, booking)
+        else:
+            exchange.decision = self.service.decide(need, exchange.decision_id)
+        return exchange.decision
 
     async def _need(self, exchange: Exchange, request: Request, size: int) -> Need:
         """What serving the request's first prompt once would be decided on."""
@@ -234,6 +267,10 @@ class Edge:
             for at, (ids, limit) in enumerate(zip(prompt_ids, limits, strict=True))
             for choice in range(settings.n)
         ]
+
+
+def _about(decision: Decision) -> Headers:
+    return [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
 
 
 class _Watch:

@@ -4,21 +4,25 @@ from typing import Any
 
 import msgspec
 
-from router.decision import DecisionRecord
 from router.openai import ChatRequest, TextRequest
+from router.record import DecisionRecord
+from router.reserved import ReleaseRecord, ReleaseRequest, ReservedRecord
 
 _REFERENCE = "#/components/schemas/{name}"
 
 
-def with_hot_routes(document: dict[str, Any], chat_path: str, text_path: str, route_path: str) -> dict[str, Any]:
-    """FastAPI's document with the three raw routes and the forms they read; fields that are not listed pass through."""
-    (chat, text, decision), forms = msgspec.json.schema_components([ChatRequest, TextRequest, DecisionRecord], ref_template=_REFERENCE)
+def with_hot_routes(document: dict[str, Any], *, chat_path: str, text_path: str, route_path: str, reserve_path: str, release_path: str) -> dict[str, Any]:
+    """FastAPI's document with the raw routes and the forms they read; fields that are not listed pass through."""
+    kinds = [ChatRequest, TextRequest, DecisionRecord, ReservedRecord, ReleaseRequest, ReleaseRecord]
+    (chat, text, decision, held, release, released), forms = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     document.setdefault("components", {}).setdefault("schemas", {}).update(forms)
     answer = "OpenAI's answer, whole or as server-sent events; its decision's id is in the header x-roost-decision-id"
     document["paths"] |= {
         chat_path: _post("Chat completion", chat, answer, {}),
         text_path: _post("Completion", text, answer, {}),
         route_path: _post("Decide and explain without running", {"anyOf": [chat, text]}, "The decision", decision),
+        reserve_path: _post("Decide, and hold the load for whoever forwards the request", {"anyOf": [chat, text]}, "The decision, and where to go", held),
+        release_path: _post("Say that a reserved request computed its prompt, or is over", release, "What became of it; unknown ids are no error", released),
     }
     return document
 

@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from bus import Bus, BusError, Message, Subscription
+from bus import Bus, BusError, BusTimeout, Message, Subscription
 from bus.subjects import Subjects
-from fleet.events import DescribeReservations, ReservationsChanged, ReservationsDescribed
+from fleet.events import DecisionDescribed, DescribeDecision, DescribeReservations, ReservationsChanged, ReservationsDescribed
 from router.chores import Chores
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
@@ -106,6 +106,16 @@ class Peers:
         if not self._bus.connected:
             return True
         return self._echo is None or asyncio.get_running_loop().time() - self._echo > ECHO_SECONDS
+
+    async def decision(self, tag: str, decision_id: str) -> bytes:
+        """A decision of the router whose ids begin with `tag`, as JSON. BusError when it does not answer, or has it no more."""
+        try:
+            answer = await self._bus.request(self._subjects.decision(tag), DescribeDecision(id=decision_id), _ANSWER_SECONDS)
+        except BusTimeout as error:
+            raise BusError(f"it does not answer within {_ANSWER_SECONDS:g} s; it may be gone") from error
+        if not isinstance(answer, DecisionDescribed):
+            raise BusError(f"it answered with a {type(answer).__name__}")
+        return answer.record
 
     # The background work
 

@@ -4,9 +4,43 @@ Only the decision's id is known of such a request from outside, so bookings are 
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import msgspec
+
+from router.record import DecisionRecord
 from router.reservations import Booking
+
+
+class ReservedRecord(DecisionRecord, frozen=True, kw_only=True):
+    """What `POST /v1/route/reserve` answers: the decision, and what to do with it."""
+
+    url: str
+    """base URL of the chosen rank"""
+    expires_seconds: float
+    """the reservation ends by itself after so long without a word"""
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True):
+    """The body of `POST /v1/route/release`."""
+
+    id: str
+    """of the decision"""
+    first_token: bool = False
+    """true: the prompt is computed and the request goes on; false: it is over"""
+
+
+class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a release."""
+
+    id: str
+    outcome: Literal["ended", "noted", "passed_on", "unknown"]
+    """ended: the load is free again; noted: its prompt waits no more; passed_on: another router reserved it, and is told; unknown: never
+    reserved, released before, or expired, which is no error"""
+
+
+def reserved(record: DecisionRecord, url: str, expires_seconds: float) -> ReservedRecord:
+    return ReservedRecord(**msgspec.structs.asdict(record), url=url, expires_seconds=expires_seconds)
 
 
 class _Held(NamedTuple):
