@@ -8,14 +8,22 @@ from typing import Any
 import msgspec
 
 from deploy.commandline import console, fail, table
-from router.decision import Candidate, DecisionRecord
 from router.foresight import PredictionRecord
+from router.record import Candidate, DecisionRecord
+from router.scoring import TERMS
 
 ASK_SECONDS = 30.0
 LEAST_SHOWN = 0.005
 """A lighter cluster is not worth a word."""
-TERMS = ("prefill", "queue", "decode", "experts")
 HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
+SCORE = HEAD.index("= score ms")
+WHYS = {
+    "cheapest": "the lowest score",
+    "tie": "drawn among the {tied} ranks of the lowest score, by seed {seed}",
+    "session": "the conversation stays where it was",
+    "temperature": "drawn by temperature, by seed {seed}",
+    "only": "the only candidate",
+}
 
 
 class RouterDoor:
@@ -65,10 +73,16 @@ def show_decision(answer: bytes) -> None:
     out.print(
         f"decision {record.id}: [bold]{record.chosen}[/bold] for {record.model}, {record.prompt_tokens} prompt tokens, {record.expected_output_tokens} expected"
     )
-    table(HEAD, (_row(record, candidate) for candidate in record.candidates))
-    if record.margin_ms is not None:
-        tie = f" ({record.tied} ranks tied; drawn by seed {record.seed})" if record.tied > 1 else ""
-        out.print(f"margin over {record.runner_up}: {record.margin_ms:.3f} ms{tie}")
+    if record.supposed is not None:
+        out.print(
+            f"supposed: {', '.join((*(f'{term} does not count' for term in record.supposed.without), *(f'{name} is gone' for name in record.supposed.gone)))}"
+        )
+    cost = record.policy == "cost"
+    table(HEAD if cost else (*HEAD[:SCORE], f"{record.policy} score", *HEAD[SCORE + 1 :]), (_row(record, candidate) for candidate in record.candidates))
+    out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
+    if record.margin is not None:
+        out.print(f"margin over {record.runner_up}: {record.margin:.3f} {record.unit.replace('1', '')}".rstrip())
+    _show_what_if(record)
     for excluded in record.excluded:
         out.print(f"excluded: {excluded}")
     if record.prediction is not None:
@@ -80,6 +94,15 @@ def show_decision(answer: bytes) -> None:
     out.print(f"epochs: placement {placements}; tables {tables}; clusters {clusters}; view {record.epochs.view}")
     if record.replaces is not None:
         out.print(f"attempt {record.attempt}, in the place of decision {record.replaces}, which failed: {record.cause}")
+
+
+def _show_what_if(record: DecisionRecord) -> None:
+    """Who would have been chosen had one thing been different."""
+    changes = ", ".join(f"{name} without {term}" for term, name in record.without.items() if name != record.chosen)
+    if record.without:
+        console().print(f"otherwise: {changes or 'the same rank without any one term'}")
+    if record.if_gone is not None:
+        console().print(f"if {record.chosen} were gone: {record.if_gone}")
 
 
 def _show_prediction(foretold: PredictionRecord) -> None:
@@ -101,4 +124,4 @@ def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:
     blocks = f"{'~' * candidate.overlap_approximate}{candidate.overlap_blocks}"
     local = "-" if candidate.local_share is None else f"{candidate.local_share:.1%}"
     promised = f"{candidate.load.requests} requests, {candidate.load.prefill_tokens} tokens"
-    return (mark, name, *terms, f"{candidate.score_ms:.3f}", blocks, str(candidate.uncached_tokens), local, promised)
+    return (mark, name, *terms, f"{candidate.score:.3f}", blocks, str(candidate.uncached_tokens), local, promised)

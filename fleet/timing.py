@@ -1,6 +1,7 @@
 """The time model: what work costs on a rank, in seconds. One model, used by whoever prices and by whoever reports speeds.
 
-Everything is vectorised over candidates: array arguments have shape [candidates] unless a docstring says otherwise.
+Everything is vectorised over candidates: array arguments have shape [candidates] unless a docstring says otherwise. Prices are expected
+added seconds: of the request, and of those it makes wait.
 """
 
 from typing import Any
@@ -10,6 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]
+MOST_SECONDS = 1e6
+"""Nothing that is taken seriously takes longer; sums of it stay far from infinity."""
+_SURE = 1.0 - 1e-9
+"""A probability no larger than this has a finite logarithm of its complement."""
 
 
 class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,27 +40,69 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"engine speed: {name} must be finite seconds >= 0, not {value}")
+            if not 0 <= value <= MOST_SECONDS:
+                raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
 
 
-def prefill_seconds(token_s: NDArray[Any], uncached_tokens: NDArray[Any]) -> Seconds:
-    """Time to prefill the prompt tokens that are not in the rank's KV cache."""
-    return np.asarray(token_s * uncached_tokens, np.float64)
+def prefill_seconds(token_s: NDArray[Any], pair_s: NDArray[Any], uncached_tokens: NDArray[Any], prompt_tokens: int | NDArray[Any]) -> Seconds:
+    """Time to compute the u last tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s * (u * N - u^2 / 2).
+
+    A token attends to all before it, cached or not: u tokens make u * N - u^2 / 2 pairs, half a pair each of a token with itself.
+    """
+    return np.asarray(uncached_tokens * (token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens)), np.float64)
 
 
 def queue_seconds(token_s: NDArray[Any], queued_prefill_tokens: NDArray[Any]) -> Seconds:
-    """Time until the prefill already promised to a rank is done."""
+    """Time until the prefill already promised to a rank is done, each token at its price without attention: its prompts are not known apart."""
     return np.asarray(token_s * queued_prefill_tokens, np.float64)
 
 
-def decode_seconds(sequence_s: NDArray[Any], block_s: NDArray[Any], running: NDArray[Any], blocks: NDArray[Any], output_tokens: float) -> Seconds:
-    """Time that a rank's present decode load adds to a request of `output_tokens` steps.
+def running_seconds(
+    sequence_s: NDArray[Any], block_s: NDArray[Any], running: NDArray[Any], blocks: NDArray[Any], steps_left: NDArray[Any], output_tokens: int | NDArray[Any]
+) -> Seconds:
+    """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s * blocks / n).
 
-    running: sequences decoding on the rank; blocks: KV blocks they hold. The fixed part of a step is the same wherever
-    the request goes and is left out.
+    blocks: KV blocks they hold. steps_left: tokens S they are expected to emit yet, all together: a rank whose sequences are nearly
+    done adds less than one whose sequences have just begun. 0 where nothing runs.
     """
-    return np.asarray(output_tokens * (sequence_s * running + block_s * blocks), np.float64)
+    sharing = np.minimum(output_tokens * running, steps_left)
+    return np.asarray(sharing * (sequence_s + block_s * (blocks / np.maximum(running, 1))), np.float64)
+
+
+def own_seconds(sequence_s: NDArray[Any], token_block_s: NDArray[Any], tokens: int | NDArray[Any], output_tokens: int | NDArray[Any]) -> Seconds:
+    """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
+
+    tokens: what its cache holds in the end. token_block_s: `decode_block` divided by the tokens of a block.
+    """
+    return np.asarray(output_tokens * (sequence_s + token_block_s * tokens), np.float64)
+
+
+def lockstep_seconds(work: NDArray[np.float64], added: NDArray[np.float64], first: NDArray[np.intp], engine: NDArray[np.intp]) -> Seconds:
+    """Time that is lost because the ranks of an engine step together, and a step is as slow as its slowest rank.
+
+    work, added: [2, ..., ranks]; row 0: prefill promised to each rank, and that of the request; row 1: what the running sequences add to the
+    request's steps, and what the request adds to them. first: where each engine's ranks begin; engine: of each rank. It is
+    max(0, prefill promised + added - the engine's most): by so much the request makes its engine's longest prefill longer (beside a
+    busier rank it is free); and max(0, the engine's most - decode - added): so much longer the request's steps take for others' sake.
+    """
+    ahead = work + added - np.maximum.reduceat(work, first, axis=-1).take(engine, axis=-1)
+    return np.asarray(np.maximum(ahead[0], 0.0) - np.minimum(ahead[1], 0.0), np.float64)
+
+
+def dispatch_seconds(dispatch_s: NDArray[Any], node_s: NDArray[Any], tokens: NDArray[Any], remote_ranks: NDArray[Any], remote_nodes: NDArray[Any]) -> Seconds:
+    """Time spent sending `tokens` to the experts of other ranks and back; remote_ranks, remote_nodes: distinct, per token, summed over layers.
+
+    A dispatch sends one copy per destination, however many of a token's experts live there, and one per node over the slower link.
+    """
+    return np.asarray(tokens * (dispatch_s * remote_ranks + node_s * remote_nodes), np.float64)
+
+
+def distinct_seconds(read_s: NDArray[Any], added_experts: NDArray[Any], output_tokens: int) -> Seconds:
+    """Time that O steps take longer because they read experts that nobody else in the batch wants: O * read_s * added_experts.
+
+    added_experts: of the whole engine, per step, summed over layers; read_s: of one expert, divided by the ranks that read at once.
+    """
+    return np.asarray(output_tokens * (read_s * added_experts), np.float64)
 
 
 def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
@@ -65,21 +112,34 @@ def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top
     tokens that a rank serves. A rank that holds a replica serves its own tokens itself (local first). A token's k
     experts are taken as independent draws, so a rank of mass m is reached with probability 1 - (1 - m)^k.
     """
+    return _expected_remote(profile, share, top_k, np.arange(share.shape[1]))
+
+
+def expected_remote_nodes(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, node: NDArray[np.intp]) -> NDArray[np.float64]:
+    """The same of distinct remote nodes; node: int [ranks], numbers from 0. What is served on the home rank's own node crosses no machine."""
+    if node.max() == 0:
+        return np.zeros((*profile.shape[:-2], share.shape[1]))
+    return _expected_remote(profile, share, top_k, node)
+
+
+def _expected_remote(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, place: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Distinct places other than a rank's own, per home rank; place: int [ranks], that of each rank."""
     layers, ranks, experts = share.shape
     wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
-    held = share > 0
+    member = (place == np.arange(int(place.max()) + 1)[:, None]).astype(np.float64)
+    served = member @ share
+    several = (share > 0).sum(axis=1) > 1
     remote = np.zeros((len(wanted), ranks))
     for layer in range(layers):
-        mass = wanted[:, layer] @ share[layer].T
-        several = held[layer].sum(axis=0) > 1
-        if not several.any():  # nobody's own experts are served by others: the mass of a rank is the same for every home
+        mass = wanted[:, layer] @ served[layer].T
+        if not several[layer].any():  # nobody's own experts are served by others: the mass of a place is the same for every home
             reached = _reached(mass, top_k)
-            remote += reached.sum(axis=1, keepdims=True) - reached
+            remote += (reached.sum(axis=1, keepdims=True) - reached)[:, place]
             continue
         for home in range(ranks):
-            here = np.flatnonzero(several & held[layer, home])
-            away = _reached(mass - wanted[:, layer, here] @ share[layer][:, here].T, top_k)
-            remote[:, home] += away.sum(axis=1) - away[:, home]
+            here = np.flatnonzero(several[layer] & (share[layer, home] > 0))
+            away = _reached(mass - wanted[:, layer, here] @ served[layer][:, here].T, top_k)
+            remote[:, home] += away.sum(axis=1) - away[:, place[home]]
     return remote.reshape(*profile.shape[:-2], ranks)
 
 
@@ -94,6 +154,43 @@ def expected_local_share(profile: NDArray[Any], share: NDArray[np.float64]) -> N
     return np.asarray(np.asarray(profile, np.float64).reshape(*profile.shape[:-2], -1) @ held / layers)
 
 
-def dispatch_seconds(dispatch_s: NDArray[Any], tokens: NDArray[Any], remote_ranks: NDArray[Any]) -> Seconds:
-    """Time spent sending `tokens` to the experts of other ranks and back (remote_ranks: per token, summed over layers)."""
-    return np.asarray(dispatch_s * tokens * remote_ranks, np.float64)
+def log_misses(profiles: NDArray[Any], top_k: int) -> NDArray[np.float32]:
+    """float32 [..., layers * experts]: logarithm of the probability that a token of a profile [..., layers, experts] does not go to an
+    expert: k * log(1 - p), its k experts being taken as independent draws. The form in which `expected_distinct_experts` takes profiles."""
+    likely = np.clip(np.asarray(profiles, np.float64), 0.0, _SURE).reshape(*profiles.shape[:-2], -1)
+    return np.asarray(top_k * np.log1p(-likely), np.float32)
+
+
+def expected_distinct_experts(misses: NDArray[np.float32], tokens: NDArray[Any]) -> NDArray[np.float64]:
+    """Expected number of distinct experts, summed over layers, that a step with tokens [..., C] of each of C profiles goes to: float64 [...].
+
+    misses: float32 [C, layers * experts], `log_misses`. An expert is missed by all with probability prod_c (1 - hit_c)^n_c.
+    """
+    return np.asarray(-np.expm1(np.asarray(tokens, np.float32) @ misses).sum(axis=-1, dtype=np.float64))
+
+
+def added_distinct_experts(misses: NDArray[np.float32], tokens: NDArray[Any]) -> NDArray[np.float64]:
+    """How many more distinct experts one further token of each profile adds to that step: float64 [..., C], sum of hit_c * prod (1 - hit)^n."""
+    return np.asarray(np.exp(np.asarray(tokens, np.float32) @ misses) @ -np.expm1(misses).T, np.float64)
+
+
+def step_seconds(
+    speed: EngineSpeed,
+    *,
+    prefill_tokens: NDArray[Any],
+    prefill_pairs: NDArray[Any],
+    sequences: NDArray[Any],
+    blocks: NDArray[Any],
+    remote_ranks: NDArray[Any],
+    remote_nodes: NDArray[Any],
+    distinct_experts: NDArray[Any],
+) -> Seconds:
+    """What one step takes each rank of an engine, every argument [ranks]; the engine's step is as long as the longest.
+
+    prefill_pairs: pairs of a computed prompt token and one it attends to. sequences: that decode; blocks: KV blocks they hold.
+    remote_ranks, remote_nodes: distinct destinations, summed over the rank's tokens and layers. distinct_experts: that it must read.
+    """
+    prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs
+    decode = speed.step + speed.decode_sequence * sequences + speed.decode_block * blocks
+    experts = speed.dispatch * remote_ranks + speed.dispatch_node * remote_nodes + speed.expert_read * distinct_experts
+    return np.asarray(prefill + decode + experts, np.float64)

@@ -8,10 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.candidates import Candidates
-from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys, PredictionRecord
-from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
-from router.roster import Excluded, Roster, Target, columns
-from router.scoring import Scores, Weights, score, uncached_tokens
+from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys
+from router.policies import Choice, Column, Facts, Rules, Unit, choose, scored
+from router.record import Candidate, DecisionRecord, Epochs, Load, Supposed, Terms
+from router.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.roster import Excluded, RankKey, Roster, Target, columns
+from router.scoring import TERMS, Expected, Scores, Weights, score, uncached_tokens
+
+NOTHING = Supposed()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,24 +35,51 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     keys: Keys = NO_KEYS
     """hashes of who asks"""
+    supposed: Supposed = NOTHING
 
 
 class Outlook(NamedTuple):
-    """What is foretold of a request, and what it would meet at each candidate: remote_ranks and local, float64 [candidates], are the
-    expected distinct remote ranks of a token and the expected share of pairs whose expert is on the rank; prior_local is the same share
-    for the traffic's mix. Where `priced`, bool [candidates], is not, they are 0 and mean nothing."""
+    """What is foretold of a request, and what it would meet at each candidate: remote_ranks, remote_nodes and local, float64 [candidates],
+    are the expected distinct remote ranks and nodes of a token and the expected share of pairs whose expert is on the rank; prior_local is
+    that share for the traffic's mix. Where `priced`, bool [candidates], is not, they are 0 and mean nothing. added, float64 [candidates]:
+    experts that each step of the engine would read for this request alone."""
 
     forecast: Forecast
-    remote_ranks: NDArray[np.float64]
-    local: NDArray[np.float64]
-    prior_local: NDArray[np.float64]
+    remote_ranks: Column
+    remote_nodes: Column
+    local: Column
+    prior_local: Column
+    added: Column
     priced: NDArray[np.bool_]
+
+    @property
+    def expected(self) -> Expected | None:
+        """What of it has a price; None: none of it is believed."""
+        gain = self.forecast.gain
+        return Expected(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
+
+    @property
+    def remote_share(self) -> Column:
+        """float64 [candidates]: share of routed pairs whose expert is elsewhere, as far as it is believed; 0 where nothing is priced."""
+        return np.where(self.priced, self.forecast.gain * (1.0 - self.local), 0.0)
 
     def of(self, at: NDArray[np.intp]) -> "Outlook":
         """For some of the candidates."""
-        if len(at) == len(self.priced):
-            return self
-        return Outlook(self.forecast, columns(self.remote_ranks, at), columns(self.local, at), columns(self.prior_local, at), columns(self.priced, at))
+        remote, nodes, local, prior, added = (
+            columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
+        )
+        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at))
+
+
+class Conditions(NamedTuple):
+    """What a request that comes now meets, beside what it brings. load: int64 [AMOUNTS, targets]; handover and factors as
+    `scoring.score` says. held: the rank that its conversation was at; turn: counts the decisions of this model."""
+
+    load: Amounts
+    handover: NDArray[np.float64] | None = None
+    factors: NDArray[np.float64] | None = None
+    held: RankKey | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +94,14 @@ class Decision:
     load: Amounts
     """int64 [AMOUNTS, candidates]"""
     scores: Scores
-    chosen: int
-    """index into the columns, as are the next two"""
-    runner_up: int | None
-    tied: int
-    """candidates that shared the lowest score"""
+    score: Column
+    """what the policy minimises"""
+    unit: Unit
+    choice: Choice
+    held: int | None
+    """index of the rank that the conversation was at"""
     excluded: tuple[Excluded, ...]
-    weights: Weights
+    rules: Rules
     view_version: int
     outlook: Outlook | None
     """None: there are no prediction tables"""
@@ -77,6 +109,15 @@ class Decision:
     @property
     def id(self) -> str:
         return self.ask.decision_id
+
+    @property
+    def chosen(self) -> int:
+        """Index into the columns."""
+        return self.choice.chosen
+
+    @property
+    def weights(self) -> Weights:
+        return self.rules.weights
 
     @property
     def target(self) -> Target:
@@ -88,28 +129,70 @@ class Decision:
         return self.ask.prompt_tokens - int(self.uncached[self.chosen])
 
     @property
-    def margin_ms(self) -> float | None:
-        if self.runner_up is None:
+    def runner_up(self) -> int | None:
+        """Index of the lowest score but the chosen one's; None: there is no other."""
+        if len(self.at) == 1:
             return None
-        return float(self.scores.total[self.runner_up] - self.scores.total[self.chosen])
+        others = self.score.copy()
+        others[self.chosen] = np.inf
+        return int(others.argmin())
 
-    def record(self) -> "DecisionRecord":
+    @property
+    def margin(self) -> float | None:
+        """The runner-up's score less the chosen one's, in `unit`."""
+        other = self.runner_up
+        return None if other is None else float(self.score[other] - self.score[self.chosen])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the columns."""
+        tables = (self.at, self.overlap_blocks, self.uncached, self.load, *self.scores, self.score, *(() if self.outlook is None else self.outlook[1:]))
+        return sum(table.nbytes for table in tables)
+
+    def name(self, candidate: int) -> str:
+        """engine/rank of a candidate."""
+        return self.roster.targets[int(self.at[candidate])].name
+
+    def without(self, term: str) -> int:
+        """Who would have been chosen had a term not counted (policy cost)."""
+        total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
+        return choose(self.rules, total, self.unit, total, self.ask.seed, self.held).chosen
+
+    def if_gone(self) -> int | None:
+        """Who would have been chosen had the chosen rank been gone; None: there is no other."""
+        left = np.delete(np.arange(len(self.at)), self.chosen)
+        if not len(left):
+            return None
+        held = None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
+        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.ask.seed, held)
+        return int(left[choice.chosen])
+
+    def record(self) -> DecisionRecord:
         """The decision for readers, candidates with the lowest score first (the chosen one before its equals)."""
-        order = sorted(range(len(self.at)), key=lambda at: (self.scores.total[at], at != self.chosen, at))
+        order = sorted(range(len(self.at)), key=lambda at: (self.score[at], at != self.chosen, at))
+        weights = asdict(self.weights)
+        other, gone = self.runner_up, self.if_gone()
         return DecisionRecord(
             id=self.id,
             request_id=self.ask.request_id,
             model=self.ask.model,
             prompt_tokens=self.ask.prompt_tokens,
             expected_output_tokens=self.ask.output_tokens,
+            policy=self.rules.policy,
+            unit=self.unit,
             chosen=self.target.name,
-            runner_up=None if self.runner_up is None else self.roster.targets[int(self.at[self.runner_up])].name,
-            margin_ms=self.margin_ms,
-            tied=self.tied,
+            why=self.choice.why,
+            runner_up=None if other is None else self.name(other),
+            margin=self.margin,
+            tied=self.choice.tied,
             seed=str(self.ask.seed),
+            without={term: self.name(self.without(term)) for term in TERMS if weights[term]} if self.rules.policy == "cost" else {},
+            if_gone=None if gone is None else self.name(gone),
+            supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
+            session_rank=None if self.held is None else self.name(self.held),
             candidates=[self._candidate(at) for at in order],
             excluded=list(self.excluded),
-            weights=asdict(self.weights),
+            weights=weights,
             epochs=Epochs(
                 placement={target.engine.engine: target.epoch for target in self.roster.targets},
                 tables=None if self.outlook is None else self.outlook.forecast.tables,
@@ -122,22 +205,25 @@ class Decision:
             cause=self.ask.cause,
         )
 
-    def _candidate(self, at: int) -> "Candidate":
+    def _candidate(self, at: int) -> Candidate:
         target = self.roster.targets[int(self.at[at])]
-        prefill, queue, decode, experts = (float(term) for term in self.scores.terms[:, at])
-        outlook = self.outlook if self.outlook is not None and self.outlook.priced[at] else None
+        outlook = self.outlook
+        priced = outlook if outlook is not None and outlook.priced[at] else None
+        load = self.load[:, at]
         return Candidate(
             engine=target.engine.engine,
             rank=target.rank,
             worker_id=str(target.key[0]),
-            score_ms=float(self.scores.total[at]),
-            terms_ms=Terms(prefill=prefill, queue=queue, decode=decode, experts=experts),
+            score=float(self.score[at]),
+            terms_ms=Terms(**dict(zip(TERMS, self.scores.terms[:, at].tolist(), strict=True))),
             overlap_blocks=int(self.overlap_blocks[at]),
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
             uncached_tokens=int(self.uncached[at]),
-            load=Load(prefill_tokens=int(self.load[PREFILL, at]), requests=int(self.load[SEQUENCES, at]), blocks=int(self.load[BLOCKS, at])),
-            remote_ranks=None if outlook is None else float(outlook.remote_ranks[at]),
-            local_share=None if outlook is None else float(outlook.local[at]),
+            load=Load(prefill_tokens=int(load[PREFILL]), requests=int(load[SEQUENCES]), blocks=int(load[BLOCKS]), steps=int(load[STEPS])),
+            remote_ranks=None if priced is None else float(priced.remote_ranks[at]),
+            remote_nodes=None if priced is None else float(priced.remote_nodes[at]),
+            local_share=None if priced is None else float(priced.local[at]),
+            added_experts=None if outlook is None else float(outlook.added[at]),
             experts_note=self._note(at),
         )
 
@@ -153,119 +239,56 @@ class Decision:
         return None if self.outlook.forecast.gain else NO_GAIN
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds, weighted; their sum in this order is the score exactly."""
-
-    prefill: float
-    queue: float
-    decode: float
-    experts: float
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rank was already promised."""
-
-    prefill_tokens: int
-    requests: int
-    blocks: int
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank as it was priced. `worker_id` is a u64 and therefore text."""
-
-    engine: str
-    rank: int
-    worker_id: str
-    score_ms: float
-    terms_ms: Terms
-    overlap_blocks: int
-    overlap_approximate: bool
-    uncached_tokens: int
-    load: Load
-    remote_ranks: float | None
-    """expected distinct remote ranks of a token, summed over MoE layers; None: not priced, `experts_note` says why"""
-    local_share: float | None
-    """share of the request's routed pairs that is expected to find its expert here"""
-    experts_note: str | None
-
-
-class Epochs(msgspec.Struct, frozen=True, kw_only=True):
-    """The versions of everything the decision was made with."""
-
-    placement: dict[str, int | None]
-    """by engine"""
-    tables: int | None
-    """prediction tables; None: there were none"""
-    clusters: int | None
-    view: int
-
-
-class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision as JSON: what `GET /v1/decisions/{id}` and `POST /v1/route` answer."""
-
-    id: str
-    request_id: str
-    model: str
-    prompt_tokens: int
-    expected_output_tokens: int
-    chosen: str
-    """engine/rank"""
-    runner_up: str | None
-    margin_ms: float | None
-    tied: int
-    seed: str
-    candidates: list[Candidate]
-    excluded: list[Excluded]
-    weights: dict[str, float]
-    epochs: Epochs
-    prediction: PredictionRecord | None
-    attempt: int
-    replaces: str | None
-    cause: str | None
-
-
 def decide(
     ask: Ask,
     roster: Roster,
     found: Candidates,
     overlap_blocks: NDArray[np.int64],
-    load: Amounts,
-    weights: Weights,
+    conditions: Conditions,
+    rules: Rules,
     view_version: int,
     outlook: Outlook | None = None,
 ) -> Decision:
-    """Pick the candidate that costs least; equals are told apart by `ask.seed`.
+    """Price every target, and pick a candidate as the rules say.
 
-    overlap_blocks: int64 [targets]; load: int64 [AMOUNTS, targets]; outlook: of all targets. ValueError without any candidate.
+    overlap_blocks: int64 [targets]; outlook: of all targets. ValueError without any candidate.
     """
-    if not len(found.at):
+    at = found.at
+    if not len(at):
         raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of model {ask.model!r}")
-    overlap, load = columns(overlap_blocks, found.at), columns(load, found.at)
-    uncached = uncached_tokens(ask.prompt_tokens, overlap, columns(roster.block_size, found.at))
-    outlook = None if outlook is None else outlook.of(found.at)
-    believed = None if outlook is None else outlook.forecast.gain * outlook.remote_ranks
-    scores = score(roster, found.at, load, uncached, ask.output_tokens, weights, believed)
-    totals = scores.total.tolist()
-    best = min(totals)
-    ties = [at for at, total in enumerate(totals) if total == best]
-    chosen = ties[ask.seed % len(ties)]
+    load = conditions.load
+    uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, roster.block_size)
+    expected = None if outlook is None else outlook.expected
+    scores = score(roster, load, uncached, ask.prompt_tokens, ask.output_tokens, rules.weights, expected, conditions.handover, conditions.factors)
+    if len(at) != len(uncached):
+        scores, uncached, load, overlap_blocks = scores.of(at), uncached[at], load[:, at], overlap_blocks[at]
+        outlook = None if outlook is None else outlook.of(at)
+    remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
+    by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
+    held = None if conditions.held is None else _place(conditions.held, roster, at)
     return Decision(
         ask=ask,
         roster=roster,
-        at=found.at,
-        overlap_blocks=overlap,
+        at=at,
+        overlap_blocks=overlap_blocks,
         uncached=uncached,
         load=load,
         scores=scores,
-        chosen=chosen,
-        runner_up=_best_other(totals, chosen),
-        tied=len(ties),
+        score=by,
+        unit=unit,
+        choice=choose(rules, by, unit, scores.total, ask.seed, held),
+        held=held,
         excluded=found.excluded,
-        weights=weights,
+        rules=rules,
         view_version=view_version,
         outlook=outlook,
     )
 
 
-def _best_other(totals: list[float], chosen: int) -> int | None:
-    return min((at for at in range(len(totals)) if at != chosen), key=totals.__getitem__, default=None)
+def _place(key: RankKey, roster: Roster, at: NDArray[np.intp]) -> int | None:
+    """Index of a rank among the candidates `at` (ascending); None when it is none."""
+    target = roster.index.get(key)
+    if target is None:
+        return None
+    place = int(at.searchsorted(target))
+    return place if place < len(at) and at[place] == target else None

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Subscription
 from bus.subjects import Subjects
-from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted
+from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted, RankDrained
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from router.chores import Chores
 from router.kv_feeds import KvFeeds
 from router.lexicon import Lexicon
-from router.locality import Locality, Work, locality
+from router.locality import Locality, Work, locality, numbered
 from router.metrics import RouterMetrics
 from router.picker import Picker
 from router.tracker_feeds import TrackerFeeds
@@ -69,6 +69,7 @@ class Feeds:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             tasks.create_task(self._follow(subjects.membership()), name="follows joins and leaves")
             tasks.create_task(self._follow(subjects.placements()), name="follows placements")
+            tasks.create_task(self._follow(subjects.drains()), name="follows drains")
             tasks.create_task(self._listen(said), name="listens to heartbeats and loads")
             tasks.create_task(self._listen_kv(kv), name="listens to KV events")
             tasks.create_task(self._watch_drops(kv, said, foretold), name="counts what was dropped, and measures the replicas")
@@ -121,6 +122,8 @@ class Feeds:
                     self._load(message)
                 case PlacementCommitted():
                     self._placed(message)
+                case RankDrained():
+                    self._drained(message)
                 case _:
                     self._metrics.bus_refused.inc()
         except ValueError as error:
@@ -149,6 +152,7 @@ class Feeds:
         behind = known is not None and known.placement is not None and known.placement.epoch != beat.epoch
         if not self._view.heard(beat.worker_id, self._clock()) or behind:
             self._strangers.ask(beat.worker_id)
+        self._view.handing_over(beat.worker_id, beat.handover_seconds)
 
     def _load(self, load: KvMetrics) -> None:
         sequences = (load.running or 0) + (load.waiting or 0)
@@ -167,6 +171,15 @@ class Feeds:
     def _placed(self, committed: PlacementCommitted) -> None:
         if self._view.place(committed.worker_id, Placement.from_record(committed.placement), committed.layout):
             self._unpriced.ask(committed.worker_id)
+
+    def _drained(self, said: RankDrained) -> None:
+        """An operator's word. It may come before the engine's join, and of incarnations that are gone."""
+        health = self._picker.health
+        if said.draining:
+            health.drain(said.worker_id, said.rank, said.reason)
+        else:
+            health.undrain(said.worker_id, said.rank)
+        log.info("%s of engine %s: %s", "all ranks" if said.rank is None else f"rank {said.rank}", said.engine, said.reason or "drained" if said.draining else "taken back")
 
     async def _meet(self) -> None:
         """Heartbeats of somebody whose join was missed, or whose placement moved on without us."""
@@ -198,7 +211,7 @@ class Feeds:
             if state is None:
                 continue
             placement = state.placement
-            work = Work(len(state.joined.urls), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
+            work = Work(numbered(state.nodes), state.joined.shape, state.layout, placement, self._view.clusters(state.joined.model))
             if last is None or not last[0].same_as(work):
                 last = work, await asyncio.get_running_loop().run_in_executor(self._threads, locality, *work)
             self._view.price(worker_id, None if placement is None else placement.epoch, last[1])

@@ -9,16 +9,17 @@ from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from fleet.timing import expected_local_share, expected_remote_ranks
+from fleet.timing import expected_local_share, expected_remote_nodes, expected_remote_ranks
 
 Matrix = NDArray[np.float64]
 
 
 class Prices(NamedTuple):
-    """float64 [ranks, K], of a token of each cluster. remote: expected distinct remote ranks it must reach, summed over MoE layers.
-    local: expected share of its routed pairs whose expert has a replica on the rank."""
+    """float64 [ranks, K], of a token of each cluster. remote, nodes: expected distinct remote ranks and nodes it must reach, summed over
+    MoE layers. local: expected share of its routed pairs whose expert has a replica on the rank."""
 
     remote: Matrix
+    nodes: Matrix
     local: Matrix
 
 
@@ -34,7 +35,8 @@ class Locality(NamedTuple):
 class Work(NamedTuple):
     """What an engine's prices are made of. clusters None: the tracker has not said any of this model yet."""
 
-    ranks: int
+    nodes: tuple[int, ...]
+    """number of each rank's node, from 0 in the order in which they are named"""
     shape: ModelShape | None
     layout: Layout | None
     placement: Placement | None
@@ -50,12 +52,18 @@ class Work(NamedTuple):
         return mine.experts == others.experts and mine.ranks == others.ranks and np.array_equal(mine.expert_of_slot, others.expert_of_slot)
 
 
-def locality(ranks: int, shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None) -> Locality:
+def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Equal names get equal numbers, from 0 in the order in which they come: engines whose ranks are spread alike are alike."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def locality(nodes: tuple[int, ...], shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None) -> Locality:
     """Price one engine's placement (`Work`).
 
     Layers below the layout's boundary are sharded and count for nothing.
     """
-    layout = layout or EP
+    layout, ranks = layout or EP, len(nodes)
     if shape is None:
         return Locality(None, "the engine reports no experts")
     if layout.attention == "tp" or layout.boundary >= shape.layers:
@@ -68,14 +76,14 @@ def locality(ranks: int, shape: ModelShape | None, layout: Layout | None, placem
         return Locality(None, "no clusters of this model yet: experts are not priced")
     if clusters.profiles.shape[1:] != (shape.layers, shape.experts):
         return Locality(None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced")
-    return Locality(_prices(clusters, placement.share[layout.boundary :], layout.boundary, shape.top_k), None, clusters.version)
+    return Locality(_prices(clusters, placement.share[layout.boundary :], layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version)
 
 
-def _prices(clusters: ClusterModel, share: NDArray[np.float64], boundary: int, top_k: int) -> Prices:
+def _prices(clusters: ClusterModel, share: NDArray[np.float64], boundary: int, top_k: int, node: NDArray[np.intp]) -> Prices:
     """Clusters that nobody uses have the mean's price, which is what they stand for until they are used."""
     used = np.flatnonzero(clusters.shares > 0)
     profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])[:, boundary:]
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
-    remote, local = expected_remote_ranks(profiles, share, top_k), expected_local_share(profiles, share)
-    return Prices(np.ascontiguousarray(remote[which].T), np.ascontiguousarray(local[which].T))
+    found = expected_remote_ranks(profiles, share, top_k), expected_remote_nodes(profiles, share, top_k, node), expected_local_share(profiles, share)
+    return Prices(*(np.ascontiguousarray(table[which].T) for table in found))

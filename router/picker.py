@@ -1,6 +1,6 @@
 """Decides where a request goes and books its load there: synchronous, out of what is known now. Nothing is awaited to decide.
 
-State: the view, the reservations, the two indices, and the last decisions.
+State: the view, the reservations, the two indices, the ranks' health, and the last decisions.
 """
 
 from collections import OrderedDict
@@ -11,24 +11,29 @@ from numpy.typing import NDArray
 
 from fleet.completions import ApiError
 from fleet.prediction import Query
+from router.affinity import Affinity
 from router.candidates import Candidates, Limits, candidates
 from router.config import RouterConfig
 from router.course import Failure, to_avoid
-from router.decision import Ask, Decision, Outlook, decide
+from router.decision import NOTHING, Ask, Conditions, Decision, Outlook, decide
 from router.foresight import NO_KEYS, Foresight, Keys
+from router.health import Health
 from router.kv_index import KvIndex
+from router.policies import Rules
 from router.prefixes import Prefixes
 from router.prompt import Prompt
+from router.record import Supposed
 from router.reservations import Booking, Reservations
 from router.roster import RankKey, Roster
-from router.scoring import Weights
+from router.scoring import TERMS
 from router.view import View
 
 
 class Need(NamedTuple):
     """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
 
-    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks.
+    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
+    to be supposed, where somebody only wants to know.
     """
 
     model: str
@@ -38,6 +43,7 @@ class Need(NamedTuple):
     tokenizer: str | None
     request_id: str = ""
     keys: Keys = NO_KEYS
+    supposed: Supposed = NOTHING
 
 
 class Try(NamedTuple):
@@ -61,10 +67,15 @@ class Picker:
         self.kv = kv
         self.prefixes = prefixes
         self.foresight = Foresight(config.prediction_bytes)
+        self.health = Health(config)
         self._config = config
         self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds)
-        self._weights = Weights(config.prefill_weight, config.queue_weight, config.decode_weight, config.experts_weight)
+        self._rules = Rules.of(config)
+        self._affinity = Affinity(config.session_affinity_seconds)
+        self._turns: dict[str, int] = {}
+        """booked decisions by model"""
         self._kept: OrderedDict[str, Decision] = OrderedDict()
+        self._kept_bytes = 0
 
     @property
     def expected_steps_left(self) -> int:
@@ -91,7 +102,7 @@ class Picker:
         if roster.tokenizer != need.tokenizer:
             raise ApiError(503, "the engines that are left read prompts in another way; ask again", code="upstream_failed", retry_after=1.0)
         load = self.reservations.load(roster.rows, now)
-        found = self._candidates(roster, load, need, attempt)
+        found = self._candidates(roster, load, need, attempt, now)
         ask = Ask(
             decision_id=decision_id,
             seed=seed,
@@ -103,9 +114,13 @@ class Picker:
             cause=attempt.failures[-1][1].value if attempt.failures else None,
             request_id=need.request_id,
             keys=need.keys,
+            supposed=need.supposed,
         )
         overlap = self.kv.holders.overlap(roster, need.prompt)
-        return decide(ask, roster, found, overlap, load, self._weights, self.view.version, self._outlook(roster, need, overlap))
+        held = self._affinity.rank(need.keys.session, now)
+        conditions = Conditions(load, self.view.handovers(roster), None, held, self._turns.get(need.model, 0))
+        rules = self._rules.without(need.supposed.without)
+        return decide(ask, roster, found, overlap, conditions, rules, self.view.version, self._outlook(roster, need, overlap))
 
     def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
@@ -114,33 +129,55 @@ class Picker:
         blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
             self.prefixes.routed(target.key, prompt.chained(size)[:], target.engine.kv_blocks or None)
-        self._kept[decision.id] = decision
-        if len(self._kept) > self._config.kept_decisions:
-            self._kept.popitem(last=False)
-        return self.reservations.book(target.key, (int(decision.uncached[decision.chosen]), 1, blocks, decision.ask.output_tokens), now)
+        self._keep(decision)
+        self._turns[decision.ask.model] = self._turns.get(decision.ask.model, 0) + 1
+        self._affinity.went(decision.ask.keys.session, target.key, now)
+        booking = self.reservations.book(target.key, (int(decision.uncached[decision.chosen]), 1, blocks, decision.ask.output_tokens), now)
+        self.health.began(booking, target.key, _first_token_seconds(decision), now)
+        return booking
 
     def kept(self, decision_id: str) -> Decision | None:
         """A decision that was booked, if it is among the last ones."""
         return self._kept.get(decision_id)
 
+    def _keep(self, decision: Decision) -> None:
+        """For reading back; the oldest make room."""
+        self._kept[decision.id] = decision
+        self._kept_bytes += decision.nbytes
+        while len(self._kept) > self._config.kept_decisions or self._kept_bytes > self._config.kept_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.nbytes
+
     def forget_worker(self, worker_id: int) -> None:
         """An incarnation is gone for good."""
         self.kv.remove_worker(worker_id)
         self.prefixes.forget_worker(worker_id)
+        self._affinity.forget_worker(worker_id)
+        models = self.view.models(live=False)
+        self._turns = {model: turn for model, turn in self._turns.items() if model in models}
+        self.health.forget_worker(worker_id)
 
-    def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try) -> Candidates:
+    def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try, now: float) -> Candidates:
+        """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
+        bars = self.health.bars(roster, now)
         busy: Candidates | None = None
-        for avoid in to_avoid(attempt.failures, roster):
-            found = candidates(roster, load, need.context, self._limits, avoid)
-            if len(found.at):
-                return found
-            busy = found if found.busy else busy
+        for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.hard,):
+            for avoid in to_avoid(attempt.failures, roster):
+                found = candidates(roster, load, need.context, self._limits, avoid, barred)
+                if len(found.at):
+                    return found
+                busy = found if found.busy else busy
+            if busy is not None:
+                break
         if busy is not None or (attempt.failures and all(how is Failure.BUSY for _, how in attempt.failures)):
             wait = max(1.0, 0.0 if busy is None else busy.wait_seconds)
             raise ApiError(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
         if attempt.failures:
             said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
             raise ApiError(503, said, code="upstream_failed", retry_after=2.0)
+        if len(bars.hard) == len(roster.targets):
+            said = f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain ENGINE --undo"
+            raise ApiError(503, said, code="draining", retry_after=5.0)
         raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
 
     def _outlook(self, roster: Roster, need: Need, overlap: NDArray[np.int64]) -> Outlook | None:
@@ -156,14 +193,20 @@ class Picker:
         if forecast is None:
             return None
         prices = self.view.prices(need.model)
-        targets = len(roster.targets)
         if prices.clusters != len(forecast.weights):
-            nothing = np.zeros(targets)
-            return Outlook(forecast, nothing, nothing, nothing, np.zeros(targets, np.bool_))
-        both = prices.flat @ forecast.weights
-        return Outlook(forecast, both[:targets], both[targets:], prices.prior_local(forecast.shares), prices.priced)
+            nothing = np.zeros(len(roster.targets))
+            return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, np.zeros(len(roster.targets), np.bool_))
+        remote, nodes, local, added = prices.of(forecast.weights)
+        return Outlook(forecast, remote, nodes, local, prices.prior_local(forecast.shares), added, prices.priced)
 
 
 def _block_size(roster: Roster) -> int:
     """Tokens of the blocks that signatures are kept by; where engines differ, the smallest of theirs."""
     return roster.block_sizes[0]
+
+
+def _first_token_seconds(decision: Decision) -> float | None:
+    """After how long the chosen rank's first token is expected; None where a weight of 0 hides it."""
+    prefill, queue = decision.scores.terms[TERMS.index("prefill"), decision.chosen], decision.scores.terms[TERMS.index("queue"), decision.chosen]
+    weights = decision.weights
+    return float(prefill / weights.prefill + queue / weights.queue) / 1000.0 if weights.prefill and weights.queue else None

@@ -66,9 +66,23 @@ class Roster:
     block_size: NDArray[np.int64]
     max_context: NDArray[np.int64]
     prefill_token_s: NDArray[np.float64]
+    """this and the next: `EngineSpeed`"""
+    prefill_pair_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
     decode_sequence_s: NDArray[np.float64]
     decode_block_s: NDArray[np.float64]
+    decode_token_block_s: NDArray[np.float64]
+    """decode_block_s per token of a block"""
     dispatch_s: NDArray[np.float64]
+    dispatch_node_s: NDArray[np.float64]
+    expert_read_s: NDArray[np.float64]
+    """reading one expert, divided by the ranks of its engine, which read at once; 0 where experts are sharded over all ranks"""
+    engine: NDArray[np.intp]
+    """number of each target's engine, from 0"""
+    first: NDArray[np.intp]
+    """[engines]: the first target of each; an engine's targets follow one another"""
+    together: NDArray[np.float64] | None
+    """1 where an engine's targets step together, 0 where it has but one; None: 0 everywhere"""
     approximate: NDArray[np.bool_]
     """the rank reports no KV events: its overlap is guessed from what was routed there"""
     block_sizes: tuple[int, ...]

@@ -1,4 +1,8 @@
-"""What a request would cost on each candidate, in milliseconds, term by term. Pure numpy."""
+"""What a request would cost on each target, in milliseconds, term by term. Pure numpy.
+
+Terms are expected added seconds of the time model (`fleet.timing`), times a weight and 1000: computed for all targets of a roster, since
+those that cannot be chosen still step together with those that can.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,62 +11,104 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.timing import decode_seconds, dispatch_seconds, prefill_seconds, queue_seconds
-from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
+from fleet.timing import dispatch_seconds, distinct_seconds, lockstep_seconds, own_seconds, prefill_seconds, queue_seconds, running_seconds
+from router.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
 from router.roster import Roster, columns
 
-TERMS = ("prefill", "queue", "decode", "experts")
+TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
+"""In the order in which they are added up."""
+_PREFILL, _QUEUE, _DECODE, _EXPERTS, _DISTINCT, _LOCKSTEP, _HANDOVER = range(len(TERMS))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One factor per term, from the configuration; 1: the time model's own word."""
+    """One factor per term, from the configuration; 1: the time model's own word. Field order: TERMS."""
 
     prefill: float = 1.0
     queue: float = 1.0
     decode: float = 1.0
     experts: float = 1.0
+    distinct: float = 1.0
+    lockstep: float = 1.0
+    handover: float = 1.0
 
     @cached_property
     def factors(self) -> NDArray[np.float64]:
         """float64 [TERMS, 1]: what makes weighted milliseconds of seconds."""
-        return 1000.0 * np.array([[self.prefill], [self.queue], [self.decode], [self.experts]])
+        return 1000.0 * np.array([[getattr(self, term)] for term in TERMS])
+
+
+class Expected(NamedTuple):
+    """What a request is expected to ask of experts, float64 [targets]: distinct remote ranks and nodes that a
+    token must reach, summed over layers; experts that nobody else in the engine's batch wants, added to each step. gain: how far that is
+    believed; it multiplies both terms."""
+
+    remote_ranks: NDArray[np.float64]
+    remote_nodes: NDArray[np.float64]
+    added_experts: NDArray[np.float64]
+    gain: float = 1.0
 
 
 class Scores(NamedTuple):
-    """terms: float64 [TERMS, candidates] in ms, weighted; total: float64 [candidates], exactly their sum in the order of TERMS."""
+    """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the order of TERMS.
+
+    promised: float64 [targets], seconds of the work that each rank was promised already: its queue, and what its running sequences add.
+    """
 
     terms: NDArray[np.float64]
     total: NDArray[np.float64]
+    promised: NDArray[np.float64]
+
+    def of(self, at: NDArray[np.intp]) -> "Scores":
+        """For some of the targets."""
+        return Scores(columns(self.terms, at), columns(self.total, at), columns(self.promised, at))
 
 
 def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block_size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [candidates]: prompt tokens a rank must compute. Never below 1: the last token's logits are always computed."""
+    """int64 [targets]: prompt tokens a rank must compute. Never below 1: the last token's logits are always computed."""
     return np.asarray(np.maximum(prompt_tokens - overlap_blocks * block_size, 1), np.int64)
 
 
 def score(
     roster: Roster,
-    at: NDArray[np.intp],
     load: Amounts,
     uncached: NDArray[np.int64],
+    prompt_tokens: int,
     output_tokens: int,
     weights: Weights,
-    remote_ranks: NDArray[np.float64] | None = None,
+    expected: Expected | None = None,
+    handover: NDArray[np.float64] | None = None,
+    factors: NDArray[np.float64] | None = None,
 ) -> Scores:
-    """Price the candidates `at` (indices into the roster). load: int64 [AMOUNTS, candidates]; uncached: int64 [candidates].
+    """Price all targets. load: int64 [AMOUNTS, targets]; uncached: int64 [targets].
 
-    prefill: computing the uncached prompt. queue: prefill promised before it. decode: what the running sequences add to
-    `output_tokens` steps. experts: sending each token, computed or emitted, to `remote_ranks`, float64 [candidates], the expected
-    number of distinct remote ranks as far as it is believed; None: nothing is known, and the term is 0.
+    prefill: computing the uncached prompt. queue: prefill promised before it. decode: `output_tokens` steps there, slowed by what runs.
+    experts: sending each token, computed or emitted, to other ranks and nodes. distinct: reading experts for this request alone.
+    lockstep: waiting for the engine's slowest rank, and making its longest prefill longer. handover: float64 [targets] seconds that a
+    migration or layout switch in progress costs. expected None: nothing is known of the experts; handover None: there is none.
+    factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None: 1.
     """
-    token_s = columns(roster.prefill_token_s, at)
-    sequence_s, block_s = columns(roster.decode_sequence_s, at), columns(roster.decode_block_s, at)
-    terms = np.empty((len(TERMS), len(at)))
-    terms[0] = prefill_seconds(token_s, uncached)
-    terms[1] = queue_seconds(token_s, load[PREFILL])
-    terms[2] = decode_seconds(sequence_s, block_s, load[SEQUENCES], load[BLOCKS], output_tokens)
-    terms[3] = 0.0 if remote_ranks is None else dispatch_seconds(columns(roster.dispatch_s, at), uncached + output_tokens, remote_ranks)
+    terms = np.zeros((len(TERMS), len(uncached)))
+    work, added = np.empty((2, len(uncached))), np.empty((2, len(uncached)))
+    work[0] = queue_seconds(roster.prefill_token_s, load[PREFILL])
+    work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, load[SEQUENCES], load[BLOCKS], load[STEPS], output_tokens)
+    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, uncached, prompt_tokens)
+    added[1] = own_seconds(roster.decode_sequence_s, roster.decode_token_block_s, prompt_tokens + output_tokens, output_tokens)
+    steps = output_tokens * roster.step_s
+    if factors is not None:
+        work *= factors
+        added *= factors
+        steps *= factors[1]
+    terms[_PREFILL], terms[_QUEUE] = added[0], work[0]
+    terms[_DECODE] = work[1] + added[1] + steps
+    if expected is not None:
+        tokens = uncached + output_tokens
+        terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, roster.dispatch_node_s, tokens, expected.remote_ranks, expected.remote_nodes)
+        terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, output_tokens)
+        terms[_EXPERTS : _DISTINCT + 1] *= expected.gain
+    if roster.together is not None:
+        terms[_LOCKSTEP] = roster.together * lockstep_seconds(work, added, roster.first, roster.engine)
+    if handover is not None:
+        terms[_HANDOVER] = handover
     terms *= weights.factors
-    total = terms[0] + terms[1] + terms[2] + terms[3]
-    return Scores(terms, total)
+    return Scores(terms, np.add.reduce(terms, axis=0), work[0] + work[1])

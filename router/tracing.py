@@ -11,8 +11,10 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.decision import Decision, DecisionRecord
+from router.decision import Decision
 from router.foresight import PredictionRecord
+from router.record import Candidate, DecisionRecord
+from router.scoring import TERMS
 
 Provider = TracerProvider
 """For those who hand a provider on without importing OpenTelemetry."""
@@ -76,24 +78,7 @@ class RequestTrace:
             record = decision.record()
             span.set_attributes(_decision_attributes(record))
             for candidate in record.candidates[:MOST_CANDIDATES]:
-                terms = candidate.terms_ms
-                foretold = {"roost.remote_ranks": candidate.remote_ranks, "roost.local_share": candidate.local_share}
-                span.add_event(
-                    "roost.candidate",
-                    {
-                        **{name: value for name, value in foretold.items() if value is not None},
-                        "roost.candidate": f"{candidate.engine}/{candidate.rank}",
-                        "roost.worker_id": candidate.worker_id,
-                        "roost.score_ms": candidate.score_ms,
-                        "roost.term.prefill_ms": terms.prefill,
-                        "roost.term.queue_ms": terms.queue,
-                        "roost.term.decode_ms": terms.decode,
-                        "roost.term.experts_ms": terms.experts,
-                        "roost.overlap_blocks": candidate.overlap_blocks,
-                        "roost.uncached_tokens": candidate.uncached_tokens,
-                    },
-                    timestamp=end_ns,
-                )
+                span.add_event("roost.candidate", _candidate_attributes(candidate), timestamp=end_ns)
         span.end(end_ns)
 
     def attempt(self, decision: Decision) -> "AttemptTrace":
@@ -142,11 +127,32 @@ class AttemptTrace:
         self._span.end()
 
 
+def _candidate_attributes(candidate: Candidate) -> dict[str, Value]:
+    foretold = {
+        "roost.remote_ranks": candidate.remote_ranks,
+        "roost.remote_nodes": candidate.remote_nodes,
+        "roost.local_share": candidate.local_share,
+        "roost.added_experts": candidate.added_experts,
+    }
+    return {
+        **{name: value for name, value in foretold.items() if value is not None},
+        "roost.candidate": f"{candidate.engine}/{candidate.rank}",
+        "roost.worker_id": candidate.worker_id,
+        "roost.score": candidate.score,
+        **{f"roost.term.{term}_ms": getattr(candidate.terms_ms, term) for term in TERMS},
+        "roost.overlap_blocks": candidate.overlap_blocks,
+        "roost.uncached_tokens": candidate.uncached_tokens,
+    }
+
+
 def _decision_attributes(record: DecisionRecord) -> dict[str, Value]:
     found: dict[str, Value] = {
         "roost.decision.id": record.id,
         "roost.chosen": record.chosen,
-        "roost.score_ms": record.candidates[0].score_ms,
+        "roost.policy": record.policy,
+        "roost.unit": record.unit,
+        "roost.why": record.why,
+        "roost.score": next(one.score for one in record.candidates if f"{one.engine}/{one.rank}" == record.chosen),
         "roost.tied": record.tied,
         "roost.candidates": len(record.candidates),
         "roost.prompt_tokens": record.prompt_tokens,
@@ -159,7 +165,10 @@ def _decision_attributes(record: DecisionRecord) -> dict[str, Value]:
     notes = sorted({candidate.experts_note for candidate in record.candidates if candidate.experts_note})
     optional: dict[str, Value | None] = {
         "roost.runner_up": record.runner_up,
-        "roost.margin_ms": record.margin_ms,
+        "roost.margin": record.margin,
+        "roost.if_gone": record.if_gone,
+        "roost.without": [f"{term}:{name}" for term, name in record.without.items() if name != record.chosen] or None,
+        "roost.session_rank": record.session_rank,
         "roost.epoch.tables": record.epochs.tables,
         "roost.epoch.clusters": record.epochs.clusters,
         "roost.replaces": record.replaces,

@@ -4,7 +4,7 @@ State: engines by worker_id, cluster models by model, and the rosters and price 
 were made of changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import EngineJoined
-from fleet.layout import Layout
+from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel, Weights
-from fleet.timing import EngineSpeed
+from fleet.timing import MOST_SECONDS, EngineSpeed
 from router.locality import Locality, Matrix, Prices
 from router.reservations import Reservations
 from router.roster import Dialect, Excluded, RankKey, Roster, Target
 
 _DEFAULT_SPEED = EngineSpeed()
+Cells = NDArray[np.float64]
 
 
 class Standing(StrEnum):
@@ -50,12 +51,33 @@ class EngineState:
     blocked: str | None = None
     """why a live engine cannot be used (its tokenizer is missing)"""
     rows: list[int] = field(default_factory=list)
+    distinct: Cells | None = None
+    """[K]: experts that a request of each cluster adds to a step of the engine; None: nobody has said"""
+    handover_seconds: float = 0.0
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Machine of each rank."""
+        return self.joined.nodes or (self.joined.node,) * len(self.joined.urls)
 
     @property
     def ranks(self) -> int:
         """Targets of this engine: its ranks, or 1 when the engine is one target."""
         one_target = self.layout is not None and not self.layout.targets_are_ranks
         return 1 if one_target or len(set(self.joined.urls)) == 1 else len(self.joined.urls)
+
+    @property
+    def is_one_of_many(self) -> bool:
+        """Whether the engine is one target though it has several ranks."""
+        return self.ranks == 1 < len(self.joined.urls)
+
+    @property
+    def reads(self) -> float:
+        """Share of a step's distinct experts that each rank reads: the ranks read theirs at once. 0 where experts are sharded over all
+        ranks, and what that saves is not known."""
+        shape, layout = self.joined.shape, self.layout or EP
+        sharded = shape is None or layout.attention == "tp" or layout.boundary >= shape.layers
+        return 0.0 if sharded else 1.0 / len(self.joined.urls)
 
     @property
     def dialect(self) -> Dialect:
@@ -68,19 +90,31 @@ class EngineState:
 
 
 class PriceList:
-    """The prices of a model's targets, in the order of its roster. flat: float64 [2 * targets, K], remote ranks of a token of each
-    cluster at each target, then local shares; 0 where `priced`, bool [targets], is not."""
+    """The prices of a model's targets, in the order of its roster, for a token of each cluster: one matrix, so that a decision needs one
+    product. Where `priced`, bool [targets], is not, they are 0."""
 
-    def __init__(self, flat: Matrix, priced: NDArray[np.bool_]) -> None:
-        self.flat = flat
-        self.priced = priced
-        self.clusters = int(flat.shape[1])
-        self._prior: tuple[Weights, NDArray[np.float64]] | None = None
+    def __init__(self, roster: Roster, clusters: int) -> None:
+        targets = len(roster.targets)
+        self.clusters = clusters
+        self.priced = np.zeros(targets, np.bool_)
+        self._engine = roster.engine
+        self.flat: Matrix = np.zeros((3 * targets + len(roster.first), clusters))
+        """float64 [3 * targets + engines, K]: the rows of the next four, one after another"""
+        self.remote, self.nodes, self.local = self.flat[: 3 * targets].reshape(3, targets, clusters)
+        """float64 [targets, K]: distinct remote ranks and nodes, and local share, as in `locality.Prices`"""
+        self.distinct = self.flat[3 * targets :]
+        """float64 [engines, K]: experts added to a step"""
+        self._prior: tuple[Weights, Cells] | None = None
 
-    def prior_local(self, shares: Weights) -> NDArray[np.float64]:
+    def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
+        """For a request's weights [K]: remote ranks, remote nodes, local share and added experts, float64 [targets] each."""
+        found, targets = self.flat @ weights, len(self.priced)
+        return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
+
+    def prior_local(self, shares: Weights) -> Cells:
         """float64 [targets]: the local share of the traffic's mix [K]; computed once for each value of it."""
         if self._prior is None or self._prior[0] is not shares:
-            self._prior = shares, self.flat[len(self.priced) :] @ shares
+            self._prior = shares, self.local @ shares
         return self._prior[1]
 
 
@@ -93,21 +127,24 @@ class View:
         self._clusters: dict[str, ClusterModel] = {}
         self._rosters: dict[str, Roster] = {}
         self._prices: dict[str, PriceList] = {}
+        self._handovers: dict[str, tuple[Roster, Cells | None]] = {}
         self.version = 0
         """counts changes; part of every decision"""
 
     def join(self, joined: EngineJoined, now: float) -> list[int]:
         """An engine serves. Returns the worker_ids it supersedes (earlier incarnations of its name), which are forgotten.
 
-        ValueError when its placement breaks an invariant or its urls are missing.
+        ValueError when its placement breaks an invariant, its urls are missing, or its nodes are not one per rank.
         """
         if not joined.urls:
             raise ValueError(f"engine {joined.engine!r} joined without any url")
+        if joined.nodes and len(joined.nodes) != len(joined.urls):
+            raise ValueError(f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {len(joined.urls)} ranks; one per rank, or none, is allowed")
         placement = None if joined.placement is None else Placement.from_record(joined.placement)
         old = self._engines.get(joined.worker_id)
         state = EngineState(joined, now, placement, joined.layout)
         if old is not None:
-            state.heard_at, state.blocked = old.heard_at, old.blocked
+            state.heard_at, state.blocked, state.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
             state.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
             if old.placement is not None and (placement is None or old.placement.epoch > placement.epoch):
                 state.placement, state.layout = old.placement, old.layout
@@ -203,6 +240,39 @@ class View:
         else:
             self._changed()
 
+    def set_distinct(self, worker_id: int, added: Cells) -> None:
+        """Experts that one more request of each cluster adds to a step of the engine, summed over layers, given what runs there:
+        float64 [K]. Cheap: nothing is rebuilt. An unknown worker is ignored; with another number of clusters than there are now it
+        counts for nothing. ValueError for what is no number of experts."""
+        if not ((added >= 0) & (added < np.inf)).all():
+            raise ValueError(f"worker {worker_id}: added experts must be finite and not negative")
+        state = self._engines.get(worker_id)
+        if state is None:
+            return
+        state.distinct = added
+        found, roster = self._prices.get(state.joined.model), self._rosters.get(state.joined.model)
+        at = None if roster is None else roster.index.get((worker_id, 0))
+        if found is not None and roster is not None and at is not None:
+            found.distinct[roster.engine[at]] = added if len(added) == found.clusters else 0.0
+
+    def handing_over(self, worker_id: int, seconds: float) -> None:
+        """What a migration or layout switch in progress costs a request that comes now; 0: there is none. ValueError when that cannot be."""
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"worker {worker_id}: a handover must cost finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {seconds}")
+        state = self._engines.get(worker_id)
+        if state is not None and state.handover_seconds != seconds:
+            state.handover_seconds = seconds
+            self._handovers.clear()
+
+    def handovers(self, roster: Roster) -> Cells | None:
+        """float64 [targets]: seconds that a handover in progress costs; None: there is none, which is the usual case."""
+        known = self._handovers.get(roster.model)
+        if known is None or known[0] is not roster:
+            states = (self._engines.get(target.key[0]) for target in roster.targets)
+            seconds = _column(0.0 if state is None else state.handover_seconds for state in states)
+            known = self._handovers[roster.model] = roster, seconds if seconds.any() else None
+        return known[1]
+
     def engines(self) -> Iterator[EngineState]:
         return iter(list(self._engines.values()))
 
@@ -227,19 +297,23 @@ class View:
     def prices(self, model: str) -> PriceList:
         """What a token of each cluster costs at each target of the model's roster, as far as that is known."""
         if model not in self._prices:
-            found = self._price_list(self.roster(model).targets, self._clusters.get(model))
+            found = self._price_list(self.roster(model), self._clusters.get(model))
             if model not in self._rosters:
                 return found
             self._prices[model] = found
         return self._prices[model]
 
-    def _price_list(self, targets: tuple[Target, ...], clusters: ClusterModel | None) -> PriceList:
-        known = [_prices(self._engines[target.key[0]], target.rank, clusters) for target in targets]
-        flat = np.zeros((2 * len(targets), 0 if clusters is None else clusters.clusters))
-        for at, prices in enumerate(known):
+    def _price_list(self, roster: Roster, clusters: ClusterModel | None) -> PriceList:
+        found = PriceList(roster, 0 if clusters is None else clusters.clusters)
+        for at, target in enumerate(roster.targets):
+            state = self._engines[target.key[0]]
+            prices = _prices(state, target.rank, clusters)
             if prices is not None:
-                flat[at], flat[len(targets) + at] = prices.remote[targets[at].rank], prices.local[targets[at].rank]
-        return PriceList(flat, np.array([prices is not None for prices in known], np.bool_))
+                found.remote[at], found.nodes[at], found.local[at] = prices.remote[target.rank], prices.nodes[target.rank], prices.local[target.rank]
+                found.priced[at] = True
+            if state.distinct is not None and len(state.distinct) == found.clusters:
+                found.distinct[roster.engine[at]] = state.distinct
+        return found
 
     def _stand(self, worker_id: int, standing: Standing) -> bool:
         state = self._engines.get(worker_id)
@@ -254,6 +328,7 @@ class View:
         self.version += 1
         self._rosters.clear()
         self._prices.clear()
+        self._handovers.clear()
 
 
 def _build(model: str, engines: list[EngineState]) -> Roster:
@@ -287,6 +362,7 @@ def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | No
 def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> Roster:
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
     speeds = [state.joined.speed or _DEFAULT_SPEED for state, _ in ranks]
+    members = np.array([state.ranks for state in engines], np.intp)
     targets = tuple(_target(state, rank) for state, rank in ranks)
     sizes = [state.joined.block_size for state, _ in ranks]
     contexts = [state.joined.max_context for state, _ in ranks]
@@ -300,10 +376,18 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         rows=np.array([state.rows[rank] for state, rank in ranks], np.intp),
         block_size=np.array(sizes, np.int64),
         max_context=np.array(contexts, np.int64),
-        prefill_token_s=np.array([speed.prefill_token for speed in speeds], np.float64),
-        decode_sequence_s=np.array([speed.decode_sequence for speed in speeds], np.float64),
-        decode_block_s=np.array([speed.decode_block for speed in speeds], np.float64),
-        dispatch_s=np.array([speed.dispatch for speed in speeds], np.float64),
+        prefill_token_s=_column(speed.prefill_token for speed in speeds),
+        prefill_pair_s=_column(speed.prefill_pair for speed in speeds),
+        step_s=_column(speed.step for speed in speeds),
+        decode_sequence_s=_column(speed.decode_sequence for speed in speeds),
+        decode_block_s=_column(speed.decode_block for speed in speeds),
+        decode_token_block_s=_column(speed.decode_block / size for speed, size in zip(speeds, sizes, strict=True)),
+        dispatch_s=_column(speed.dispatch for speed in speeds),
+        dispatch_node_s=_column(speed.dispatch_node for speed in speeds),
+        expert_read_s=_column(speed.expert_read * state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
+        engine=np.repeat(np.arange(len(engines)), members),
+        first=np.cumsum(members) - members,
+        together=np.repeat(members > 1, members).astype(np.float64) if members.max(initial=0) > 1 else None,
         approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
         block_sizes=tuple(sorted(set(sizes))),
         all_at=np.arange(len(ranks)),
@@ -312,6 +396,10 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         smallest_context=min(contexts, default=0),
         slowest_prefill_s=max((speed.prefill_token for speed in speeds), default=0.0),
     )
+
+
+def _column(values: Iterable[float]) -> Cells:
+    return np.fromiter(values, np.float64)
 
 
 def _target(state: EngineState, rank: int) -> Target:
@@ -323,6 +411,8 @@ def _target(state: EngineState, rank: int) -> Target:
 
 def _note(state: EngineState) -> str | None:
     """Why an engine's expert term is what it is, when that needs saying."""
+    if state.is_one_of_many and (state.layout is None or state.layout.targets_are_ranks):
+        return "the engine is one target: which of its ranks a request will live on is not known"
     if state.locality is None:
         return "not priced yet"
     if state.placement is not None and state.priced_epoch != state.placement.epoch:
@@ -331,8 +421,8 @@ def _note(state: EngineState) -> str | None:
 
 
 def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> Prices | None:
-    """None: unpriced, or priced with another number of clusters than there are now."""
-    prices = None if state.locality is None else state.locality.prices
+    """None: unpriced, priced with another number of clusters than there are now, or nobody knows which rank a request will live on."""
+    prices = None if state.locality is None or state.is_one_of_many else state.locality.prices
     if prices is None or clusters is None or rank >= len(prices.remote) or prices.remote.shape[1] != clusters.clusters:
         return None
     return prices

@@ -14,10 +14,12 @@ from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from router.candidates import Limits, candidates
-from router.decision import Ask, Decision, DecisionRecord, Outlook, decide
+from router.decision import Ask, Conditions, Decision, Outlook, decide
 from router.foresight import NO_GAIN, UNKNOWN_MODEL, Forecast
-from router.locality import Locality, Prices, Work, locality
-from router.reservations import PREFILL, SEQUENCES, Reservations
+from router.locality import Locality, Prices, Work, locality, numbered
+from router.policies import Rules
+from router.record import DecisionRecord
+from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
 from router.roster import Roster
 from router.scoring import TERMS, Weights, score, uncached_tokens
 from router.view import View
@@ -42,7 +44,7 @@ def view_of(*engines: dict[str, Any], clusters: ClusterModel | None = None) -> t
         view.heard(joined.worker_id, 0.0)
         state = view.engine(joined.worker_id)
         assert state is not None
-        found = locality(ranks, joined.shape, state.layout, state.placement, clusters)
+        found = locality(numbered(state.nodes), joined.shape, state.layout, state.placement, clusters)
         view.price(joined.worker_id, None if state.placement is None else state.placement.epoch, found)
     return view, reservations
 
@@ -59,9 +61,9 @@ def decided(
     outlook: Outlook | None = None,
     **asked: int,
 ) -> Decision:
-    load = np.zeros((3, len(roster.targets)), np.int64) if load is None else load
+    load = np.zeros((AMOUNTS, len(roster.targets)), np.int64) if load is None else np.asarray(load)
     overlap = np.zeros(len(roster.targets), np.int64) if overlap is None else np.array(overlap)
-    return decide(ask(**asked), roster, candidates(roster, load, 1, LIMITS), overlap, load, weights, 1, outlook)
+    return decide(ask(**asked), roster, candidates(roster, load, 1, LIMITS), overlap, Conditions(load), Rules(weights=weights), 1, outlook)
 
 
 def foretold(remote: Any, gain: float = 1.0, local: Any = None, priced: Any = None) -> Outlook:
@@ -71,12 +73,14 @@ def foretold(remote: Any, gain: float = 1.0, local: Any = None, priced: Any = No
     forecast = Forecast(
         np.array([0.8, 0.2], np.float32), np.full(2, 0.5, np.float32), gain, 7, 3, 2, 2**64 - 5, slice(8, 264), (8.0, 0, 0, 0), (0.4, 0, 0, 0), 0.4
     )
-    return Outlook(forecast, remote, local, local, np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced))
+    return Outlook(
+        forecast, remote, np.zeros(len(remote)), local, local, np.zeros(len(remote)), np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced)
+    )
 
 
-loads = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500)), min_size=4, max_size=4)
+loads = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500), st.integers(0, 900)), min_size=4, max_size=4)
 overlaps = st.lists(st.integers(0, 40), min_size=4, max_size=4)
-weights = st.builds(Weights, *[st.floats(0, 10)] * 4)
+weights = st.builds(Weights, *[st.floats(0, 10)] * len(TERMS))
 
 
 @settings(deadline=None)
@@ -97,13 +101,13 @@ def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     for candidate in record.candidates:
         terms = candidate.terms_ms
-        assert candidate.score_ms == terms.prefill + terms.queue + terms.decode + terms.experts
-        assert min(terms.prefill, terms.queue, terms.decode, terms.experts) >= 0
-    scores = [candidate.score_ms for candidate in record.candidates]
+        assert candidate.score == terms.prefill + terms.queue + terms.decode + terms.experts + terms.distinct + terms.lockstep + terms.handover
+        assert min(msgspec.structs.astuple(terms)) >= 0
+    scores = [candidate.score for candidate in record.candidates]
     assert scores == sorted(scores)
     assert record.chosen == f"{record.candidates[0].engine}/{record.candidates[0].rank}"
-    assert record.margin_ms is not None
-    assert record.margin_ms == scores[1] - scores[0]
+    assert record.margin is not None
+    assert record.margin == scores[1] - scores[0]
     assert record.runner_up == f"{record.candidates[1].engine}/{record.candidates[1].rank}"
 
 
@@ -112,42 +116,48 @@ def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
 def test_more_overlap_never_raises_a_score(load: Any, overlap: list[int], more: int, which: int, prompt: int) -> None:
     view, _ = view_of({}, {"speed": SLOW})
     roster = view.roster("demo")
-    at = np.arange(4)
     grown = [blocks + more if one == which else blocks for one, blocks in enumerate(overlap)]
     table = np.array(load).T
-    before, after = (score(roster, at, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), 10, Weights()).total for blocks in (overlap, grown))
+    before, after = (
+        score(roster, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), prompt, 10, Weights()).total for blocks in (overlap, grown)
+    )
     assert after[which] <= before[which]
     assert (np.delete(after, which) == np.delete(before, which)).all()
 
 
 @settings(deadline=None)
-@given(load=loads, row=st.integers(0, 2), which=st.integers(0, 3))
-def test_more_load_never_lowers_a_score(load: Any, row: int, which: int) -> None:
+@given(load=loads, row=st.sampled_from([PREFILL, BLOCKS, STEPS, None]), which=st.integers(0, 3))
+def test_more_load_never_lowers_a_score(load: Any, row: int | None, which: int) -> None:
+    """Row None: one more request, as large as those there."""
     view, _ = view_of({}, {"speed": SLOW})
     roster, table = view.roster("demo"), np.array(load).T
     heavier = table.copy()
-    heavier[row, which] += 100
-    scores = [score(roster, np.arange(4), one, np.full(4, 50), 10, Weights()).total for one in (table, heavier)]
-    assert scores[1][which] >= scores[0][which]
+    if row is None:
+        heavier[:, which] += [100, 1, heavier[BLOCKS, which], heavier[STEPS, which]]
+    else:
+        heavier[row, which] += 100
+    scores = [score(roster, one, np.full(4, 50), 50, 10, Weights()).total for one in (table, heavier)]
+    assert scores[1][which] >= scores[0][which] * (1 - 1e-12)
 
 
 def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
     view, _ = view_of({"speed": SLOW})
-    load = np.full((3, 2), 5)
+    load = np.array([[5, 9]] * AMOUNTS)
     for at in range(len(TERMS)):
         plain = decided(view.roster("demo"), load, outlook=foretold([1.0, 0.5])).scores.terms
         for factor in (0.0, 2.0):
-            only = Weights(*[factor if one == at else 1.0 for one in range(4)])
+            only = Weights(*[factor if one == at else 1.0 for one in range(len(TERMS))])
             weighted = decided(view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])).scores.terms
             assert (weighted[at] == factor * plain[at]).all()
 
 
 def test_terms_are_milliseconds_of_the_time_model() -> None:
     view, _ = view_of({"speed": SLOW})
-    load = np.array([[200, 0], [3, 0], [40, 0]])
+    load = np.array([[200, 0], [3, 0], [40, 0], [1000, 0]])
     remote = 2 * (1 - 0.5**2)  # two layers, half of the mass away, two draws
     decision = decided(view.roster("demo"), load, [5, 0], outlook=foretold([remote, remote], gain=0.6), prompt=100, output=20)
-    assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, 20 * (3 * 1.0 + 40 * 0.01), 0.6 * (80 + 20) * 0.01 * remote])
+    own, running = 20 * (3.0 + 1.0 + 0.01 * (100 + 20) / 4), 20 * (3 * 1.0 + 40 * 0.01)
+    assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 80.0, 0.0])
 
 
 def test_equal_candidates_are_told_apart_by_the_seed_alone() -> None:
@@ -155,13 +165,13 @@ def test_equal_candidates_are_told_apart_by_the_seed_alone() -> None:
     picks = [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
     assert picks == [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
     assert {name: picks.count(name) for name in set(picks)} == {"e0/0": 100, "e0/1": 100, "e1/0": 100, "e1/1": 100}
-    assert decided(view.roster("demo")).tied == 4
-    assert decided(view.roster("demo")).margin_ms == 0.0
+    assert decided(view.roster("demo")).choice.tied == 4
+    assert decided(view.roster("demo")).margin == 0.0
 
 
 def test_the_router_prefers_the_rank_that_holds_the_prefix_until_it_is_too_busy() -> None:
     view, _ = view_of({"speed": SLOW})
-    load = np.zeros((3, 2), np.int64)
+    load = np.zeros((AMOUNTS, 2), np.int64)
     assert decided(view.roster("demo"), load, [0, 20]).target.rank == 1
     load[PREFILL, 1] = 100
     assert decided(view.roster("demo"), load, [0, 20]).target.rank == 0
@@ -169,7 +179,7 @@ def test_the_router_prefers_the_rank_that_holds_the_prefix_until_it_is_too_busy(
 
 def test_saturated_and_too_small_ranks_are_left_out_with_reasons() -> None:
     view, _ = view_of({"max_context": 100}, {"speed": SLOW})
-    load = np.zeros((3, 4), np.int64)
+    load = np.zeros((AMOUNTS, 4), np.int64)
     load[SEQUENCES, 2] = 10
     load[PREFILL, 3] = 6000
     found = candidates(view.roster("demo"), load, 500, LIMITS)
@@ -186,7 +196,7 @@ def test_saturated_and_too_small_ranks_are_left_out_with_reasons() -> None:
 
 def test_ranks_to_avoid_are_left_out_and_are_not_called_busy() -> None:
     view, _ = view_of({})
-    found = candidates(view.roster("demo"), np.zeros((3, 2), np.int64), 1, LIMITS, frozenset({(1, 0)}))
+    found = candidates(view.roster("demo"), np.zeros((AMOUNTS, 2), np.int64), 1, LIMITS, frozenset({(1, 0)}))
     assert found.at.tolist() == [1]
     assert [(out.rank, out.reason) for out in found.excluded] == [(0, "this request failed there before")]
     assert not found.busy
@@ -195,9 +205,9 @@ def test_ranks_to_avoid_are_left_out_and_are_not_called_busy() -> None:
 def test_a_decision_without_candidates_is_an_error_of_the_caller() -> None:
     view, _ = view_of({})
     roster = view.roster("demo")
-    none = candidates(roster, np.zeros((3, 2), np.int64), 10**6, LIMITS)
+    none = candidates(roster, np.zeros((AMOUNTS, 2), np.int64), 10**6, LIMITS)
     with pytest.raises(ValueError, match="no candidate"):
-        decide(ask(), roster, none, np.zeros(2, np.int64), np.zeros((3, 2), np.int64), Weights(), 1)
+        decide(ask(), roster, none, np.zeros(2, np.int64), Conditions(np.zeros((AMOUNTS, 2), np.int64)), Rules(), 1)
 
 
 def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
@@ -231,7 +241,7 @@ def prices(found: Locality) -> Prices:
 
 
 def test_a_clusters_price_is_lower_where_its_experts_live() -> None:
-    found = prices(locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
+    found = prices(locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
     near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
     assert found.remote == pytest.approx(np.array([[near, far], [far, near]]), abs=1e-3)
     assert found.local == pytest.approx(np.array([[0.9, 0.1], [0.1, 0.9]]), abs=1e-3)
@@ -239,22 +249,22 @@ def test_a_clusters_price_is_lower_where_its_experts_live() -> None:
 
 def test_a_cluster_that_nobody_uses_is_priced_as_the_mean() -> None:
     model = clusters([[[9, 9, 1, 1]] * 2, [[1, 1, 9, 9]] * 2, [[1, 0, 0, 0]] * 2], shares=[0.5, 0.5, 0.0])
-    found = prices(locality(2, SHAPE, None, linear(layers=2, experts=4, ranks=2), model))
+    found = prices(locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), model))
     assert found.remote[:, 2] == pytest.approx([2 * (1 - 0.5**2)] * 2, abs=1e-3)
     assert found.local[:, 2] == pytest.approx([0.5] * 2, abs=1e-3)
 
 
 @pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=2), Layout(attention="dp", boundary=2)])
 def test_there_is_no_expert_price_where_experts_are_sharded(layout: Layout) -> None:
-    found = locality(2, SHAPE, layout, linear(layers=2, experts=4, ranks=2), halves())
+    found = locality((0, 0), SHAPE, layout, linear(layers=2, experts=4, ranks=2), halves())
     assert found.prices is None
     assert "sharded over all ranks" in str(found.note)
 
 
 def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -> None:
     placement = linear(layers=2, experts=4, ranks=2)
-    whole = prices(locality(2, SHAPE, None, placement, halves()))
-    half = prices(locality(2, SHAPE, Layout(attention="dp", boundary=1), placement, halves()))
+    whole = prices(locality((0, 0), SHAPE, None, placement, halves()))
+    half = prices(locality((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, halves()))
     assert half.remote == pytest.approx(whole.remote / 2)
     assert half.local == pytest.approx(whole.local)
 
@@ -262,11 +272,11 @@ def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -
 def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
     placement = linear(layers=2, experts=4, ranks=2)
     cases = {
-        "reports no experts": locality(2, None, None, None, None),
-        "placement is unknown": locality(2, SHAPE, None, None, halves()),
-        "placement is of another shape": locality(2, SHAPE, None, linear(layers=3, experts=4, ranks=2), halves()),
-        "no clusters of this model yet": locality(2, SHAPE, None, placement, None),
-        "clusters are of another shape": locality(2, SHAPE, None, placement, clusters(np.ones((2, 5, 7)))),
+        "reports no experts": locality((0, 0), None, None, None, None),
+        "placement is unknown": locality((0, 0), SHAPE, None, None, halves()),
+        "placement is of another shape": locality((0, 0), SHAPE, None, linear(layers=3, experts=4, ranks=2), halves()),
+        "no clusters of this model yet": locality((0, 0), SHAPE, None, placement, None),
+        "clusters are of another shape": locality((0, 0), SHAPE, None, placement, clusters(np.ones((2, 5, 7)))),
     }
     for said, found in cases.items():
         assert found.prices is None
@@ -278,16 +288,16 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
     later = linear(layers=2, experts=4, ranks=2)
     later.epoch = 7
     mirrored = Placement(placement.expert_of_slot[:, ::-1], experts=4, ranks=2)
-    work = Work(2, SHAPE, None, placement, model)
-    assert work.same_as(Work(2, SHAPE, None, later, model))
+    work = Work((0, 0), SHAPE, None, placement, model)
+    assert work.same_as(Work((0, 0), SHAPE, None, later, model))
     others = [
-        Work(2, SHAPE, None, mirrored, model),
-        Work(2, SHAPE, None, None, model),
-        Work(2, SHAPE, None, placement, halves()),
-        Work(2, SHAPE, None, placement, None),
-        Work(2, None, None, placement, model),
-        Work(2, SHAPE, Layout(attention="dp", boundary=1), placement, model),
-        Work(3, SHAPE, None, placement, model),
+        Work((0, 0), SHAPE, None, mirrored, model),
+        Work((0, 0), SHAPE, None, None, model),
+        Work((0, 0), SHAPE, None, placement, halves()),
+        Work((0, 0), SHAPE, None, placement, None),
+        Work((0, 0), None, None, placement, model),
+        Work((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, model),
+        Work((0, 0, 0), SHAPE, None, placement, model),
     ]
     assert not any(work.same_as(other) or other.same_as(work) for other in others)
 
@@ -304,13 +314,13 @@ def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes
     roster, outlook = aligned()
     decision = decided(roster, outlook=outlook, seed=seed)
     assert decision.target.rank == 1
-    assert decision.tied == 1
-    assert decision.margin_ms == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
+    assert decision.choice.tied == 1
+    assert decision.margin == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
     roster, outlook = aligned(gain=0.0)
     unbelieved, unforetold = decided(roster, outlook=outlook, seed=seed), decided(roster, seed=seed)
     assert (unbelieved.scores.terms == unforetold.scores.terms).all()
     assert unbelieved.target is unforetold.target
-    assert unbelieved.tied == 2
+    assert unbelieved.choice.tied == 2
 
 
 def test_a_cached_prefix_outweighs_experts_and_experts_outweigh_a_little_less() -> None:
@@ -396,7 +406,7 @@ def test_an_older_placement_never_replaces_a_newer_one() -> None:
     assert view.roster("demo").targets[0].epoch == 5
     assert view.roster("demo").targets[0].note == "not priced yet"
     assert not view.place(1, linear(layers=2, experts=4, ranks=2), Layout(attention="dp", boundary=0))
-    view.price(1, 4, locality(2, None, None, None, None))  # for an epoch that has passed
+    view.price(1, 4, locality((0, 0), None, None, None, None))  # for an epoch that has passed
     assert view.roster("demo").targets[0].note == "not priced yet"
 
 
@@ -408,8 +418,8 @@ def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> 
     view.place(1, mirrored, Layout(attention="dp", boundary=0))
     assert (view.prices("demo").flat == before.flat).all()
     assert view.roster("demo").targets[0].note == "not priced yet: the term is that of epoch 0"
-    view.price(1, 1, locality(2, SHAPE, None, mirrored, halves()))
-    assert view.prices("demo").flat == pytest.approx(before.flat[[1, 0, 3, 2]])
+    view.price(1, 1, locality((0, 0), SHAPE, None, mirrored, halves()))
+    assert view.prices("demo").flat == pytest.approx(before.flat[[1, 0, 2, 3, 5, 4, 6]])
     assert view.roster("demo").targets[0].note is None
     tp = Placement(mirrored.expert_of_slot, experts=4, ranks=2, epoch=2)
     view.place(1, tp, Layout(attention="dp", boundary=2))

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from functools import reduce
+from operator import add
 from typing import Any
 
 import pytest
@@ -143,7 +145,7 @@ async def test_the_decision_of_an_answer_can_be_read_back(house: House, rank: Mo
     assert record["chosen"] == "alone/0"
     assert record["runner_up"] is None
     candidate = record["candidates"][0]
-    assert candidate["score_ms"] == sum(candidate["terms_ms"].values())
+    assert candidate["score"] == reduce(add, candidate["terms_ms"].values())
     assert candidate["worker_id"].isdigit()
     missing = await house.get("/v1/decisions/none")
     assert (missing.status, missing.json["error"]["code"]) == (404, "decision_not_found")
@@ -155,7 +157,7 @@ async def test_an_explained_decision_equals_the_one_that_is_made(house: House, r
     assert house.service.picker.reservations.open_bookings == 0
     served = await house.post("/v1/chat/completions", chat())
     record = (await house.get(f"/v1/decisions/{served.headers['x-roost-decision-id']}")).json
-    for field in ("chosen", "runner_up", "margin_ms", "candidates", "excluded", "epochs", "prompt_tokens", "expected_output_tokens", "weights"):
+    for field in ("chosen", "runner_up", "margin", "candidates", "excluded", "epochs", "prompt_tokens", "expected_output_tokens", "weights"):
         assert explained[field] == record[field], field
     by_text = await house.post("/v1/route", {"model": "demo", "prompt": "abc"})
     assert by_text.json["prompt_tokens"] == len(rank.tokenizer.encode_prompt("abc"))

@@ -165,7 +165,7 @@ async def test_every_choice_that_was_answered_is_told_once_after_its_end(
     assert {outcome.decision for outcome in told.outcomes} == {decision_id, f"{decision_id}-c1", f"{decision_id}-c2"}
     assert {(message.model, message.tables, message.clusters) for message in told.messages} == {("demo", 5, 5)}
     keys = keys_of("s", "t", "demo", CHAT)
-    prices = house.service.view.prices("demo").flat[2:]
+    prices = house.service.view.prices("demo").local
     for outcome in told.outcomes:
         assert (outcome.worker_id, outcome.prefix) == (2**64 - 9, blocks_of(ids)[0])
         assert (outcome.session, outcome.tenant) == keys

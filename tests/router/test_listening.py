@@ -188,7 +188,7 @@ async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> 
     await fleet.bus.record(fleet.subjects.placements("a"), committed)
     await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
     assert before[:2].min() > 0
-    assert fleet.service.view.prices("demo").flat == pytest.approx(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]))
+    assert fleet.service.view.prices("demo").flat == pytest.approx(np.array([[0, 0]] * 4 + [[1, 1]] * 2 + [[0, 0]]))
 
 
 async def test_a_heartbeat_of_another_epoch_makes_the_router_ask(fleet: Fleet) -> None:

@@ -1,5 +1,7 @@
 """One trace per request: spans nested, terms present and adding up, the context handed on; and nothing at all when off."""
 
+from functools import reduce
+from operator import add
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode
 
 from fleet.blocks import local_hashes, sequence_hashes
+from router.scoring import TERMS
 from router.tracing import Tracing
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, rendered, until
 from tests.router.learnt import halves, published_clusters, tables
@@ -95,13 +98,13 @@ async def test_the_decision_span_carries_every_candidates_terms_and_they_add_up(
     for told, kept in zip(candidates, record["candidates"], strict=True):
         assert told["roost.candidate"] == f"{kept['engine']}/{kept['rank']}"
         assert told["roost.worker_id"] == kept["worker_id"]
-        terms = [told[f"roost.term.{name}_ms"] for name in ("prefill", "queue", "decode", "experts")]
+        terms = [told[f"roost.term.{name}_ms"] for name in TERMS]
         assert terms == list(kept["terms_ms"].values())
-        assert sum(float(str(term)) for term in terms) == told["roost.score_ms"] == kept["score_ms"]
+        assert reduce(add, (float(str(term)) for term in terms)) == told["roost.score"] == kept["score"]
     told = about(decide)
     assert told["roost.chosen"] == record["chosen"]
     assert told["roost.runner_up"] == record["runner_up"]
-    assert told["roost.margin_ms"] == record["margin_ms"]
+    assert told["roost.margin"] == record["margin"]
     assert told["roost.decision.id"] == record["id"]
     assert set(told["roost.epoch.placement"]) == {"engine0:0", "engine1:0", "engine2:0"}
 

@@ -45,9 +45,9 @@ def test_a_served_decision_reads_back_term_by_term(fleet: Fleet) -> None:
     assert decision["model"] == MODEL
     assert {f"{candidate['engine']}/{candidate['rank']}" for candidate in decision["candidates"]} == {"engine-0/0", "engine-0/1"}
     for candidate in decision["candidates"]:
-        assert sum(candidate["terms_ms"].values()) == pytest.approx(candidate["score_ms"], abs=1e-9)
-    scores = [candidate["score_ms"] for candidate in decision["candidates"]]
-    assert decision["margin_ms"] == pytest.approx(scores[1] - scores[0])
+        assert sum(candidate["terms_ms"].values()) == pytest.approx(candidate["score"], abs=1e-9)
+    scores = [candidate["score"] for candidate in decision["candidates"]]
+    assert decision["margin"] == pytest.approx(scores[1] - scores[0])
     assert decision["epochs"]["placement"] == {"engine-0": 0}
 
 
@@ -73,7 +73,7 @@ def test_one_trace_runs_from_the_client_through_the_router_into_the_engine(fleet
     assert len(decide["events"]) == len(decision["candidates"])
     for event, candidate in zip(decide["events"], decision["candidates"], strict=True):
         terms = [value for name, value in event["attributes"].items() if re.fullmatch(r"roost\.term\.\w+", name)]
-        assert sum(terms) == pytest.approx(candidate["score_ms"], abs=1e-6), event["attributes"]
+        assert sum(terms) == pytest.approx(candidate["score"], abs=1e-6), event["attributes"]
 
 
 def test_a_dry_run_decides_without_running(fleet: Fleet) -> None:

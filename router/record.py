@@ -1,0 +1,114 @@
+"""A routing decision as it is read: what `GET /v1/decisions/{id}` and `POST /v1/route` answer, and what spans are written from."""
+
+from typing import Literal
+
+import msgspec
+
+from router.foresight import PredictionRecord
+from router.policies import Unit, Why
+from router.roster import Excluded
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted milliseconds, weighted; under the policy cost their sum in this order is the score exactly. Fields: `scoring.TERMS`."""
+
+    prefill: float
+    queue: float
+    decode: float
+    experts: float
+    distinct: float
+    lockstep: float
+    handover: float
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rank was already promised."""
+
+    prefill_tokens: int
+    requests: int
+    blocks: int
+    steps: int
+    """tokens that its requests are expected to emit yet"""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as it was priced. `worker_id` is a u64 and therefore text."""
+
+    engine: str
+    rank: int
+    worker_id: str
+    score: float
+    """what the policy minimises, in the record's `unit`"""
+    terms_ms: Terms
+    """whatever the policy"""
+    overlap_blocks: int
+    overlap_approximate: bool
+    uncached_tokens: int
+    load: Load
+    remote_ranks: float | None
+    """expected distinct remote ranks of a token, summed over MoE layers; None: not priced, `experts_note` says why"""
+    remote_nodes: float | None
+    """the same of nodes"""
+    local_share: float | None
+    """share of the request's routed pairs that is expected to find its expert here"""
+    added_experts: float | None
+    """experts that a step of the engine is expected to read for this request alone, summed over MoE layers"""
+    experts_note: str | None
+
+
+class Epochs(msgspec.Struct, frozen=True, kw_only=True):
+    """The versions of everything the decision was made with."""
+
+    placement: dict[str, int | None]
+    """by engine"""
+    tables: int | None
+    """prediction tables; None: there were none"""
+    clusters: int | None
+    view: int
+
+
+class Supposed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the decision was asked to suppose: terms that do not count, and ranks that are gone."""
+
+    without: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision as JSON."""
+
+    id: str
+    request_id: str
+    model: str
+    prompt_tokens: int
+    expected_output_tokens: int
+    policy: Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
+    unit: Unit
+    """of scores and margin; "1": they have none"""
+    chosen: str
+    """engine/rank"""
+    why: Why
+    runner_up: str | None
+    """the lowest score but the chosen one's"""
+    margin: float | None
+    """the runner-up's score less the chosen one's; negative where a session or chance chose a dearer rank"""
+    tied: int
+    """candidates that shared the lowest score"""
+    seed: str
+    without: dict[str, str]
+    """who would have been chosen had a term not counted, by term; terms of weight 0, and those of other policies than cost, are left out"""
+    if_gone: str | None
+    """who would have been chosen had the chosen rank been gone; None: there was no other"""
+    supposed: Supposed | None
+    """None: nothing"""
+    session_rank: str | None
+    """the rank that the conversation was at, as far as it is still routed to"""
+    candidates: list[Candidate]
+    """lowest score first"""
+    excluded: list[Excluded]
+    weights: dict[str, float]
+    epochs: Epochs
+    prediction: PredictionRecord | None
+    attempt: int
+    replaces: str | None
+    cause: str | None
