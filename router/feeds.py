@@ -50,7 +50,7 @@ class Feeds:
         self._threads = threads
         self._clock = clock
         self._forget = forget
-        self.behind = {subjects.membership(): "joins", subjects.placements(): "placements"}
+        self.behind = {subjects.membership(): "joins", subjects.placements(): "placements", subjects.drains(): "drains"}
         """what is stored under these subjects has not all been heard yet"""
         self.listening = asyncio.Event()
         """set once nothing said on the bus is missed any more"""
@@ -179,7 +179,8 @@ class Feeds:
             health.drain(said.worker_id, said.rank, said.reason)
         else:
             health.undrain(said.worker_id, said.rank)
-        log.info("%s of engine %s: %s", "all ranks" if said.rank is None else f"rank {said.rank}", said.engine, said.reason or "drained" if said.draining else "taken back")
+        where = f"engine {said.engine}" if said.rank is None else f"{said.engine}/{said.rank}"
+        log.info("%s %s", where, f"takes no new requests: {said.reason or 'drained'}" if said.draining else "takes requests again")
 
     async def _meet(self) -> None:
         """Heartbeats of somebody whose join was missed, or whose placement moved on without us."""

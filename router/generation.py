@@ -78,6 +78,7 @@ class Generation:
                 await self._emit(course, [course.finish_with(whole_text)])
                 await self._finished(course)
                 return
+            self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id
 
     async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
@@ -90,12 +91,12 @@ class Generation:
             await self._attempt(course, decision, booking, span)
         except UpstreamFailed as failed:
             ended = failed.how.value
-            self._service.attempt_failed(self._exchange, decision, failed.how, str(failed))
+            self._service.attempt_failed(self._exchange, decision, booking, failed.how, str(failed))
             course.failures.append((decision.target.key, failed.how))
             return decision, failed
         else:
             ended = None
-            self._service.finished(decision, prompt)
+            self._service.finished(decision, booking, prompt)
             return decision, None
         finally:
             self._service.release(booking)

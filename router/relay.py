@@ -54,6 +54,7 @@ class Relay:
                 raise ApiError(502, f"the server broke off its answer ({failed.how.value}); ask again", code="upstream_failed") from failed
             if attempt >= self._service.config.max_attempts:
                 raise _nobody(failed, attempt) from failed
+            self._service.may_retry(failed.how, begun=False)
             attempt, replaces = attempt + 1, decision.id
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
@@ -68,12 +69,12 @@ class Relay:
             await self._attempt(decision, booking, span)
         except UpstreamFailed as failed:
             ended = failed.how.value
-            self._service.attempt_failed(self._exchange, decision, failed.how, str(failed))
+            self._service.attempt_failed(self._exchange, decision, booking, failed.how, str(failed))
             self._failures += ((decision.target.key, failed.how),)
             return decision, failed
         else:
             ended = None
-            self._service.finished(decision, self._prompt, reported=self._reported)
+            self._service.finished(decision, booking, self._prompt, reported=self._reported)
             return decision, None
         finally:
             self._service.release(booking)

@@ -3,13 +3,19 @@
 import asyncio
 import logging
 import random
+import re
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from math import inf
 
-from bus import Bus
+import msgspec
+
+from bus import Bus, BusError
 from bus.subjects import Subjects
+from fleet.completions import DECISION_HEADER, ApiError
 from router.config import RouterConfig
 from router.course import Failure
 from router.decision import Decision
@@ -22,19 +28,24 @@ from router.kv_index import KvIndex
 from router.lexicon import Lexicon
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
+from router.peers import Peers
 from router.picker import FIRST_TRY, Need, Picker, Try
 from router.plain import PlainBackends
 from router.prefixes import Prefixes
 from router.prompt import Prompt
 from router.proxy import Upstream
 from router.reservations import Booking, Reservations
+from router.reserved import ReleaseRecord, Reserved
+from router.retries import RetryBudget
 from router.tokenizer import ModelTokenizer
 from router.view import View
+from router.warmup import Warmup
 
 log = logging.getLogger(__name__)
 
 WHOLE_EVENTS = 16
 """A plain server's whole answer may be as long as so many of the longest events; so may what it says of experts."""
+_TAG = re.compile(r"[0-9a-f]{4}")
 _SWEEP_SECONDS = 0.25
 _PROBES_MISSED = 2.5
 """A plain backend counts as silent after so many probe intervals."""
@@ -64,17 +75,35 @@ class RouterService:
         self.view = View(reservations)
         holders = Holders()
         self.picker = Picker(self.view, reservations, KvIndex(holders), Prefixes(config.prefix_blocks_per_rank, holders), config)
+        self.retries = RetryBudget(config.retry_share, config.least_retries)
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, self.forget_worker)
         self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
         most = WHOLE_EVENTS * config.max_event_bytes
         self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
+        self.reserved = Reserved(config.reservation_seconds)
+        self.peers = None if bus is None else Peers(bus, subjects, config, reservations, self.metrics, clock, self.end_reserved)
+        self.tag = secrets.token_hex(2)
+        """what the ids of this router's decisions begin with"""
+        self.warmup = Warmup(self.view, self.feeds, self.peers)
+        self._audible_since = -inf
+        """engines on the bus can be heard since then"""
         self._backends = PlainBackends(config.backends, self.backend_key, self.view, clock, self.forget_worker)
 
     @property
     def ready(self) -> bool:
-        """Whether at least one engine lives and can be used."""
-        return bool(self.view.models(live=True))
+        """Whether all is known that should be, and at least one engine lives and can be used."""
+        return self.warmup.over and bool(self.view.models(live=True))
+
+    @property
+    def missing(self) -> list[str]:
+        """What it is not ready for want of."""
+        return [*self.warmup.missing(), *([] if self.view.models(live=True) else ["a live engine"])]
+
+    @property
+    def bus_silent(self) -> bool:
+        """Whether nothing can be heard on the bus, so that silence says nothing of engines."""
+        return self.peers is not None and self.peers.bus_silent
 
     async def run(self) -> None:
         """Listen, probe and sweep until cancelled."""
@@ -84,6 +113,9 @@ class RouterService:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.feeds is not None:
                 tasks.create_task(self.feeds.run(), name="listens to the bus")
+            if self.peers is not None:
+                tasks.create_task(self.peers.run(), name="tells other routers, and listens to them")
+                tasks.create_task(self.warmup.run(), name="waits until all is known that should be")
             if self._outcomes is not None:
                 tasks.create_task(self._outcomes.run(), name="tells the tracker what became of requests")
             if self._foreign is not None:
@@ -95,7 +127,7 @@ class RouterService:
     # What requests are served with
 
     def new_decision_id(self) -> str:
-        return f"{self._chance.getrandbits(64):016x}"
+        return f"{self.tag}{self._chance.getrandbits(48):012x}"
 
     def draw_seed(self) -> int:
         """For a request that names none: its sampling must be repeatable by the rank that continues it."""
@@ -110,6 +142,10 @@ class RouterService:
         started = time.perf_counter()
         decision = self.decide(need, exchange.decision_id + suffix, attempt)
         booking = self.picker.book(decision, need.prompt, self.clock())
+        if self.peers is not None:
+            self.peers.booked(decision.id, decision.target.key, booking)
+        if attempt.number == 1:
+            self.retries.asked(self.clock())
         seconds = time.perf_counter() - started
         self.metrics.decided(decision, seconds)
         if exchange.trace is not None:
@@ -119,12 +155,45 @@ class RouterService:
 
     def first_token(self, booking: Booking) -> None:
         self.picker.reservations.first_token(booking)
+        if self.peers is not None:
+            self.peers.first_token(booking)
+        self.picker.health.first_token(booking, self.clock())
 
     def release(self, booking: Booking) -> None:
         self.picker.reservations.release(booking)
+        if self.peers is not None:
+            self.peers.ended(booking)
+        self.picker.health.ended(booking)
 
-    def finished(self, decision: Decision, prompt: Prompt, *, reported: bool = False) -> None:
+    # What is held for other data planes
+
+    def hold(self, decision: Decision, booking: Booking) -> None:
+        """Hold a booking by its decision's id until it is released or has been held for `reservation_seconds` without a word."""
+        self.reserved.hold(decision.id, booking, self.clock())
+
+    def released(self, decision_id: str, *, first_token: bool) -> ReleaseRecord:
+        """A word about what this router or another one reserved. Idempotent."""
+        if self.end_reserved(decision_id, first_token):
+            return ReleaseRecord(id=decision_id, outcome="noted" if first_token else "ended")
+        if self.peers is None or decision_id.startswith(self.tag):
+            return ReleaseRecord(id=decision_id, outcome="unknown")
+        known = self.peers.pass_on(decision_id, first_token=first_token)
+        return ReleaseRecord(id=decision_id, outcome="passed_on" if known else "unknown")
+
+    def end_reserved(self, decision_id: str, first_token: bool) -> bool:
+        """What was reserved is over, or (first_token) its prompt is computed and it goes on. False when it is unknown or over."""
+        booking = self.reserved.heard(decision_id, self.clock()) if first_token else self.reserved.end(decision_id)
+        if booking is None:
+            return False
+        if first_token:
+            self.first_token(booking)
+        else:
+            self.release(booking)
+        return True
+
+    def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
         """A choice was answered to its end by this decision's rank; `prompt` is what was decided on. reported: the answer named its experts."""
+        self.picker.health.answered(booking, self.clock())
         if self._outcomes is not None:
             self._outcomes.note(decision, prompt, reported=reported)
 
@@ -136,16 +205,43 @@ class RouterService:
         """The answer has passed; whether it named its experts."""
         return self._foreign is not None and self._foreign.note(decision, tap, usage)
 
-    def attempt_failed(self, exchange: Exchange, decision: Decision, how: Failure, detail: str) -> None:
+    def attempt_failed(self, exchange: Exchange, decision: Decision, booking: Booking, how: Failure, detail: str) -> None:
         """Remember what failed; an engine that cannot be reached is left alone until it gives a sign of life."""
         exchange.failures.append(how)
         self.metrics.failed(how)
         log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
-        if how is Failure.CONNECT:
+        if how is not Failure.BUSY and self.picker.health.failed(booking, self.clock()):
+            self.metrics.breakers_opened.inc()
+            log.warning("%s is left alone for a while: too many failures in a row", decision.target.name)
+        if how is Failure.CONNECT and not self.bus_silent:  # else nothing could say that it is back
             self.view.unreachable(decision.target.key[0])
+
+    def may_retry(self, how: Failure, *, begun: bool) -> None:
+        """Ask before a request is tried once more; begun: its client has part of the answer. ApiError 503 (429 after a rank that was
+        busy), with Retry-After, when too many of the last requests were tried again already."""
+        if self.retries.may_retry(self.clock(), begun=begun):
+            return
+        self.metrics.retries_refused.inc()
+        said = f"a rank failed this request ({how.value}), and too many of the last requests were tried again already; ask again"
+        busy = how is Failure.BUSY
+        raise ApiError(429 if busy else 503, said, code="saturated" if busy else "upstream_failed", retry_after=2.0)
 
     def tokenizer(self, digest: str | None) -> ModelTokenizer | None:
         return self.lexicon.get(digest)
+
+    async def decision(self, decision_id: str) -> bytes:
+        """One of the last decisions of this router, or of the one that the id names, as JSON. ApiError 404 says where it was looked for."""
+        kept = self.picker.kept(decision_id)
+        if kept is not None:
+            return msgspec.json.encode(kept.record())
+        tag = decision_id[:4]
+        if tag == self.tag or self.peers is None or not _TAG.fullmatch(tag):
+            said = f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the answer's header {DECISION_HEADER}"
+            raise ApiError(404, said, code="decision_not_found")
+        try:
+            return await self.peers.decision(tag, decision_id)
+        except BusError as error:
+            raise ApiError(404, f"decision {decision_id!r} was made by another router ({tag}): {error}", code="decision_not_found") from error
 
     def forget_worker(self, worker_id: int) -> None:
         """An incarnation is gone for good: what was known of it goes too."""
@@ -166,8 +262,29 @@ class RouterService:
         config = self.config
         dead_after = max(config.dead_after_seconds, _PROBES_MISSED * config.probe_seconds) if config.backends else config.dead_after_seconds
         while True:
-            for worker_id in self.view.sweep(self.clock(), dead_after, config.forget_after_seconds):
+            now = self.clock()
+            if self.bus_silent:
+                self._audible_since = now
+            for worker_id in self.view.sweep(now, dead_after, config.forget_after_seconds, self._audible_since):
                 self.forget_worker(worker_id)
+            self._judge(now)
+            self._expire(now)
             self.upstream.prune()
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
             await asyncio.sleep(_SWEEP_SECONDS)
+
+    def _expire(self, now: float) -> None:
+        """What was booked elsewhere, or for somebody else, ends with its time."""
+        for booking in self.reserved.due(now):
+            self.release(booking)
+        self.metrics.reservations(len(self.reserved), self.reserved.released, self.reserved.expired)
+        if self.peers is not None:
+            self.peers.sweep()
+            self.metrics.bus_silent.set(self.bus_silent)
+
+    def _judge(self, now: float) -> None:
+        """Outliers are left alone, or let go; and metrics hear who is left alone now."""
+        health = self.picker.health
+        rosters = [self.view.roster(model) for model in self.view.models(live=True)]
+        health.judge([[target.key for target in roster.targets] for roster in rosters], now)
+        self.metrics.left_alone({(roster.model, *key): kind.value for roster in rosters for key, kind in health.bars(roster, now).kinds.items()})

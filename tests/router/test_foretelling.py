@@ -389,7 +389,8 @@ async def test_a_router_without_a_bus_foretells_nothing_and_tells_nobody() -> No
     service.view.join(joined, 0.0)
     service.view.heard(7, 0.0)
     decision = service.decide(Need("demo", TokenPrompt([1, 2, 3]), 3, 10, None), "d")
-    service.finished(decision, TokenPrompt([1, 2, 3]))
+    booking = service.picker.book(decision, TokenPrompt([1, 2, 3]), 0.0)
+    service.finished(decision, booking, TokenPrompt([1, 2, 3]))
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert record.prediction is None
     service.threads.shutdown()
