@@ -1,4 +1,4 @@
-"""HTTP serving of one ASGI application on a socket that was bound before, stopped within a bound."""
+"""HTTP serving of one ASGI application on sockets that were bound before, stopped within a bound."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ class _Server(uvicorn.Server):
 class HttpFace:
     """Serves an application while its context lasts; leaving waits for open requests at most `drain_seconds`."""
 
-    def __init__(self, app: Any, door: socket.socket, *, drain_seconds: float) -> None:
-        self._door = door
+    def __init__(self, app: Any, *doors: socket.socket, drain_seconds: float) -> None:
+        self._doors = doors
         self._drain_seconds = drain_seconds
         self._server = _Server(
             uvicorn.Config(
@@ -44,7 +44,7 @@ class HttpFace:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HttpFace":
-        self._task = asyncio.create_task(self._serve(), name=f"serve HTTP on {url_of(self._door)}")
+        self._task = asyncio.create_task(self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._doors))}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -55,13 +55,21 @@ class HttpFace:
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._door.close()
+        for door in self._doors:
+            door.close()
 
     async def _serve(self) -> None:
         try:
-            await self._server.serve(sockets=[self._door])
+            await self._server.serve(sockets=list(self._doors))
         except SystemExit as error:  # how uvicorn says that the application would not start
             raise RuntimeError("the application did not start; the log says why") from error
+
+    def abort(self) -> None:
+        """As if the process were killed: nothing is taken any more, and every connection breaks."""
+        for listener in self._server.servers:
+            listener.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
     async def failed(self) -> None:
         """Return never while it serves; raise what ended it."""

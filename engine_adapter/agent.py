@@ -48,6 +48,8 @@ class Identity:
     node: str
     urls: tuple[str, ...]
     """base URL of each rank's HTTP face"""
+    nodes: tuple[str, ...] = ()
+    """machine of each rank; empty: all are on `node`"""
     replaces: int | None = None
     """worker_id of the incarnation before, when the launcher knows it to be dead"""
 
@@ -63,7 +65,7 @@ class Agent:
         self._about = engine.description
         self._identity = identity
         self._config = config
-        self._reason = "stopped"
+        self._reason: str | None = "stopped"
         self._mirror = KvMirror(self._about.kv_blocks)
         self._event_id = 0
         self._kv_turn = asyncio.Lock()  # a snapshot sees the mirror and the sequence number of one moment
@@ -84,8 +86,8 @@ class Agent:
             return None
         return Profiling(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config)
 
-    def leaving(self, reason: str) -> None:
-        """Say why the engine will leave; goes into `EngineLeft`."""
+    def leaving(self, reason: str | None) -> None:
+        """Say why the engine will leave; goes into `EngineLeft`. None: it goes without a word, and keeps its name until the claim has run out."""
         self._reason = reason
 
     async def run(self) -> None:
@@ -147,6 +149,7 @@ class Agent:
                     kv_used_blocks=load.used_blocks,
                     running=load.running,
                     waiting=load.waiting,
+                    step_seconds=load.step_seconds,
                 )
             )
             due = True
@@ -224,6 +227,7 @@ class Agent:
             model=about.model,
             node=self._identity.node,
             urls=self._identity.urls,
+            nodes=self._identity.nodes,
             block_size=about.block_size,
             kv_blocks=about.kv_blocks,
             max_context=about.max_context,
@@ -247,7 +251,9 @@ class Agent:
     async def _beat(self) -> None:
         publisher = self._bus.publisher(self._subjects.heartbeats)
         while True:
-            await publisher.publish(EngineHeartbeat(engine=self._identity.engine, worker_id=self._identity.worker_id, epoch=self._epoch))
+            handover = self._engine.handover_seconds
+            who = self._identity
+            await publisher.publish(EngineHeartbeat(engine=who.engine, worker_id=who.worker_id, epoch=self._epoch, handover_seconds=handover))
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _stay(self, claim: NameClaim) -> None:
@@ -279,6 +285,8 @@ class Agent:
 
     async def _leave(self, claim: NameClaim) -> None:
         """Record the leave and free the name, within a bound: the bus may be gone too."""
+        if self._reason is None:
+            return
         try:
             async with asyncio.timeout(self._config.farewell_seconds):
                 if self.joined.is_set():

@@ -1,7 +1,7 @@
 """The Engine port: what the agent asks of one rank of any engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -45,6 +45,9 @@ class Load:
     """KV blocks held by running sequences"""
     used_blocks: int
     """KV blocks held by running sequences or kept for reuse"""
+    step_seconds: float | None = field(default=None, compare=False)
+    """median length of the engine's last steps in which nothing but decoding was done; None: there were none lately. It changes with every
+    step, and is no news by itself"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,11 @@ class Engine(Protocol):
     @property
     def placement(self) -> Placement | None:
         """The placement served now; its epoch is the engine's."""
+        ...
+
+    @property
+    def handover_seconds(self) -> float:
+        """What a handover in progress is expected to cost a request that comes now; 0: none is under way."""
         ...
 
     async def start(self) -> None:

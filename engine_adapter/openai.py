@@ -102,6 +102,10 @@ class PlainEngine:
     def placement(self) -> Placement | None:
         return None
 
+    @property
+    def handover_seconds(self) -> float:
+        return 0.0
+
     async def start(self) -> None:
         """Learn what the server serves. EngineFailed when it does not answer, refuses the key, or lacks the model."""
         model = self._chosen(await self._models())

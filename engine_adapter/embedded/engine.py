@@ -111,6 +111,11 @@ class EmbeddedEngine:
         return self._alive.machine.placement
 
     @property
+    def handover_seconds(self) -> float:
+        """No handover is ever under way yet."""
+        return 0.0
+
+    @property
     def tokenizer(self) -> CheckpointTokenizer:
         """The checkpoint's tokenizer."""
         return self._alive.tokenizer

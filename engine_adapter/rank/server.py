@@ -133,7 +133,7 @@ class RankApp:
         try:
             await self._route(scope)(scope, receive, send)
         except ApiError as error:
-            await _refuse(send, error)
+            await refuse(send, error)
         except ClientGone:
             return
 
@@ -149,15 +149,15 @@ class RankApp:
         failure = self._engine.failure
         if failure is not None:
             raise ApiError(503, str(failure), code="engine_failed")
-        await _respond(send, 200, b'{"status":"ok"}')
+        await respond(send, 200, b'{"status":"ok"}')
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
         about = self._engine.description
         model = {"id": about.model, "object": "model", "created": self._started, "owned_by": "roost", "max_model_len": about.max_context}
-        await _respond(send, 200, msgspec.json.encode({"object": "list", "data": [model]}))
+        await respond(send, 200, msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse(await _body(scope, receive))
+        request = parse(await read_body(scope, receive))
         model = self._engine.description.model
         check(request, model)
         answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER.encode())))
@@ -194,7 +194,7 @@ class RankApp:
     async def _whole(self, answer: Answer, reply: _Reply, send: Send) -> None:
         whole = await _read(answer.rest())
         if whole.outcome is not None:
-            await _respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
+            await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
 
     async def _stream(self, answer: Answer, reply: _Reply, send: Send) -> None:
         """The status goes out with the first piece, so that an engine that fails before it is a 503; later it is an error event."""
@@ -236,7 +236,8 @@ async def _cancel_when_gone(receive: Receive, answer: Answer) -> None:
     answer.cancel()
 
 
-async def _body(scope: Scope, receive: Receive) -> bytes:
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body of a request. ApiError 413 when it is too large; ClientGone when the client leaves before its end."""
     announced = _header(scope, b"content-length")
     if announced is not None and announced.isdecimal():
         _check_size(int(announced))
@@ -263,15 +264,17 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return None if found is None else found.decode("latin-1")
 
 
-async def _respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+    """A whole answer as JSON."""
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 
-async def _refuse(send: Send, error: ApiError) -> None:
+async def refuse(send: Send, error: ApiError) -> None:
+    """An error as an answer."""
     retry = () if error.retry_after is None else ((b"retry-after", str(math.ceil(error.retry_after)).encode()),)
-    await _respond(send, error.status, error.body(), retry)
+    await respond(send, error.status, error.body(), retry)
 
 
 def _usage(outcome: Outcome) -> Usage:

@@ -244,12 +244,12 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
 
 def _token_bytes(tokenizer: Tokenizer, vocabulary: int) -> list[bytes]:
     """Bytes of every id, as the ByteLevel decoder has them: letters of its alphabet are bytes, any other token is its own UTF-8."""
-    letters = _alphabet()
+    letters = byte_letters()
     spelt = (tokenizer.id_to_token(token) or "" for token in range(max(vocabulary, tokenizer.get_vocab_size(with_added_tokens=True))))
     return [bytes(letters[letter] for letter in token) if all(letter in letters for letter in token) else token.encode() for token in spelt]
 
 
-def _alphabet() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """letter -> byte of the byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), ord("\u00ff") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -57,6 +57,7 @@ class PuppetEngine:
             capabilities=capabilities or Capabilities(), shape=shape, layout=EP, tokenizer=b"zip",
         )  # fmt: skip
         self.placement: Placement | None = linear(layers=2, experts=4, ranks=ranks)
+        self.handover_seconds = 0.0
         self._kv: list[KvChange | str] = []
         self._load = IDLE
         self._activations: Activations | None = None

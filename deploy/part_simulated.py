@@ -1,0 +1,140 @@
+"""One simulated engine: all of its ranks, their HTTP faces and their agents, in one process or in one test."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from bus import Bus, BusError
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.orders import RankOrder, tell
+from deploy.process import alongside, first_failure, until_ready
+from deploy.serving import HttpFace
+from deploy.settings import WorkerConfig
+from engine_adapter.agent import Agent, Identity
+from engine_adapter.claims import NameTaken
+from engine_adapter.config import AgentConfig
+from engine_adapter.engine import EngineFailed
+from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.door import SimulatedDoor
+from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
+from engine_adapter.simulated.faults import FaultOrder
+from engine_adapter.tracing import EngineTracing
+from fleet.placement import Placement
+
+EXPECTED = (BusError, EngineFailed)
+FINAL = (NameTaken,)
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """A simulated engine that serves. After `gone` it takes no request any more, and has broken every connection if it died."""
+
+    def __init__(self, engine: SimulatedEngine, agents: Sequence[Agent], identity: Identity) -> None:
+        self.engine = engine
+        self.identity = identity
+        self.gone = asyncio.Event()
+        self._agents = agents
+        self._failure: BaseException | None = None
+
+    async def kill(self) -> None:
+        """Be gone as by kill -9, and return when it is so."""
+        self.engine.order(FaultOrder(fault="die"))
+        await self.gone.wait()
+
+    async def failed(self) -> None:
+        """Return never while it serves; raise what ended it."""
+        await self.gone.wait()
+        raise RuntimeError("the simulated engine ended by itself") if self._failure is None else self._failure
+
+    async def watch(self, serving: Sequence[asyncio.Task[None]], speaking: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the engine's end, and let go of everything in the manner of it."""
+        try:
+            await first_failure([*serving, *speaking])
+        except EngineDied as death:
+            self._failure = death
+            self._leave(None, speaking)
+        except (EngineFailed, BaseExceptionGroup, BusError, NameTaken, RuntimeError) as failure:
+            self._failure = failure
+            self._leave(str(failure), speaking)
+        self.gone.set()
+
+    def _leave(self, reason: str | None, speaking: Sequence[asyncio.Task[None]]) -> None:
+        for agent, task in zip(self._agents, speaking, strict=True):
+            agent.leaving(reason)
+            task.cancel()
+
+
+@asynccontextmanager
+async def hosted(
+    bus: Bus,
+    subjects: Subjects,
+    who: Identity,
+    doors: Sequence[socket.socket],
+    config: SimulatedConfig,
+    agent_config: AgentConfig,
+    *,
+    drain_seconds: float,
+    placement: Placement | None = None,
+) -> AsyncIterator[Host]:
+    """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
+    (perhaps in a group) when that is impossible."""
+    async with AsyncExitStack() as stack:
+        engine = SimulatedEngine(config, placement)
+        agents = [Agent(bus, subjects, rank, who, agent_config) for rank in engine.ranks]
+        serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
+        tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
+        app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings)
+        face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds))
+        serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP faces of {who.engine}")))
+        speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
+        engine.at_death = face.abort
+        host = Host(engine, agents, who)
+        await until_ready(agents[0].joined, *serving, *speaking)
+        await stack.enter_async_context(alongside(host.watch(serving, speaking), f"watch {who.engine}"))
+        yield host
+
+
+async def serve(
+    doors: Sequence[socket.socket],
+    order: RankOrder,
+    bus_config: BusConfig,
+    config: SimulatedConfig,
+    agent_config: AgentConfig,
+    worker: WorkerConfig,
+    ready: Path,
+) -> None:
+    """Serve as a process of its own until cancelled. EngineFailed, BusError, NameTaken (perhaps in a group) when that is impossible."""
+    subjects = Subjects(bus_config.namespace)
+    who = Identity(
+        engine=order.engine,
+        worker_id=order.worker_id,
+        node=socket.gethostname(),
+        urls=order.urls,
+        nodes=nodes(order.engine, config),
+        replaces=order.replaces,
+    )
+    bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=order.engine)
+    try:
+        async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds) as host:
+            host.engine.at_death = _end_this_process
+            log.info("%s serves on %s", order.engine, " ".join(order.urls))
+            tell(ready)
+            await host.failed()
+    finally:
+        await bus.close()
+
+
+def nodes(engine: str, config: SimulatedConfig) -> tuple[str, ...]:
+    """Names of the simulated machines, by rank."""
+    return tuple(f"{engine}-node-{number}" for number in config.node_of_rank)
+
+
+def _end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,200 @@
+"""Which experts a token goes to, as a fixed function of the tokens up to it, and what that costs under a placement. Pure numpy.
+
+A prompt's first full blocks choose its domain by their hash; tokens of the first block itself are of no domain yet. So the experts of
+a position depend on the tokens before it and on itself alone, as in a model, and equal prefixes want equal experts everywhere.
+Popularity is log-normal per layer, domains and tokens differ from it by further normal terms, and a token takes the best k after
+Gumbel noise: the model of the Monte-Carlo behind Roost's cost model. Tokens share `BUCKETS` rows per domain, so that
+whatever a step does is a sum over rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.simulated.config import SimulatedConfig
+from fleet.events import KvBlock
+from fleet.experts import ModelShape
+from fleet.placement import Placement, linear
+from fleet.routings import UNKNOWN
+
+BUCKETS = 64
+"""kinds of tokens of one domain"""
+_MIX = 0x9E3779B1
+_BALANCE = 1.05
+"""load of a rank above the mean that alignment accepts"""
+
+
+class Tastes:
+    """The table of routings: row `domain * BUCKETS + bucket`; domain `domains` is that of tokens whose prefix has chosen none yet."""
+
+    def __init__(self, config: SimulatedConfig) -> None:
+        self.shape: ModelShape = config.model_shape
+        self.domains = config.domains
+        self.rows = (config.domains + 1) * BUCKETS
+        self._domain_blocks = config.domain_blocks
+        self._block_size = config.block_size
+        self.table = _table(config)
+        """int16 [rows, layers, k] distinct experts"""
+        places = self.table.astype(np.int32) + np.arange(self.shape.layers, dtype=np.int32)[None, :, None] * self.shape.experts
+        self._places = places.reshape(self.rows, -1)
+
+    def domain_of(self, blocks: Sequence[KvBlock]) -> int:
+        """The domain of what follows these full blocks, which begin a prompt; `domains` when there are none."""
+        if not blocks:
+            return self.domains
+        return (blocks[min(len(blocks), self._domain_blocks) - 1].block_hash >> 17) % self.domains
+
+    def row(self, token: int, position: int, blocks: Sequence[KvBlock]) -> int:
+        """Row of the token at a position; blocks: the full blocks of the sequence, at least those before the position's."""
+        before = min(position // self._block_size, self._domain_blocks)
+        return self.domain_of(blocks[:before]) * BUCKETS + _bucket(token)
+
+    def rows_of(self, tokens: Sequence[int], start: int, blocks: Sequence[KvBlock]) -> NDArray[np.int16]:
+        """int16 [n]: rows of consecutive tokens from position `start`."""
+        known = min(len(blocks), self._domain_blocks)
+        domains = np.array([self.domain_of(blocks[:before]) for before in range(known + 1)], np.int64)
+        before = np.minimum(np.arange(start, start + len(tokens)) // self._block_size, known)
+        return (domains[before] * BUCKETS + _buckets(np.asarray(tokens, np.uint64))).astype(np.int16)
+
+    def counts(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 [layers, experts] (token, k) pairs of so many tokens [rows] of each row."""
+        there = np.flatnonzero(tokens_of_row)
+        pairs = self._places[there]
+        weights = np.repeat(tokens_of_row[there], pairs.shape[1])
+        counted = np.bincount(pairs.ravel(), weights, minlength=self.shape.layers * self.shape.experts)
+        return counted.astype(np.int64).reshape(self.shape.layers, self.shape.experts)
+
+    def chosen(self, rows: NDArray[np.int16]) -> NDArray[np.int16]:
+        """int16 [positions, layers, k]; UNKNOWN where the row is."""
+        chosen = self.table[rows]
+        chosen[rows == UNKNOWN] = UNKNOWN
+        return chosen
+
+
+def _table(config: SimulatedConfig) -> NDArray[np.int16]:
+    shape, dice = config.model_shape, np.random.default_rng(config.seed)
+    layers, experts = shape.layers, shape.experts
+    popular = config.popularity_skew * dice.standard_normal((layers, experts), np.float32)
+    domain = config.domain_skew * dice.standard_normal((config.domains + 1, 1, layers, experts), np.float32)
+    domain[-1] = 0.0
+    token = config.token_skew * dice.standard_normal((1, BUCKETS, layers, experts), np.float32)
+    gumbel = -np.log(dice.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30)
+    score = popular + domain + token + gumbel
+    best = np.argpartition(-score, shape.top_k - 1, axis=-1)[..., : shape.top_k]
+    return best.astype(np.int16).reshape(-1, layers, shape.top_k)
+
+
+def _bucket(token: int) -> int:
+    return (token * _MIX & 0xFFFFFFFF) * BUCKETS >> 32
+
+
+def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return ((tokens * np.uint64(_MIX) & np.uint64(0xFFFFFFFF)) * np.uint64(BUCKETS) >> np.uint64(32)).astype(np.int64)
+
+
+class Traffic(NamedTuple):
+    """What the tokens of a step cause, per rank: float64 [ranks] each, summed over tokens and layers."""
+
+    remote_ranks: NDArray[np.float64]
+    remote_nodes: NDArray[np.float64]
+    distinct_experts: NDArray[np.float64]
+    """experts that the rank must read"""
+
+
+class Routes:
+    """Where rows go under one placement: a rank's own replica first, else one on its node, else any, always the same one."""
+
+    def __init__(self, tastes: Tastes, placement: Placement, node_of_rank: Sequence[int]) -> None:
+        nodes = np.asarray(node_of_rank)
+        self.placement = placement
+        servers = np.stack([_servers(placement, home, nodes) for home in range(placement.ranks)])  # [ranks, layers, experts]
+        layer = np.arange(placement.layers)[None, :, None]
+        reached = [servers[home][layer, tastes.table] for home in range(placement.ranks)]  # [rows, layers, k] each
+        self._remote_ranks = np.stack([_others(one, home) for home, one in enumerate(reached)])
+        self._remote_nodes = np.stack([_others(nodes[one], nodes[home]) for home, one in enumerate(reached)])
+        self._ranks = placement.ranks
+        self._servers = servers.reshape(placement.ranks, -1)
+        self._alike = bool((servers == servers[0]).all())
+        wanted = np.zeros((tastes.rows, placement.layers, placement.experts), bool)
+        np.put_along_axis(wanted, tastes.table.astype(np.int64), True, axis=2)
+        self._wanted = np.packbits(wanted.reshape(tastes.rows, -1), axis=1)
+
+    def traffic(self, tokens_of_row: NDArray[np.int64]) -> Traffic:
+        """tokens_of_row: int [ranks, rows] of one step."""
+        remote = (tokens_of_row * self._remote_ranks).sum(axis=1, dtype=np.float64)
+        nodes = (tokens_of_row * self._remote_nodes).sum(axis=1, dtype=np.float64)
+        return Traffic(remote, nodes, self._distinct(tokens_of_row > 0))
+
+    def _distinct(self, present: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """float64 [ranks]: experts that a rank reads for the rows present [ranks, rows]."""
+        if self._alike:  # without replicas it does not matter who asks
+            return np.bincount(self._servers[0][self._read(present.any(axis=0))], minlength=self._ranks).astype(np.float64)
+        reads = np.zeros((self._ranks, self._servers.shape[1]), bool)
+        for home in range(self._ranks):
+            rows: NDArray[np.bool_] = present[home]
+            experts = self._read(rows)
+            reads[self._servers[home][experts], experts] = True
+        return np.asarray(reads.sum(axis=1), np.float64)
+
+    def _read(self, rows: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Places (layer, expert) that any of these rows wants."""
+        joined = np.bitwise_or.reduce(self._wanted[rows], axis=0)
+        return np.flatnonzero(np.unpackbits(joined, count=self._servers.shape[1]))
+
+
+def _servers(placement: Placement, home: int, nodes: NDArray[Any]) -> NDArray[np.int16]:
+    """int16 [layers, experts]: which rank serves an expert to the tokens of `home`."""
+    held = placement.replicas_on_rank > 0  # [layers, ranks, experts]
+    # the least distance wins; among equals the next rank after home, so that homes spread over replicas
+    after = (np.arange(placement.ranks) - home) % placement.ranks
+    distance = after + placement.ranks * (nodes != nodes[home])
+    price = np.where(held, distance[None, :, None], 2 * placement.ranks + 1)
+    return np.asarray(price.argmin(axis=1), np.int16)
+
+
+def _others(reached: NDArray[Any], own: int) -> NDArray[np.float64]:
+    """float64 [rows]: distinct values other than `own` among the k of each layer, summed over layers; reached: [rows, layers, k]."""
+    ordered = np.sort(np.where(reached == own, -1, reached), axis=2)
+    fresh = (np.diff(ordered, axis=2, prepend=-1) != 0) & (ordered >= 0)
+    return np.asarray(fresh.sum(axis=(1, 2)), np.float64)
+
+
+def place(tastes: Tastes, config: SimulatedConfig) -> Placement:
+    """Epoch 0 as configured."""
+    if config.placement == "aligned":
+        return aligned(tastes, config.ranks)
+    return linear(layers=tastes.shape.layers, experts=tastes.shape.experts, ranks=config.ranks)
+
+
+def aligned(tastes: Tastes, ranks: int) -> Placement:
+    """Each expert on the rank whose domains want it most, ranks kept balanced within 5 %; no replicas. Domain d belongs to rank d mod ranks.
+
+    Per layer, experts in descending order of their best rank's wish above the mean; a rank that is full, or would have more than its
+    share of load, passes to the next that wants it.
+    """
+    shape = tastes.shape
+    slots = -(-shape.experts // ranks)
+    of_domain = tastes.table[: tastes.domains * BUCKETS].reshape(tastes.domains, -1, shape.layers, shape.top_k)
+    table = np.full((shape.layers, ranks, slots), -1, np.int16)
+    for layer in range(shape.layers):
+        wish = np.stack([np.bincount(one[:, layer].ravel(), minlength=shape.experts) for one in of_domain]).astype(np.float64)
+        by_rank = np.stack([wish[rank % tastes.domains :: max(ranks, 1)].sum(axis=0) for rank in range(ranks)])
+        for rank, experts in enumerate(_balanced(by_rank, wish.sum(axis=0), slots)):
+            table[layer, rank, : len(experts)] = experts
+    return Placement(table.reshape(shape.layers, -1), experts=shape.experts, ranks=ranks)
+
+
+def _balanced(wish: NDArray[np.float64], load: NDArray[np.float64], slots: int) -> list[list[int]]:
+    """The experts of each rank; wish: [ranks, experts]; load: [experts]."""
+    ranks, most = len(wish), _BALANCE * load.sum() / len(wish)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    carried = np.zeros(ranks)
+    for expert in np.argsort(wish.mean(axis=0) - wish.max(axis=0), kind="stable"):
+        free = np.array([len(one) < slots for one in held])
+        fits = free & (carried + load[expert] <= most)
+        chosen = int(np.argmax(np.where(fits, wish[:, expert], -1.0))) if fits.any() else int(np.argmin(np.where(free, carried, np.inf)))
+        held[chosen].append(int(expert))
+        carried[chosen] += load[expert]
+    return held
