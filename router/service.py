@@ -148,6 +148,8 @@ class RouterService:
             self.retries.asked(self.clock())
         seconds = time.perf_counter() - started
         self.metrics.decided(decision, seconds)
+        if decision.ignored:
+            self.metrics.in_panic.inc()
         if exchange.trace is not None:
             now = time.time_ns()
             exchange.trace.decided(decision, now - int(1e9 * seconds), now)

@@ -1,0 +1,109 @@
+"""The router as a library: for Python programs that forward requests by themselves and want to be told where to."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from bus import Bus
+from bus.subjects import Subjects
+from fleet.completions import ApiError
+from router.config import RouterConfig
+from router.decision import Decision
+from router.edge import RESERVE_PATH, ROUTE_PATH, Edge
+from router.exchange import Exchange, Outcome
+from router.record import DecisionRecord
+from router.reserved import ReleaseRecord, ReservedRecord, reserved
+from router.service import RouterService
+
+_READY_SECONDS = 10.0
+_LOOK_SECONDS = 0.02
+Body = bytes | Mapping[str, Any]
+"""A chat or completions request, as JSON or as what JSON is made of."""
+
+
+class Decider:
+    """Where requests should go, decided as the router decides it for its own clients, and explained by the same record.
+
+    `decide` says where a request would go now and books nothing. `reserve` also books the load, so that the next decision, of this
+    router and of its replicas, knows of it; the program then forwards the request to the record's `url` and says with `release` that the
+    prompt is computed (first_token=True), and that the request is over. A reservation ends by itself `reservation_seconds` after the last
+    word about it. When every rank is saturated both raise ApiError 429 at once: a decider does not make its callers wait.
+
+        async def forwarded(bus, subjects, body, forward):
+            async with Decider.running(bus, subjects, RouterConfig(policy="cost")) as decider:
+                await decider.ready()
+                chosen = await decider.reserve(body, session="conversation-17")
+                try:
+                    async for token in forward(chosen.url, body):
+                        decider.release(chosen.id, first_token=True)
+                finally:
+                    decider.release(chosen.id)
+                return chosen.candidates[0].terms_ms
+
+    What such requests activate is not learnt from, unless the engine itself reports it: outcomes are those of forwarded requests.
+    Used on one event loop.
+    """
+
+    def __init__(self, service: RouterService) -> None:
+        """Over a service that somebody else runs."""
+        self.service = service
+        self._edge = Edge(service, None, None)
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, bus: Bus | None, subjects: Subjects, config: RouterConfig | None = None) -> AsyncIterator["Decider"]:
+        """A decider with a service of its own, which listens to the bus (None: only asks `config.backends`) while the context lasts.
+
+        What ends the service (BusError when the bus cannot be listened to) ends the context, in an ExceptionGroup.
+        """
+        service = RouterService(bus, subjects, config or RouterConfig())
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(service.run(), name="keeps the decider's view fresh")
+            try:
+                yield cls(service)
+            finally:
+                task.cancel()
+
+    async def ready(self, seconds: float = _READY_SECONDS) -> None:
+        """Return once all is known that should be and an engine lives. TimeoutError says what is missing."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.service.ready:  # noqa: ASYNC110 many facts of other components
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError as error:
+            raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
+
+    async def decide(self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "") -> DecisionRecord:
+        """Where this request would go now. ApiError as the HTTP face answers it: 400, 404, 429, 503."""
+        return (await self.choose(body, reserve=False, session=session, tenant=tenant, request_id=request_id)).record()
+
+    async def reserve(self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "") -> ReservedRecord:
+        """Where this request shall go; its load is held there. ApiError as `decide`."""
+        decision = await self.choose(body, reserve=True, session=session, tenant=tenant, request_id=request_id)
+        return reserved(decision.record(), decision.target.url, self.service.reserved.seconds)
+
+    def release(self, decision_id: str, *, first_token: bool = False) -> ReleaseRecord:
+        """The request is over, or (first_token) its prompt is computed and it goes on. Idempotent; an unknown id is no error."""
+        return self.service.released(decision_id, first_token=first_token)
+
+    async def choose(self, body: Body, *, reserve: bool, session: str = "", tenant: str = "", request_id: str = "") -> Decision:
+        """The decision itself; counted and logged as a request of its own."""
+        service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
+        exchange = Exchange(request_id or secrets.token_hex(12), service.new_decision_id(), path, service.clock())
+        exchange.session, exchange.tenant = session or None, tenant or None
+        outcome = Outcome.FAILED
+        try:
+            decision = await self._edge.choose(exchange, body if isinstance(body, bytes) else msgspec.json.encode(body), reserve=reserve)
+        except ApiError as error:
+            exchange.status, exchange.detail = error.status, error.message
+            outcome = Outcome.SATURATED if error.status == 429 else Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE
+            raise
+        else:
+            exchange.status, outcome = 200, Outcome.ANSWERED
+            return decision
+        finally:
+            exchange.finish(outcome, service.clock(), service.metrics)
