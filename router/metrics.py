@@ -38,7 +38,7 @@ _LOADS = (
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 RankLabels = tuple[str, int, int]
 """model, worker_id, dp_rank"""
-STAGES = ("overlap", "predict", "score", "book")
+STAGES = ("filter", "overlap", "predict", "score", "book")
 """Parts of a decision that are timed now and then; "tokenise" and "decide", the whole of it, are always timed."""
 
 
@@ -111,6 +111,7 @@ class RouterMetrics:
     def _about_failures(self) -> None:
         self._retries = self._counter("retries", "Attempts that failed, by how", "cause")
         self.retries_refused = self._counter("retries_refused", "Failures passed on because too many requests were tried again already")
+        self.in_panic = self._counter("decisions_in_panic", "Decisions that did not heed breakers and outliers because no other rank was left")
         self.breakers_opened = self._counter("breakers_opened", "Ranks left alone after failures in a row")
         self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", kind=GaugeMetricFamily)
 

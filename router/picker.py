@@ -4,6 +4,7 @@ State: the view, the reservations, the two indices, the ranks' health, and the l
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +18,16 @@ from router.config import RouterConfig
 from router.course import Failure, to_avoid
 from router.decision import NOTHING, Ask, Conditions, Decision, Outlook, decide
 from router.foresight import NO_KEYS, Foresight, Keys
-from router.health import Health
+from router.health import Bars, Health
 from router.kv_index import KvIndex
 from router.policies import Rules
 from router.prefixes import Prefixes
 from router.prompt import Prompt
 from router.record import Supposed
 from router.reservations import Booking, Reservations
-from router.roster import RankKey, Roster
+from router.roster import Excluded, RankKey, Roster
 from router.scoring import TERMS
+from router.speeds import Speeds
 from router.view import View
 
 
@@ -56,6 +58,9 @@ class Try(NamedTuple):
 
 FIRST_TRY = Try()
 
+Lap = Callable[[str], None]
+"""Told the name of each part of a decision when it is done."""
+
 
 class Picker:
     """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others, into the same `holders`; `foresight` foretells what a
@@ -68,6 +73,7 @@ class Picker:
         self.prefixes = prefixes
         self.foresight = Foresight(config.prediction_bytes)
         self.health = Health(config)
+        self.speeds = Speeds(config.correction_limit)
         self._config = config
         self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds)
         self._rules = Rules.of(config)
@@ -96,13 +102,16 @@ class Picker:
             raise ApiError(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
         return roster
 
-    def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY) -> Decision:
-        """ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated), the last two with Retry-After."""
+    def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
+        """`lap` is told when each part of it is done. ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated),
+        the last two with Retry-After."""
         roster = self.roster(need.model)
         if roster.tokenizer != need.tokenizer:
             raise ApiError(503, "the engines that are left read prompts in another way; ask again", code="upstream_failed", retry_after=1.0)
         load = self.reservations.load(roster.rows, now)
         found = self._candidates(roster, load, need, attempt, now)
+        if lap is not None:
+            lap("filter")
         ask = Ask(
             decision_id=decision_id,
             seed=seed,
@@ -117,10 +126,19 @@ class Picker:
             supposed=need.supposed,
         )
         overlap = self.kv.holders.overlap(roster, need.prompt)
+        if lap is not None:
+            lap("overlap")
+        outlook = self._outlook(roster, need, overlap)
+        if lap is not None:
+            lap("predict")
+        factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
         held = self._affinity.rank(need.keys.session, now)
-        conditions = Conditions(load, self.view.handovers(roster), None, held, self._turns.get(need.model, 0))
+        conditions = Conditions(load, self.view.handovers(roster), factors, held, self._turns.get(need.model, 0))
         rules = self._rules.without(need.supposed.without)
-        return decide(ask, roster, found, overlap, conditions, rules, self.view.version, self._outlook(roster, need, overlap))
+        decision = decide(ask, roster, found, overlap, conditions, rules, self.view.version, outlook)
+        if lap is not None:
+            lap("score")
+        return decision
 
     def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
@@ -156,16 +174,17 @@ class Picker:
         models = self.view.models(live=False)
         self._turns = {model: turn for model, turn in self._turns.items() if model in models}
         self.health.forget_worker(worker_id)
+        self.speeds.forget_worker(worker_id)
 
     def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try, now: float) -> Candidates:
         """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
         bars = self.health.bars(roster, now)
         busy: Candidates | None = None
-        for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.hard,):
+        for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
             for avoid in to_avoid(attempt.failures, roster):
                 found = candidates(roster, load, need.context, self._limits, avoid, barred)
                 if len(found.at):
-                    return found
+                    return found if barred is bars.every else found._replace(ignored=_ignored(roster, bars))
                 busy = found if found.busy else busy
             if busy is not None:
                 break
@@ -203,6 +222,12 @@ class Picker:
 def _block_size(roster: Roster) -> int:
     """Tokens of the blocks that signatures are kept by; where engines differ, the smallest of theirs."""
     return roster.block_sizes[0]
+
+
+def _ignored(roster: Roster, bars: Bars) -> tuple[Excluded, ...]:
+    """The ranks that would be left alone, were there others."""
+    soft = [target for target in roster.targets if target.key in bars.every and target.key not in bars.hard]
+    return tuple(Excluded(target.engine.engine, target.rank, bars.every[target.key]) for target in soft)
 
 
 def _first_token_seconds(decision: Decision) -> float | None:

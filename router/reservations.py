@@ -38,7 +38,7 @@ class Booking:
 class _Rank:
     """One rank's sums, each [AMOUNTS]."""
 
-    __slots__ = ("open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "young")
+    __slots__ = ("open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "watched", "young")
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -55,6 +55,8 @@ class _Rank:
         """all open bookings"""
         self.stale_at = -inf
         """when the last report stops counting; -inf: there is none that counts"""
+        self.watched = 0
+        """which call of `watch` its last noted report came after"""
         self.open: set[Booking] = set()
 
     def steps_of_others(self, sequences: int, steps: int, contained: int) -> int:
@@ -84,6 +86,10 @@ class Reservations:
         """the same numbers, for writing one by one"""
         self._first_stale = inf
         """when the earliest report stops counting"""
+        self._watched = 0
+        """counts the calls of `watch`"""
+        self._surprise = np.zeros((AMOUNTS, 0), np.int64)
+        """what the first report since that call changed"""
 
     def add_rank(self, key: Hashable) -> int:
         """The column of a rank; the same one when it is known already."""
@@ -92,7 +98,7 @@ class Reservations:
             if not self._free:
                 self._grow()
             known = self._ranks[key] = _Rank(self._free.pop())
-            self._load[:, known.row] = 0
+            self._load[:, known.row] = self._surprise[:, known.row] = 0
         return known.row
 
     def remove_rank(self, key: Hashable) -> None:
@@ -120,8 +126,23 @@ class Reservations:
         reported[STEPS] = rank.steps_of_others(reported[SEQUENCES], reported[STEPS], contained)
         rank.reported_at, rank.stale_at = now, now + self._stale
         self._first_stale = min(self._first_stale, rank.stale_at)
-        self._write(rank)
+        if rank.watched == self._watched:
+            self._write(rank)
+        else:
+            rank.watched = self._watched
+            believed = self._load[:, rank.row].copy()
+            self._write(rank)
+            self._surprise[:, rank.row] = self._load[:, rank.row] - believed
         return True
+
+    def watch(self) -> None:
+        """From now on, note by how much the first report of each rank differs from what was believed until then."""
+        self._watched += 1
+        self._surprise[:] = 0
+
+    def surprise(self, rows: NDArray[np.intp]) -> Amounts:
+        """int64 [AMOUNTS, len(rows)]: that difference; 0 where no report came since."""
+        return self._surprise.take(rows, axis=1)
 
     def book(self, key: Hashable, amounts: Sequence[int], now: float) -> Booking:
         """Promise load ([AMOUNTS], none negative) to a rank from now on; `now` is earlier for what another router promised and told late.
@@ -209,6 +230,7 @@ class Reservations:
         old = self._load.shape[1]
         more = max(8, old)
         self._load = np.pad(self._load, ((0, 0), (0, more)))
+        self._surprise = np.pad(self._surprise, ((0, 0), (0, more)))
         self._cells = self._load.data
         self._free += range(old + more - 1, old - 1, -1)
 

@@ -1,0 +1,217 @@
+"""What became of decisions: how fast engines really are, what was regretted, and which experts running requests make engines read.
+
+`booked`, `first_token`, `emitted`, `released` and `reported` are for the hot path and only note; everything else is done every
+TICK_SECONDS. One decision per tick is looked at again, so that hindsight costs the same at any rate of requests.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from bus import Bus
+from bus.subjects import Subjects
+from fleet.events import KvMetrics, RequestProfile, RequestsProfiled
+from fleet.signatures import PACKED, unpack
+from fleet.timing import EngineSpeed
+from router.decision import Decision
+from router.distinct import Share
+from router.metrics import RankNow, RouterMetrics
+from router.mixing import Mixing
+from router.pace import Pace, first_token, step
+from router.picker import Picker
+from router.regret import Probe, Truth, Waiting, regret_ms
+from router.reservations import Booking
+
+TICK_SECONDS = 0.25
+MOST_PROBES = 256
+PROBE_SECONDS = 120.0
+"""A decision whose request has told nothing for so long is re-priced without it."""
+_PROFILES_WAITING = 64
+_PROFILE_PAUSE_SECONDS = 0.02
+"""Between two messages of what requests activated: more than 50 a second are dropped unread."""
+_DEFAULT_SPEED = EngineSpeed()
+_A_FEW_TOKENS = 16.0
+"""So many tokens' times count as one observation of a step."""
+
+
+class _Watched:
+    """One open booking that was made here."""
+
+    __slots__ = ("decision", "share", "told_at")
+
+    def __init__(self, decision: Decision, share: Share | None) -> None:
+        self.decision = decision
+        self.share = share
+        self.told_at: float | None = None
+        """when tokens came last, seconds on the router's clock; None: none has come"""
+
+
+class Hindsight:
+    """State: open bookings, the paces of engines, probes. `bus` None: nobody tells what requests did."""
+
+    def __init__(
+        self, picker: Picker, metrics: RouterMetrics, threads: ThreadPoolExecutor, clock: Callable[[], float], bus: Bus | None, subjects: Subjects
+    ) -> None:
+        self._picker = picker
+        self._view = picker.view
+        self._metrics = metrics
+        self._clock = clock
+        self._bus = bus
+        self._subjects = subjects
+        self._mixing = Mixing(picker.view, picker.reservations, threads)
+        self._open: dict[Booking, _Watched] = {}
+        self._paces: dict[int, Pace] = {}
+        """of engines that report how long their steps take"""
+        self._waiting = Waiting(MOST_PROBES)
+        self._probe: Probe | None = None
+        """the decision that reports are watched for; None: the next one is"""
+        metrics.ranks = self._ranks
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick(), name="looks back at decisions")
+            if self._bus is not None:
+                tasks.create_task(self._listen(self._bus), name="listens to what requests activated")
+
+    # What happens to requests
+
+    def booked(self, decision: Decision, booking: Booking) -> None:
+        self._open[booking] = _Watched(decision, self._mixing.booked(decision))
+        if self._probe is None:
+            self._probe = self._look_at(decision, booking.booked_at)
+
+    def first_token(self, booking: Booking, now: float) -> None:
+        """The first token came; only an undisturbed first attempt says something of its rank's speed."""
+        watched = self._open.get(booking)
+        if watched is None or watched.told_at is not None:
+            return
+        watched.told_at = now
+        decision = watched.decision
+        if decision.ask.attempt == 1:
+            expected, observed, row = first_token(decision), now - booking.booked_at, self._row(decision)
+            prefill, decode = self._picker.speeds.of(row)
+            self._metrics.first_token(decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed)
+            self._picker.speeds.prefilled(decision.target.key, row, expected.prefill, decode * expected.beside, observed)
+
+    def emitted(self, booking: Booking, tokens: int, now: float) -> None:
+        """So many tokens came since this was said last. Tells the speed of engines that do not report it themselves."""
+        watched = self._open.get(booking)
+        if watched is None or watched.decision.target.key[0] in self._paces:
+            return
+        if watched.told_at is not None and tokens > 0:
+            decision, seconds = watched.decision, (now - watched.told_at) / tokens
+            self._picker.speeds.stepped(decision.target.key, self._row(decision), step(decision), seconds, min(tokens / _A_FEW_TOKENS, 1.0))
+        watched.told_at = now
+
+    def released(self, booking: Booking) -> None:
+        watched = self._open.pop(booking, None)
+        if watched is not None and watched.share is not None:
+            watched.share.end()
+
+    def reported(self, load: KvMetrics) -> None:
+        """A rank's own word. ValueError when its steps take no time or for ever."""
+        seconds = load.step_seconds
+        state = self._view.engine(load.worker_id)
+        if seconds is None or state is None or not 0 <= load.dp_rank < len(state.rows):
+            return
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports steps of {seconds} s")
+        pace = self._paces.get(load.worker_id)
+        if pace is None:
+            pace = self._paces[load.worker_id] = Pace(state.joined.speed or _DEFAULT_SPEED, len(state.rows))
+        pace.reading_seconds = self._mixing.reading_seconds.get(load.worker_id, 0.0)
+        predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0)
+        self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds)
+
+    def forget_worker(self, worker_id: int) -> None:
+        """An incarnation is gone for good."""
+        self._paces.pop(worker_id, None)
+        self._mixing.forget_worker(worker_id)
+
+    # What is done every now and then
+
+    async def _tick(self) -> None:
+        while True:
+            now = self._clock()
+            self._picker.speeds.refresh(now)
+            self._look_back(now)
+            await self._mixing.refresh(now)
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _look_at(self, decision: Decision, now: float) -> Probe | None:
+        """None: the house has changed since it was decided. The load of ranks that were no candidates is that of now."""
+        roster = decision.roster
+        if self._view.roster(decision.ask.model) is not roster:
+            return None
+        load = self._picker.reservations.load(roster.rows, now)
+        load[:, decision.at] = decision.load
+        self._picker.reservations.watch()
+        return Probe(decision, self._view.prices(decision.ask.model), load, now)
+
+    def _look_back(self, now: float) -> None:
+        """Once reports had the time to come, it is known by how much they differ from what was believed when the probe was decided."""
+        probe = self._probe
+        if probe is not None and now - probe.made_at >= TICK_SECONDS:
+            self._probe = None
+            rows, engine = probe.decision.roster.rows, probe.decision.target.engine
+            load = (probe.load + self._picker.reservations.surprise(rows)).clip(0)
+            probe = probe._replace(load=load, factors=self._picker.speeds.factors(rows))
+            if self._bus is not None and engine.shape is not None and engine.capabilities.experts:
+                self._waiting.add(probe)
+            else:
+                self._settle(probe)
+        for late in self._waiting.over(now - PROBE_SECONDS):
+            self._settle(late)
+
+    def _settle(self, probe: Probe, profile: RequestProfile | None = None, clusters: int = 0) -> None:
+        decision, outlook = probe.decision, probe.decision.outlook
+        truth = Truth(probe.load, probe.factors)
+        if profile is not None:
+            if outlook is not None and outlook.forecast.clusters == clusters and len(profile.signature) == PACKED:
+                truth = truth._replace(weights=unpack(profile.signature, outlook.forecast.shares))
+            if 0 <= profile.cached_tokens <= decision.ask.prompt_tokens:
+                truth = truth._replace(cached_tokens=profile.cached_tokens)
+        self._metrics.regret(decision.ask.model, regret_ms(decision, truth, probe.prices) / 1000.0)
+
+    # What ranks tell of requests
+
+    async def _listen(self, bus: Bus) -> None:
+        async with bus.subscribe(self._subjects.requests_profiled, limit=_PROFILES_WAITING) as said:
+            dropped = 0
+            async for received in said:
+                if isinstance(received.message, RequestsProfiled):
+                    self._profiled(received.message)
+                else:
+                    self._metrics.bus_refused.inc()
+                self._metrics.profiled("unread", said.dropped - dropped)
+                dropped = said.dropped
+                await asyncio.sleep(_PROFILE_PAUSE_SECONDS)
+
+    def _profiled(self, message: RequestsProfiled) -> None:
+        for profile in message.requests:
+            decision = self._picker.kept(profile.decision)
+            if decision is None or decision.target.key != (message.worker_id, message.rank):
+                self._metrics.profiled("unknown")
+                continue
+            self._metrics.profiled("ours")
+            outlook, at = decision.outlook, decision.chosen
+            if outlook is not None and outlook.priced[at] and profile.local is not None and 0 <= profile.local <= 1:
+                self._metrics.locality(decision.ask.model, float(outlook.local[at]), profile.local)
+            probe = self._waiting.take(profile.decision)
+            if probe is not None:
+                self._settle(probe, profile, message.clusters)
+
+    def _row(self, decision: Decision) -> int:
+        return int(decision.roster.rows[decision.at[decision.chosen]])
+
+    def _ranks(self) -> Iterator[RankNow]:
+        """Every rank that can be chosen, as it stands."""
+        now = self._clock()
+        for model in self._view.models(live=True):
+            roster = self._view.roster(model)
+            loads = self._picker.reservations.load(roster.rows, now).T.tolist()
+            factors = self._picker.speeds.factors(roster.rows).T.tolist()
+            for target, load, (prefill, decode) in zip(roster.targets, loads, factors, strict=True):
+                yield RankNow(model, *target.key, tuple(load), prefill, decode)

@@ -1,0 +1,86 @@
+"""Keeps the prices of distinct experts in step with what runs: engines whose mix of requests changed are priced anew, off the event loop."""
+
+import asyncio
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.layout import EP
+from router.decision import Decision
+from router.distinct import Mixes, Read, Reading, Share, Tokens, read
+from router.reservations import SEQUENCES, Reservations
+from router.view import EngineState, View
+
+Misses = NDArray[np.float32]
+
+
+class Mixing:
+    """`booked` is for the hot path. Engines that read nothing (`expert_read` 0), or all experts together (TP), are left out."""
+
+    def __init__(self, view: View, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
+        self._view = view
+        self._reservations = reservations
+        self._threads = threads
+        self._mixes = Mixes()
+        self._misses: dict[tuple[str, int, int], tuple[Reading, Misses]] = {}
+        """by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32 clusters"""
+        self.reading_seconds: dict[int, float] = {}
+        """by worker_id: what a step takes for the experts that it reads now"""
+
+    def booked(self, decision: Decision) -> Share | None:
+        """A request runs from now on, until its share ends. None: what it activates makes no difference, or is unknown."""
+        engine, outlook = decision.target.engine, decision.outlook
+        if outlook is None or engine.speed is None or not engine.speed.expert_read:
+            return None
+        return self._mixes.book(engine.worker_id, outlook.forecast.weights, outlook.forecast.clusters)
+
+    def forget_worker(self, worker_id: int) -> None:
+        self._mixes.forget_worker(worker_id)
+        self.reading_seconds.pop(worker_id, None)
+
+    async def refresh(self, now: float) -> None:
+        """Price the engines whose mix changed noticeably."""
+        due: dict[tuple[str, int, int], list[tuple[EngineState, Tokens]]] = defaultdict(list)
+        readings: dict[tuple[str, int, int], Reading] = {}
+        for state in self._view.engines():
+            reading = self._reading(state)
+            if reading is not None:
+                key = (state.joined.model, reading.top_k, reading.boundary)
+                readings[key] = reading
+                tokens = self._changed(state, reading, now)
+                if tokens is not None:
+                    due[key].append((state, tokens))
+        self._misses = {key: known for key, known in self._misses.items() if key in readings}
+        for key, engines in due.items():
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, readings[key], [tokens for _, tokens in engines])
+            for (state, _), reads, added in zip(engines, found.now, found.added, strict=True):
+                self._tell(state, float(reads), added)
+
+    def _reading(self, state: EngineState) -> Reading | None:
+        """None: the engine's distinct experts have no price."""
+        joined, clusters = state.joined, self._view.clusters(state.joined.model)
+        if joined.speed is None or not joined.speed.expert_read or not state.reads or joined.shape is None or clusters is None:
+            return None
+        if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
+            return None
+        return Reading(clusters, joined.shape.top_k, (state.layout or EP).boundary)
+
+    def _changed(self, state: EngineState, reading: Reading, now: float) -> Tokens | None:
+        load = self._reservations.load(np.array(state.rows, np.intp), now)
+        sequences = int(load[SEQUENCES].sum())
+        return self._mixes.changed(state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None)
+
+    def _read(self, key: tuple[str, int, int], reading: Reading, mixes: list[Tokens]) -> Read:
+        """In a thread; nobody else touches `key` meanwhile."""
+        known = self._misses.get(key)
+        if known is None or known[0] != reading:
+            known = self._misses[key] = reading, reading.misses()
+        return read(known[1], mixes)
+
+    def _tell(self, state: EngineState, reads: float, added: NDArray[np.float64]) -> None:
+        worker_id, speed = state.joined.worker_id, state.joined.speed
+        if speed is not None and self._view.engine(worker_id) is state:
+            self._view.set_distinct(worker_id, added)
+            self.reading_seconds[worker_id] = speed.expert_read * state.reads * reads
