@@ -84,7 +84,9 @@ def show_decision(answer: bytes) -> None:
         out.print(f"margin over {record.runner_up}: {record.margin:.3f} {record.unit.replace('1', '')}".rstrip())
     _show_what_if(record)
     for excluded in record.excluded:
-        out.print(f"excluded: {excluded}")
+        out.print(f"excluded: {excluded.engine}/{excluded.rank}: {excluded.reason}")
+    for ignored in record.ignored:
+        out.print(f"not heeded, because no other rank was left: {ignored.engine}/{ignored.rank}: {ignored.reason}")
     if record.prediction is not None:
         _show_prediction(record.prediction)
     for note in dict.fromkeys(candidate.experts_note for candidate in record.candidates if candidate.experts_note):

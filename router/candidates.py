@@ -24,12 +24,13 @@ class Limits(NamedTuple):
 
 class Candidates(NamedTuple):
     """`at`: int [candidates], indices into the roster. `busy`: some ranks were left out for saturation alone.
-    `wait_seconds`: the shortest queue among those, 0.0 without any."""
+    `wait_seconds`: the shortest queue among those, 0.0 without any. `ignored`: reasons that were not heeded because nobody else was left."""
 
     at: NDArray[np.intp]
     excluded: tuple[Excluded, ...]
     busy: bool
     wait_seconds: float
+    ignored: tuple[Excluded, ...] = ()
 
 
 def candidates(

@@ -101,6 +101,8 @@ class Decision:
     held: int | None
     """index of the rank that the conversation was at"""
     excluded: tuple[Excluded, ...]
+    ignored: tuple[Excluded, ...]
+    """reasons to leave ranks alone that were not heeded, because nobody else was left"""
     rules: Rules
     view_version: int
     outlook: Outlook | None
@@ -192,6 +194,7 @@ class Decision:
             session_rank=None if self.held is None else self.name(self.held),
             candidates=[self._candidate(at) for at in order],
             excluded=list(self.excluded),
+            ignored=list(self.ignored),
             weights=weights,
             epochs=Epochs(
                 placement={target.engine.engine: target.epoch for target in self.roster.targets},
@@ -279,6 +282,7 @@ def decide(
         choice=choose(rules, by, unit, scores.total, ask.seed, held),
         held=held,
         excluded=found.excluded,
+        ignored=found.ignored,
         rules=rules,
         view_version=view_version,
         outlook=outlook,

@@ -106,6 +106,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[Candidate]
     """lowest score first"""
     excluded: list[Excluded]
+    ignored: list[Excluded]
+    """breakers and outliers that were not heeded, because no other rank was left"""
     weights: dict[str, float]
     epochs: Epochs
     prediction: PredictionRecord | None
