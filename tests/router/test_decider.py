@@ -1,0 +1,271 @@
+"""Deciding for other data planes: over HTTP, over the bus and as a library, all explained alike; what is reserved ends, one way or another."""
+
+import asyncio
+import contextlib
+import inspect
+import textwrap
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from bus import BusError
+from bus.memory import MemoryBroker, MemoryBus
+from fleet.completions import ApiError
+from fleet.events import EngineHeartbeat, EngineJoined, RouteDecided, RouteReleased, RouteRequested
+from router import peers
+from router.api import create_app
+from router.config import RouterConfig
+from router.decider import Decider
+from router.inquiries import Inquiries
+from router.reservations import Reservations
+from router.reserved import Reserved
+from router.service import RouterService
+from tests.router.houses import Answered, chat, engine_joined, running, served_app, until
+
+
+@dataclass
+class Door:
+    """One router of several on one broker."""
+
+    service: RouterService
+    url: str
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any) -> Answered:
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        async with self.http.post(self.url + path, data=data) as response:
+            return Answered(response.status, {name.lower(): value for name, value in response.headers.items()}, await response.read())
+
+    async def get(self, path: str) -> Answered:
+        async with self.http.get(self.url + path) as response:
+            return Answered(response.status, {}, await response.read())
+
+    @property
+    def load(self) -> list[list[int]]:
+        roster = self.service.view.roster("demo")
+        return self.service.picker.reservations.load(roster.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
+
+
+NOTHING = [[0, 0]] * 4
+
+
+class Street:
+    """Routers on one broker, and one engine of two ranks that speaks text."""
+
+    def __init__(self, stack: contextlib.AsyncExitStack) -> None:
+        self.broker = MemoryBroker()
+        self.bus = MemoryBus(self.broker)
+        self.subjects = self.broker.subjects
+        self.stack = stack
+        self.joined: EngineJoined | None = None
+
+    async def engine(self) -> EngineJoined:
+        self.joined = engine_joined("a", ["http://h:1", "http://h:2"], None)
+        await self.bus.record(self.subjects.membership("a"), self.joined)
+        return self.joined
+
+    async def beat(self) -> None:
+        assert self.joined is not None
+        await self.bus.publisher(self.subjects.heartbeats).publish(EngineHeartbeat(engine="a", worker_id=self.joined.worker_id, epoch=0))
+
+    async def router(self, **settings: Any) -> Door:
+        config = RouterConfig(**{"dead_after_seconds": 60.0, **settings})
+        bus = MemoryBus(self.broker)
+        service = RouterService(bus, self.subjects, config)
+        await self.stack.enter_async_context(running(service))
+        inquiries = Inquiries(bus, self.subjects, Decider(service))
+        task = asyncio.create_task(inquiries.run(), name="answers questions")
+        self.stack.callback(task.cancel)
+        url = await self.stack.enter_async_context(served_app(create_app(service, config)))
+        http = await self.stack.enter_async_context(aiohttp.ClientSession())
+        await self.beat()
+        await until(lambda: service.ready)
+        await inquiries.listening.wait()
+        return Door(service, url, http)
+
+
+@pytest.fixture(autouse=True)
+def quick_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a memory bus others answer at once."""
+    monkeypatch.setattr(peers, "MEETING_SECONDS", 0.02)
+
+
+@pytest.fixture
+async def street() -> AsyncIterator[Street]:
+    async with contextlib.AsyncExitStack() as stack:
+        street = Street(stack)
+        await street.engine()
+        yield street
+
+
+OF_ITS_OWN = {"id", "request_id", "seed", "chosen", "runner_up", "url", "expires_seconds", "candidates"}
+
+
+def alike(record: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same however it was asked for."""
+    return {name: value for name, value in record.items() if name not in OF_ITS_OWN}
+
+
+async def test_what_is_reserved_is_booked_until_it_is_released(street: Street) -> None:
+    door = await street.router()
+    answer = await door.post("/v1/route/reserve", chat())
+    record = answer.json
+    assert answer.status == 200
+    assert answer.headers["x-roost-decision-id"] == record["id"]
+    assert (record["url"], record["expires_seconds"]) == ({"a/0": "http://h:1", "a/1": "http://h:2"}[record["chosen"]], 120.0)
+    assert door.load != NOTHING
+    assert (await door.get(f"/v1/decisions/{record['id']}")).json["chosen"] == record["chosen"]
+    noted = await door.post("/v1/route/release", {"id": record["id"], "first_token": True})
+    assert (noted.status, noted.json) == (200, {"id": record["id"], "outcome": "noted"})
+    assert max(door.load[0]) == 0
+    assert max(door.load[1]) == 1
+    assert [(await door.post("/v1/route/release", {"id": record["id"]})).json["outcome"] for _ in range(2)] == ["ended", "unknown"]
+    assert door.load == NOTHING
+
+
+async def test_explaining_holds_nothing(street: Street) -> None:
+    door = await street.router()
+    assert (await door.post("/v1/route", chat())).status == 200
+    assert door.load == NOTHING
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"id": 7}', b"\xff", b"[" * 5000])
+async def test_a_release_that_names_nothing_is_refused(street: Street, body: bytes) -> None:
+    door = await street.router()
+    answer = await door.post("/v1/route/release", body)
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_value")
+
+
+async def test_http_bus_and_library_explain_alike(street: Street) -> None:
+    door = await street.router()
+    over_http = (await door.post("/v1/route", chat())).json
+    decided = await street.bus.request(street.subjects.route, RouteRequested(body=msgspec.json.encode(chat())))
+    assert isinstance(decided, RouteDecided)
+    over_bus = msgspec.json.decode(decided.record)
+    as_library = msgspec.to_builtins(await Decider(door.service).decide(chat()))
+    assert alike(over_http) == alike(over_bus) == alike(as_library)
+    assert {one["rank"]: one["terms_ms"] for one in over_http["candidates"]} == {one["rank"]: one["terms_ms"] for one in over_bus["candidates"]}
+    assert decided.expires_seconds is None
+    assert decided.url.startswith("http://h:")
+
+
+async def test_over_the_bus_a_request_is_reserved_and_released_and_refused_with_a_status(street: Street) -> None:
+    door = await street.router()
+    decided = await street.bus.request(street.subjects.route, RouteRequested(body=msgspec.json.encode(chat()), reserve=True, session="s"))
+    assert isinstance(decided, RouteDecided)
+    assert decided.expires_seconds == 120.0
+    released = RouteReleased(id=msgspec.json.decode(decided.record)["id"])
+    assert door.load != NOTHING
+    for _ in range(2):
+        assert await street.bus.request(street.subjects.release, released) == released
+        assert door.load == NOTHING
+    with pytest.raises(BusError, match="404 model_not_found"):
+        await street.bus.request(street.subjects.route, RouteRequested(body=msgspec.json.encode(chat(model="other"))))
+    for subject in (street.subjects.route, street.subjects.release, street.subjects.decision(door.service.tag)):
+        with pytest.raises(BusError, match="is no question for this subject"):
+            await street.bus.request(subject, EngineHeartbeat(engine="a", worker_id=1, epoch=0))
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+async def test_a_release_that_reaches_another_router_is_passed_on(street: Street, first_token: bool) -> None:
+    one, other = await street.router(), await street.router()
+    record = (await one.post("/v1/route/reserve", chat())).json
+    await until(lambda: other.load == one.load)
+    assert (await other.post("/v1/route/release", {"id": record["id"], "first_token": first_token})).json["outcome"] == "passed_on"
+    await until(lambda: max(one.load[0]) == 0 and max(other.load[0]) == 0)
+    await until(lambda: (one.load == other.load == NOTHING) != first_token)
+    assert len(one.service.reserved) == first_token
+
+
+async def test_a_decision_is_read_back_from_whichever_router_made_it(street: Street) -> None:
+    one, other = await street.router(kept_decisions=1), await street.router()
+    first, last = [(await one.post("/v1/route/reserve", chat())).json["id"] for _ in range(2)]
+    assert last.startswith(one.service.tag)
+    assert (await other.get(f"/v1/decisions/{last}")).json["id"] == last
+    pushed_out = await other.get(f"/v1/decisions/{first}")
+    assert pushed_out.status == 404
+    assert "was made by another router" in pushed_out.json["error"]["message"]
+    assert "not among the last 1" in pushed_out.json["error"]["message"]
+    gone = await other.get(f"/v1/decisions/{int(one.service.tag, 16) ^ 1:04x}000000000000")
+    assert (gone.status, "may be gone" in gone.json["error"]["message"]) == (404, True)
+    assert (await other.get("/v1/decisions/nonsense")).status == 404
+
+
+async def test_a_reservation_without_a_word_ends_by_itself(street: Street) -> None:
+    door = await street.router(reservation_seconds=0.3)
+    await door.post("/v1/route/reserve", chat())
+    assert door.load != NOTHING
+    await until(lambda: door.load == NOTHING)
+    metrics = (await door.get("/metrics")).body.decode()
+    assert 'roost_router_reservations_ended_total{how="expired"} 1.0' in metrics
+    assert "roost_router_reservations_open 0.0" in metrics
+
+
+def test_a_word_about_a_reservation_holds_it_longer() -> None:
+    reservations, held = Reservations(settle_seconds=0.1, stale_seconds=5.0), Reserved(10.0)
+    reservations.add_rank("a")
+    for name in ("x", "y"):
+        held.hold(name, reservations.book("a", (1, 1, 1, 1), 0.0), 0.0)
+    assert held.heard("x", 5.0) is not None
+    assert len(held.due(10.0)) == 1
+    assert (held.heard("y", 10.0), held.end("y")) == (None, None)
+    assert len(held.due(14.9)) == 0
+    assert len(held.due(15.0)) == 1
+    assert (len(held), held.expired, held.released) == (0, 2, 0)
+
+
+async def test_a_saturated_fleet_refuses_at_once(street: Street) -> None:
+    door = await street.router(max_requests_per_rank=1, queue_wait_seconds=60.0)
+    for _ in range(2):
+        assert (await door.post("/v1/route/reserve", chat())).status == 200
+    refused = await asyncio.wait_for(door.post("/v1/route/reserve", chat()), 2.0)
+    assert (refused.status, refused.json["error"]["code"]) == (429, "saturated")
+    with pytest.raises(ApiError) as raised:
+        await asyncio.wait_for(Decider(door.service).reserve(chat()), 2.0)
+    assert raised.value.status == 429
+    assert raised.value.retry_after is not None
+
+
+async def test_the_librarys_example_works_as_it_stands(street: Street) -> None:
+    example = inspect.getdoc(Decider) or ""
+    lines = example[example.index("    async def forwarded") :].split("\n\n")[0]
+    assert len(lines.splitlines()) <= 11
+    names: dict[str, Any] = {"Decider": Decider, "RouterConfig": RouterConfig}
+    exec(textwrap.dedent(lines), names)
+    went_to: list[str] = []
+
+    async def forward(url: str, _: Any) -> AsyncIterator[str]:
+        went_to.append(url)
+        yield "token"
+
+    beats = asyncio.create_task(_beat_on(street), name="beats a heart")
+    try:
+        terms = await names["forwarded"](MemoryBus(street.broker), street.subjects, chat(), forward)
+    finally:
+        beats.cancel()
+    assert went_to[0] in ("http://h:1", "http://h:2")
+    assert terms.prefill > 0
+
+
+async def _beat_on(street: Street) -> None:
+    while True:
+        await street.beat()
+        await asyncio.sleep(0.05)
+
+
+async def test_a_decider_that_hears_nobody_says_what_is_missing(street: Street) -> None:
+    async with Decider.running(MemoryBus(street.broker), street.subjects) as decider:
+        with pytest.raises(TimeoutError, match="a live engine"):
+            await decider.ready(seconds=0.1)
+
+
+async def test_the_document_describes_the_deciders_routes(street: Street) -> None:
+    door = await street.router()
+    paths = (await door.get("/openapi.json")).json["paths"]
+    for path, form in (("/v1/route", "DecisionRecord"), ("/v1/route/reserve", "ReservedRecord"), ("/v1/route/release", "ReleaseRecord")):
+        answer = paths[path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert answer == {"$ref": f"#/components/schemas/{form}"}
