@@ -75,7 +75,7 @@ class Exchange:
     def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
         """Write the log line, count, and end the trace. Called once."""
         ttft = None if self.first_token_at is None else self.first_token_at - self.started
-        metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started)
+        metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started, self.cached_tokens)
         if access.isEnabledFor(logging.INFO):
             line = msgspec.json.encode(self._line(outcome, now, ttft)).decode()
             access.handle(access.makeRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first

@@ -40,6 +40,7 @@ class Feeds:
         threads: ThreadPoolExecutor,
         clock: Callable[[], float],
         forget: Callable[[int], None],
+        reported: Callable[[KvMetrics], None],
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -50,6 +51,7 @@ class Feeds:
         self._threads = threads
         self._clock = clock
         self._forget = forget
+        self._reported = reported
         self.behind = {subjects.membership(): "joins", subjects.placements(): "placements", subjects.drains(): "drains"}
         """what is stored under these subjects has not all been heard yet"""
         self.listening = asyncio.Event()
@@ -161,6 +163,7 @@ class Feeds:
         if max(amounts) >= 2**62:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports an absurd load {amounts}")
         self._picker.reservations.report((load.worker_id, load.dp_rank), amounts, self._clock())
+        self._reported(load)
 
     def _learnt(self, model: str, clusters: ClusterModel) -> None:
         if self._view.learn(model, clusters):

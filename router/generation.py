@@ -20,6 +20,8 @@ from router.reservations import Booking
 from router.service import RouterService
 from router.tracing import AttemptTrace
 
+TOLD_EVERY = 16
+"""tokens, after which what is left of a booking is told"""
 _DONE = b"[DONE]"
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
 _ENCODER = msgspec.json.Encoder()
@@ -132,6 +134,7 @@ class Generation:
         splitter = EventSplitter(self._service.config.max_event_bytes)
         waiting = True
         over = False
+        told = len(course.emitted)
         while not over:
             try:
                 choices, over, failure = _taken(course, splitter, await call.read())
@@ -143,6 +146,9 @@ class Generation:
                 self._service.first_token(booking)
                 if span is not None:
                     span.first_token()
+            if len(course.emitted) - told >= TOLD_EVERY:
+                self._service.emitted(booking, len(course.emitted) - told)
+                told = len(course.emitted)
             await self._emit(course, choices)  # also before a failure: these tokens count as emitted
             if failure is not None and course.finish_reason is None:
                 raise failure

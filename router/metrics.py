@@ -7,6 +7,7 @@ more than most of what it counts.
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ RankLabels = tuple[str, int, int]
 """model, worker_id, dp_rank"""
 STAGES = ("filter", "overlap", "predict", "score", "book")
 """Parts of a decision that are timed now and then; "tokenise" and "decide", the whole of it, are always timed."""
+LAPS = 16
+"""one in so many decisions"""
 
 
 class RankNow(NamedTuple):
@@ -94,7 +97,8 @@ class RouterMetrics:
         self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
         self.tokenise = self._overhead.labels("tokenise")
         self.deciding = self._overhead.labels("decide")
-        self.stages = {stage: self._overhead.labels(stage) for stage in STAGES}
+        self._stages = {stage: self._overhead.labels(stage) for stage in STAGES}
+        self._laps = 0
 
     def _about_hindsight(self) -> None:
         """What decisions expected, against what came true."""
@@ -161,6 +165,21 @@ class RouterMetrics:
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
         self._terms.add(label, decision.scores.terms[:, decision.chosen])
         self.deciding.observe(seconds)
+
+    def lap(self) -> Callable[[str], None] | None:
+        """For one decision of LAPS: to be told when each of its STAGES is done. None for the others."""
+        self._laps += 1
+        if self._laps % LAPS:
+            return None
+        began = perf_counter()
+
+        def done(stage: str) -> None:
+            nonlocal began
+            now = perf_counter()
+            self._stages[stage].observe(now - began)
+            began = now
+
+        return done
 
     def first_token(self, model: str, predicted_seconds: float, observed_seconds: float) -> None:
         """One first token, from the decision on; both numbers are of the same request."""

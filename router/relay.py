@@ -20,6 +20,8 @@ from router.roster import RankKey
 from router.service import WHOLE_EVENTS, RouterService
 from router.tracing import AttemptTrace
 
+_TOLD_EVERY = 16
+"""events, each taken for a token, after which what is left of a booking is told"""
 _TAIL_BYTES = 4096
 """Kept of a stream, to read its usage from."""
 
@@ -91,7 +93,7 @@ class Relay:
             await passing(decision, booking, call)
 
     async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
-        tail, tap = b"", self._service.tap(decision)
+        tail, tap, events = b"", self._service.tap(decision), 0
         while data := await call.read():
             if not self._reply.status:
                 self._first(booking)
@@ -100,6 +102,10 @@ class Relay:
             if tap is not None:
                 tap.feed(data)
             tail = (tail + data)[-_TAIL_BYTES:]
+            events += data.count(b"\n\n")
+            if events >= _TOLD_EVERY:
+                self._service.emitted(booking, events)
+                events = 0
         if not self._reply.status:
             raise UpstreamFailed(Failure.BROKEN, "the stream ended before it began")
         call.whole()

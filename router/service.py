@@ -23,13 +23,14 @@ from router.exchange import Exchange
 from router.feeds import Feeds
 from router.foreign_reports import ForeignReports
 from router.foreign_routings import Tap, Usage
+from router.hindsight import Hindsight
 from router.holders import Holders
 from router.kv_index import KvIndex
 from router.lexicon import Lexicon
 from router.metrics import RouterMetrics
 from router.outcomes import Outcomes
 from router.peers import Peers
-from router.picker import FIRST_TRY, Need, Picker, Try
+from router.picker import FIRST_TRY, Lap, Need, Picker, Try
 from router.plain import PlainBackends
 from router.prefixes import Prefixes
 from router.prompt import Prompt
@@ -77,7 +78,9 @@ class RouterService:
         self.picker = Picker(self.view, reservations, KvIndex(holders), Prefixes(config.prefix_blocks_per_rank, holders), config)
         self.retries = RetryBudget(config.retry_share, config.least_retries)
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
-        self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, self.forget_worker)
+        self.hindsight = Hindsight(self.picker, self.metrics, self.threads, clock, bus, subjects)
+        reported, forget = self.hindsight.reported, self.forget_worker
+        self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, forget, reported)
         self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
         most = WHOLE_EVENTS * config.max_event_bytes
         self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
@@ -122,6 +125,7 @@ class RouterService:
                 tasks.create_task(self._foreign.run(), name="tells the tracker what foreign engines activated")
             if self.config.backends:
                 tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds), name="probes plain backends")
+            tasks.create_task(self.hindsight.run(), name="measures engines and regrets")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
 
     # What requests are served with
@@ -133,19 +137,22 @@ class RouterService:
         """For a request that names none: its sampling must be repeatable by the rank that continues it."""
         return self._chance.getrandbits(63)
 
-    def decide(self, need: Need, decision_id: str, attempt: Try = FIRST_TRY) -> Decision:
+    def decide(self, need: Need, decision_id: str, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
         """Without booking anything. ApiError as `Picker.decide` says."""
-        return self.picker.decide(need, decision_id, self._chance.getrandbits(32), self.clock(), attempt)
+        return self.picker.decide(need, decision_id, self._chance.getrandbits(32), self.clock(), attempt, lap)
 
     def book(self, exchange: Exchange, need: Need, suffix: str, attempt: Try) -> tuple[Decision, Booking]:
         """Decide, promise the chosen rank the load at once, and write the decision's span."""
-        started = time.perf_counter()
-        decision = self.decide(need, exchange.decision_id + suffix, attempt)
+        started, lap = time.perf_counter(), self.metrics.lap()
+        decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
         booking = self.picker.book(decision, need.prompt, self.clock())
+        self.hindsight.booked(decision, booking)
         if self.peers is not None:
             self.peers.booked(decision.id, decision.target.key, booking)
         if attempt.number == 1:
             self.retries.asked(self.clock())
+        if lap is not None:
+            lap("book")
         seconds = time.perf_counter() - started
         self.metrics.decided(decision, seconds)
         if decision.ignored:
@@ -159,13 +166,23 @@ class RouterService:
         self.picker.reservations.first_token(booking)
         if self.peers is not None:
             self.peers.first_token(booking)
-        self.picker.health.first_token(booking, self.clock())
+        now = self.clock()
+        self.picker.health.first_token(booking, now)
+        self.hindsight.first_token(booking, now)
+
+    def emitted(self, booking: Booking, tokens: int) -> None:
+        """So many tokens have come since this was said last. Meant for every so many tokens, not for each."""
+        self.picker.reservations.emitted(booking, tokens)
+        if self.peers is not None:
+            self.peers.emitted(booking)
+        self.hindsight.emitted(booking, tokens, self.clock())
 
     def release(self, booking: Booking) -> None:
         self.picker.reservations.release(booking)
         if self.peers is not None:
             self.peers.ended(booking)
         self.picker.health.ended(booking)
+        self.hindsight.released(booking)
 
     # What is held for other data planes
 
@@ -250,6 +267,7 @@ class RouterService:
         self.view.forget(worker_id)
         self.picker.forget_worker(worker_id)
         self.metrics.forget_worker(worker_id)
+        self.hindsight.forget_worker(worker_id)
         if self.feeds is not None:
             self.feeds.kv.forget_worker(worker_id)
             self.feeds.tracker.keep_only(self.view.keep_clusters())
