@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]
+Amounts = NDArray[np.float64] | NDArray[np.int64]
 MOST_SECONDS = 1e6
 """Nothing that is taken seriously takes longer; sums of it stay far from infinity."""
 _SURE = 1.0 - 1e-9
@@ -44,65 +45,70 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
 
 
-def prefill_seconds(token_s: NDArray[Any], pair_s: NDArray[Any], uncached_tokens: NDArray[Any], prompt_tokens: int | NDArray[Any]) -> Seconds:
+def prefill_seconds(token_s: Seconds, pair_s: Seconds, uncached_tokens: Amounts, prompt_tokens: int) -> Seconds:
     """Time to compute the u last tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s * (u * N - u^2 / 2).
 
     A token attends to all before it, cached or not: u tokens make u * N - u^2 / 2 pairs, half a pair each of a token with itself.
     """
-    return np.asarray(uncached_tokens * (token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens)), np.float64)
+    seconds: Seconds = uncached_tokens * (token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens))
+    return seconds
 
 
-def queue_seconds(token_s: NDArray[Any], queued_prefill_tokens: NDArray[Any]) -> Seconds:
+def queue_seconds(token_s: Seconds, queued_prefill_tokens: Amounts) -> Seconds:
     """Time until the prefill already promised to a rank is done, each token at its price without attention: its prompts are not known apart."""
-    return np.asarray(token_s * queued_prefill_tokens, np.float64)
+    seconds: Seconds = token_s * queued_prefill_tokens
+    return seconds
 
 
-def running_seconds(
-    sequence_s: NDArray[Any], block_s: NDArray[Any], running: NDArray[Any], blocks: NDArray[Any], steps_left: NDArray[Any], output_tokens: int | NDArray[Any]
-) -> Seconds:
+def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: int) -> Seconds:
     """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s * blocks / n).
 
     blocks: KV blocks they hold. steps_left: tokens S they are expected to emit yet, all together: a rank whose sequences are nearly
     done adds less than one whose sequences have just begun. 0 where nothing runs.
     """
-    sharing = np.minimum(output_tokens * running, steps_left)
-    return np.asarray(sharing * (sequence_s + block_s * (blocks / np.maximum(running, 1))), np.float64)
+    seconds: Seconds = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, 1)))
+    return seconds
 
 
-def own_seconds(sequence_s: NDArray[Any], token_block_s: NDArray[Any], tokens: int | NDArray[Any], output_tokens: int | NDArray[Any]) -> Seconds:
+def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: int, output_tokens: int) -> Seconds:
     """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
 
     tokens: what its cache holds in the end. token_block_s: `decode_block` divided by the tokens of a block.
     """
-    return np.asarray(output_tokens * (sequence_s + token_block_s * tokens), np.float64)
+    seconds: Seconds = output_tokens * (sequence_s + token_block_s * tokens)
+    return seconds
 
 
-def lockstep_seconds(work: NDArray[np.float64], added: NDArray[np.float64], first: NDArray[np.intp], engine: NDArray[np.intp]) -> Seconds:
+def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], engine: NDArray[np.intp]) -> Seconds:
     """Time that is lost because the ranks of an engine step together, and a step is as slow as its slowest rank.
 
-    work, added: [2, ..., ranks]; row 0: prefill promised to each rank, and that of the request; row 1: what the running sequences add to the
-    request's steps, and what the request adds to them. first: where each engine's ranks begin; engine: of each rank. It is
-    max(0, prefill promised + added - the engine's most): by so much the request makes its engine's longest prefill longer (beside a
-    busier rank it is free); and max(0, the engine's most - decode - added): so much longer the request's steps take for others' sake.
+    work, added: [2, ranks]; row 0: prefill promised to each rank, and that of the request; row 1: what the running sequences add to the
+    request's steps, and what the request adds to them. It is max(0, prefill promised + added - the engine's most): by so much the request
+    makes its engine's longest prefill longer (beside a busier rank it is free); and max(0, the engine's most - decode - added): so much
+    longer the request's steps take for others' sake.
+    first: where the ranks of each engine begin, [engines] in row 0 and then [engines] in row 1, both rows laid one after another;
+    engine: [2, ranks], which of these each rank belongs to.
     """
-    ahead = work + added - np.maximum.reduceat(work, first, axis=-1).take(engine, axis=-1)
-    return np.asarray(np.maximum(ahead[0], 0.0) - np.minimum(ahead[1], 0.0), np.float64)
+    ahead = work + added - np.maximum.reduceat(work.reshape(-1), first).take(engine)
+    seconds: Seconds = np.maximum(ahead[0], 0.0) - np.minimum(ahead[1], 0.0)
+    return seconds
 
 
-def dispatch_seconds(dispatch_s: NDArray[Any], node_s: NDArray[Any], tokens: NDArray[Any], remote_ranks: NDArray[Any], remote_nodes: NDArray[Any]) -> Seconds:
+def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds, tokens: Amounts, remote_ranks: Seconds, remote_nodes: Seconds) -> Seconds:
     """Time spent sending `tokens` to the experts of other ranks and back; remote_ranks, remote_nodes: distinct, per token, summed over layers.
 
     A dispatch sends one copy per destination, however many of a token's experts live there, and one per node over the slower link.
     """
-    return np.asarray(tokens * (dispatch_s * remote_ranks + node_s * remote_nodes), np.float64)
+    seconds: Seconds = tokens * (dispatch_s * remote_ranks + node_s * remote_nodes)
+    return seconds
 
 
-def distinct_seconds(read_s: NDArray[Any], added_experts: NDArray[Any], output_tokens: int) -> Seconds:
+def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output_tokens: int) -> Seconds:
     """Time that O steps take longer because they read experts that nobody else in the batch wants: O * read_s * added_experts.
 
     added_experts: of the whole engine, per step, summed over layers; read_s: of one expert, divided by the ranks that read at once.
     """
-    return np.asarray(output_tokens * (read_s * added_experts), np.float64)
+    return output_tokens * (read_s * added_experts)
 
 
 def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:

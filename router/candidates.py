@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.timing import queue_seconds
-from router.reservations import PREFILL, SEQUENCES, Amounts
+from router.reservations import BLOCKS, PREFILL, SEQUENCES, Amounts
 from router.roster import Excluded, RankKey, Roster
 
 NOBODY: Mapping[RankKey, str] = MappingProxyType({})
@@ -20,6 +20,12 @@ class Limits(NamedTuple):
 
     requests: int
     queue_seconds: float
+    kv_share: float = 1.0
+    """of its KV blocks; 1: never for this reason"""
+
+    def blocks(self, roster: Roster) -> NDArray[np.float64]:
+        """float64 [targets]: KV blocks held beyond which each rank is saturated; inf: never."""
+        return np.full(len(roster.targets), np.inf) if self.kv_share >= 1 else np.asarray(self.kv_share * roster.kv_blocks)
 
 
 class Candidates(NamedTuple):
@@ -50,7 +56,7 @@ def candidates(
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
     queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
     small = roster.max_context < needed_context
-    busy = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds)
+    busy = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
     unfit = [barred.get(target.key) or (FAILED if target.key in avoid else None) for target in roster.targets]
     failed = np.array([reason is not None for reason in unfit], np.bool_)
     out = small | busy | failed
@@ -70,7 +76,11 @@ def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:
     if not len(roster.targets):
         return True
     most: NDArray[np.int64] = np.maximum.reduce(load, axis=1)
-    return bool(most[SEQUENCES] < limits.requests and most[PREFILL] * roster.slowest_prefill_s <= limits.queue_seconds)
+    return bool(
+        most[SEQUENCES] < limits.requests
+        and most[PREFILL] * roster.slowest_prefill_s <= limits.queue_seconds
+        and (limits.kv_share >= 1 or most[BLOCKS] <= limits.kv_share * roster.fewest_kv_blocks)
+    )
 
 
 def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int, small: np.bool_) -> str:
@@ -78,4 +88,6 @@ def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, 
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
     if load[SEQUENCES, at] >= limits.requests:
         return f"saturated: {load[SEQUENCES, at]} requests of at most {limits.requests}"
+    if load[BLOCKS, at] > limits.blocks(roster)[at]:
+        return f"saturated: {load[BLOCKS, at]} of {roster.kv_blocks[at]:.0f} KV blocks are held by requests, more than a share of {limits.kv_share:g}"
     return f"saturated: {load[PREFILL, at]} prompt tokens wait, more than {limits.queue_seconds:g} s of work"

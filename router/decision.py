@@ -1,6 +1,6 @@
 """One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
 import msgspec
@@ -82,8 +82,7 @@ class Conditions(NamedTuple):
     turn: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Columns have one entry per candidate, in the roster's order. `record()` is the form for readers."""
 
     ask: Ask

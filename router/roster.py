@@ -81,6 +81,9 @@ class Roster:
     """number of each target's engine, from 0"""
     first: NDArray[np.intp]
     """[engines]: the first target of each; an engine's targets follow one another"""
+    group: NDArray[np.intp]
+    """this and the next: `engine` and `first` of a table [2, targets] whose rows are laid one after another, as `lockstep_seconds` wants them"""
+    group_first: NDArray[np.intp]
     together: NDArray[np.float64] | None
     """1 where an engine's targets step together, 0 where it has but one; None: 0 everywhere"""
     approximate: NDArray[np.bool_]
@@ -94,4 +97,7 @@ class Roster:
     """the ranks where `approximate`"""
     largest_context: int
     smallest_context: int
+    kv_blocks: NDArray[np.float64]
+    """KV blocks of each rank; inf where it does not say"""
+    fewest_kv_blocks: float
     slowest_prefill_s: float

@@ -88,11 +88,13 @@ def score(
     migration or layout switch in progress costs. expected None: nothing is known of the experts; handover None: there is none.
     factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None: 1.
     """
-    terms = np.zeros((len(TERMS), len(uncached)))
-    work, added = np.empty((2, len(uncached))), np.empty((2, len(uncached)))
-    work[0] = queue_seconds(roster.prefill_token_s, load[PREFILL])
-    work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, load[SEQUENCES], load[BLOCKS], load[STEPS], output_tokens)
-    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, uncached, prompt_tokens)
+    targets = len(uncached)
+    terms = np.zeros((len(TERMS), targets))
+    work, added = np.empty((2, targets)), np.empty((2, targets))
+    promised, tokens = load.astype(np.float64), uncached.astype(np.float64)
+    work[0] = queue_seconds(roster.prefill_token_s, promised[PREFILL])
+    work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, promised[SEQUENCES], promised[BLOCKS], promised[STEPS], output_tokens)
+    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, tokens, prompt_tokens)
     added[1] = own_seconds(roster.decode_sequence_s, roster.decode_token_block_s, prompt_tokens + output_tokens, output_tokens)
     steps = output_tokens * roster.step_s
     if factors is not None:
@@ -102,12 +104,12 @@ def score(
     terms[_PREFILL], terms[_QUEUE] = added[0], work[0]
     terms[_DECODE] = work[1] + added[1] + steps
     if expected is not None:
-        tokens = uncached + output_tokens
+        tokens += output_tokens
         terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, roster.dispatch_node_s, tokens, expected.remote_ranks, expected.remote_nodes)
         terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, output_tokens)
         terms[_EXPERTS : _DISTINCT + 1] *= expected.gain
     if roster.together is not None:
-        terms[_LOCKSTEP] = roster.together * lockstep_seconds(work, added, roster.first, roster.engine)
+        terms[_LOCKSTEP] = roster.together * lockstep_seconds(work, added, roster.group_first, roster.group)
     if handover is not None:
         terms[_HANDOVER] = handover
     terms *= weights.factors

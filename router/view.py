@@ -17,7 +17,7 @@ from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel, Weights
 from fleet.timing import MOST_SECONDS, EngineSpeed
-from router.locality import Locality, Matrix, Prices
+from router.locality import Locality, Prices
 from router.reservations import Reservations
 from router.roster import Dialect, Excluded, RankKey, Roster, Target
 
@@ -98,23 +98,23 @@ class PriceList:
         self.clusters = clusters
         self.priced = np.zeros(targets, np.bool_)
         self._engine = roster.engine
-        self.flat: Matrix = np.zeros((3 * targets + len(roster.first), clusters))
-        """float64 [3 * targets + engines, K]: the rows of the next four, one after another"""
+        self.flat = np.zeros((3 * targets + len(roster.first), clusters), np.float32)
+        """[3 * targets + engines, K]: the rows of the next four, one after another; half the bytes of float64 make half the time of the product"""
         self.remote, self.nodes, self.local = self.flat[: 3 * targets].reshape(3, targets, clusters)
-        """float64 [targets, K]: distinct remote ranks and nodes, and local share, as in `locality.Prices`"""
+        """[targets, K]: distinct remote ranks and nodes, and local share, as in `locality.Prices`"""
         self.distinct = self.flat[3 * targets :]
-        """float64 [engines, K]: experts added to a step"""
+        """[engines, K]: experts added to a step"""
         self._prior: tuple[Weights, Cells] | None = None
 
     def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
         """For a request's weights [K]: remote ranks, remote nodes, local share and added experts, float64 [targets] each."""
-        found, targets = self.flat @ weights, len(self.priced)
+        found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
         return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
 
     def prior_local(self, shares: Weights) -> Cells:
         """float64 [targets]: the local share of the traffic's mix [K]; computed once for each value of it."""
         if self._prior is None or self._prior[0] is not shares:
-            self._prior = shares, self.local @ shares
+            self._prior = shares, (self.local @ shares).astype(np.float64)
         return self._prior[1]
 
 
@@ -363,9 +363,11 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
     speeds = [state.joined.speed or _DEFAULT_SPEED for state, _ in ranks]
     members = np.array([state.ranks for state in engines], np.intp)
+    engine, first = np.repeat(np.arange(len(engines)), members), np.cumsum(members) - members
     targets = tuple(_target(state, rank) for state, rank in ranks)
     sizes = [state.joined.block_size for state, _ in ranks]
     contexts = [state.joined.max_context for state, _ in ranks]
+    kv_blocks = [state.joined.kv_blocks or inf for state, _ in ranks]
     return Roster(
         model=model,
         dialect=dialect,
@@ -385,8 +387,10 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         dispatch_s=_column(speed.dispatch for speed in speeds),
         dispatch_node_s=_column(speed.dispatch_node for speed in speeds),
         expert_read_s=_column(speed.expert_read * state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
-        engine=np.repeat(np.arange(len(engines)), members),
-        first=np.cumsum(members) - members,
+        engine=engine,
+        first=first,
+        group=np.stack([engine, engine + len(engines)]),
+        group_first=np.concatenate([first, first + len(ranks)]),
         together=np.repeat(members > 1, members).astype(np.float64) if members.max(initial=0) > 1 else None,
         approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
         block_sizes=tuple(sorted(set(sizes))),
@@ -394,6 +398,8 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         guessed=tuple(target.key for target in targets if not target.engine.capabilities.kv_events),
         largest_context=max(contexts, default=0),
         smallest_context=min(contexts, default=0),
+        kv_blocks=np.array(kv_blocks, np.float64),
+        fewest_kv_blocks=min(kv_blocks, default=inf),
         slowest_prefill_s=max((speed.prefill_token for speed in speeds), default=0.0),
     )
 
