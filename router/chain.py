@@ -1,31 +1,87 @@
 """The blocks of a prompt by sequence hash, hashed only as far as somebody asks: most of a prompt that nobody has cached is never looked at. Pure."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import overload
 
+import xxhash
+
 from fleet.blocks import extend
+
+RUN = 32
+"""Blocks that are remembered together."""
+MOST_RUNS = 32_768
+"""Some 15 MB: 16 million tokens in blocks of 16."""
+
+
+class Runs:
+    """Hashes of runs of RUN blocks that were made before, by what they follow and their bytes: beginnings of prompts come again and again, and
+    one digest of a whole run costs less than two of each block. State: at most MOST_RUNS; those not asked for lately go first."""
+
+    def __init__(self, most: int = MOST_RUNS) -> None:
+        self._most = most // 2
+        self._young: dict[int, array[int]] = {}
+        self._old: dict[int, array[int]] = {}
+
+    def get(self, key: int) -> "array[int] | None":
+        found = self._young.get(key)
+        if found is None and (found := self._old.pop(key, None)) is not None:
+            self.put(key, found)
+        return found
+
+    def put(self, key: int, hashes: "array[int]") -> None:
+        if len(self._young) >= self._most:
+            self._old, self._young = self._young, {}
+        self._young[key] = hashes
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
 
 
 class Chain(Sequence[int]):
     """u64 sequence hashes of a prompt's full blocks, each made when it is first asked for, with all before it.
 
-    raw(start, stop): the bytes of some of its blocks, `width` each. Iterating, and a slice, reach no further than they are read.
+    raw(start, stop): the bytes of some of its blocks, `width` each. A slice reaches no further than it reads.
     """
 
-    __slots__ = ("_chained", "_length", "_raw", "_width")
+    __slots__ = ("_asked", "_chained", "_key", "_length", "_raw", "_run", "_width")
 
     def __init__(self, raw: Callable[[int, int], bytes], width: int, length: int) -> None:
         self._raw = raw
         self._width = width
         self._length = length
         self._chained: list[int] = []
+        self._asked, self._key, self._run = -1, 0, b""
+        """first block of the run that was looked for last, its key and its bytes"""
 
-    def reach(self, depth: int) -> list[int]:
-        """At least the first `depth` hashes (there are `len(self)`); the list is the chain's own: not to be changed."""
+    def reach(self, depth: int, runs: Runs | None = None) -> list[int]:
+        """At least the first `depth` hashes (there are `len(self)`), more where `runs` knows them; the list is the chain's own: not to be changed."""
         chained = self._chained
-        if depth > len(chained):
-            extend(chained, self._raw(len(chained), depth), self._width)
+        while len(chained) < depth:
+            if runs is None or depth == 1:
+                extend(chained, self._raw(len(chained), depth), self._width)
+            else:
+                self._go_on(depth, runs)
         return chained
+
+    def _go_on(self, depth: int, runs: Runs) -> None:
+        """To `depth` or the end of a run. A run that is known is taken whole, one that is finished is remembered."""
+        chained, width = self._chained, self._width
+        start = len(chained) // RUN * RUN
+        end = start + RUN
+        if end > self._length:
+            extend(chained, self._raw(len(chained), depth), width)
+            return
+        if self._asked != start:
+            self._asked, self._run = start, self._raw(start, end)
+            self._key = xxhash.xxh3_128_intdigest(self._run, chained[start - 1] if start else 0)
+            known = runs.get(self._key)
+            if known is not None:
+                chained[start:] = known
+                return
+        extend(chained, self._run[(len(chained) - start) * width : (min(depth, end) - start) * width], width)
+        if len(chained) == end:
+            runs.put(self._key, array("Q", chained[start:]))
 
     @overload
     def __getitem__(self, at: int) -> int: ...

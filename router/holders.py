@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from router.chain import Runs
 from router.roster import RankKey, Roster
 
 NOBODY = 0
@@ -32,7 +33,7 @@ class Reachable(Protocol):
     """A prompt's blocks by sequence hash, made as they are asked for (`router.chain.Chain`)."""
 
     def __len__(self) -> int: ...
-    def reach(self, depth: int) -> Sequence[int]: ...
+    def reach(self, depth: int, runs: Runs | None = None) -> Sequence[int]: ...
 
 
 class Blocked(Protocol):
@@ -75,6 +76,7 @@ class Holders:
         """slots whose bits the present sweep takes away"""
         self.entries = 0
         """(block, rank) pairs that count"""
+        self._runs = Runs()
         self._rosters: dict[str, tuple[Roster, int, NDArray[np.intp]]] = {}
         """by model, the slots of its targets at one version"""
 
@@ -189,18 +191,20 @@ class Holders:
         ends: list[tuple[int, int]] = []
         last: int | None = -1
         while at < total and held:
-            stop = min(total, at + min(at + 1, _WIDEST_STEP))
-            for depth, mask in enumerate(map(look_up, prompt.reach(stop)[at:stop]), at):
-                if mask is last:
-                    continue
-                last = mask
-                still = held & mask if mask else 0
-                if still != held:
-                    ends.append((depth, held ^ still))
-                    held = still
-                    if not held:
-                        break
-            at = stop
+            chained = prompt.reach(min(total, at + min(at + 1, _WIDEST_STEP)), self._runs)
+            masks = list(map(look_up, chained[at:]))
+            if masks.count(last) < len(masks):
+                for depth, mask in enumerate(masks, at):
+                    if mask is last:
+                        continue
+                    last = mask
+                    still = held & mask if mask else 0
+                    if still != held:
+                        ends.append((depth, held ^ still))
+                        held = still
+                        if not held:
+                            break
+            at += len(masks)
         if held:
             ends.append((total, held))
         return self._spread(ends)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fleet.blocks import sequence_hashes
 from fleet.events import KvChange, KvEvent, KvRemoved, RoutedKvEvent
+from router.chain import Runs
 from router.holders import Holders
 from router.roster import RankKey
 from tests.router.houses import WORKER
@@ -12,7 +13,7 @@ from tests.router.houses import WORKER
 class Made(list[int]):
     """Sequence hashes that are there already."""
 
-    def reach(self, _: int) -> list[int]:
+    def reach(self, depth: int, runs: Runs | None = None) -> list[int]:
         return self
 
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fleet.blocks import local_hashes, sequence_hashes
+from fleet.blocks import extend, local_hashes, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
 from router import holders as module
+from router.chain import Runs
 from router.holders import Holders
 from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
 from router.prompt import TokenPrompt
@@ -138,6 +139,34 @@ def test_a_prompt_is_hashed_little_further_than_somebody_holds_it() -> None:
     holders.add((1, 0), TokenPrompt(list(range(8_000))).chained(16)[:])
     assert holders.overlaps(prompt.chained(16)) == {(1, 0): 500}
     assert len(prompt.chained(16)._chained) <= 500 + 32
+
+
+def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, runs = list(range(2_000)), Runs()
+    whole = sequence_hashes(local_hashes(ids))
+    assert list(TokenPrompt(ids).chained(16).reach(125, runs)) == whole
+    assert len(runs) == 3  # of 125 blocks, 29 are no whole run
+    hashed: list[int] = []
+    monkeypatch.setattr("router.chain.extend", lambda chained, raw, width: (hashed.append(len(raw) // width), extend(chained, raw, width)))
+    again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
+    for depth in (1, 2, 33, 70, 100, 125):
+        assert again.reach(depth, runs)[:100] == whole[: min(max(depth, len(again._chained)), 100)]
+    assert sum(hashed) == 1 + 29  # one before runs were asked, and what comes behind them
+    assert again[:] == sequence_hashes(local_hashes(ids[:1_600] + [7] * 400))
+    assert TokenPrompt(ids).chained(8).reach(250, runs) == sequence_hashes(local_hashes(ids, 8))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=6), st.lists(st.integers(1, 200), max_size=8))
+def test_remembered_runs_never_change_a_chain(prompts: list[list[int]], depths: list[int]) -> None:
+    runs = Runs(4)
+    for prompt in prompts:
+        ids = [token for part in prompt for token in [part] * 70]
+        chain = TokenPrompt(ids).chained(2)
+        for depth in depths:
+            chain.reach(min(depth, len(chain)), runs if depth % 3 else None)
+        assert chain[:] == sequence_hashes(local_hashes(ids, 2))
+        assert len(runs) <= 4
 
 
 # Sweeping

@@ -1,0 +1,249 @@
+"""One routing decision beside Dynamo's SelectionService: the same ranks of a 58 x 256 model, the same lists of token ids, in the same run, in turns.
+
+Ours: hashing, prefix index, prediction (tables of 300,000 blocks, 50,000 tokens, 32 clusters, loaded), the whole cost, booking, and the release of an
+older booking. Theirs: `select`, which books nothing. `nothing cached`: no blocks are indexed on either side. `half cached`, `all cached`: identical
+blocks are indexed on both, ours by our KV events, theirs by vLLM's over ZMQ; both are asked what they found, and must say the same.
+
+    python -m benchmarks.decision --quick
+"""
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import typer
+
+from benchmarks.rig.decisions import CLUSTERS, EXPERTS, KNOWN_BLOCKS, LAYERS, OUTPUT, RANKS, SHAPE, VOCABULARY, Prompts, Roost, clusters, prompts, tables
+from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median, percentile
+from benchmarks.rig.selection import Selection
+from fleet.layout import EP
+from fleet.placement import Placement
+from fleet.signatures import ClusterModel
+from router import picker
+from router.locality import locality
+
+FLEETS = (8, 64, 512)
+"""ranks"""
+SHARES = {"nothing": 0.0, "half": 0.5, "all": 1.0}
+RATIOS = {1024: 0.8, 4096: 0.6, 16_384: 0.4}
+"""by prompt length, our p50 over theirs at most; p99 always 1"""
+TURN = 16
+"""decisions of one side before it is the other's turn"""
+SCORING_LIMITS = {64: 40.0, 512: 70.0}
+RATE_LIMIT, ADDED_LIMIT, PRICING_LIMIT = 5000.0, 60.0, 100.0
+"""decisions per second; microseconds; milliseconds for an engine of 16 ranks"""
+
+
+class Taken(NamedTuple):
+    """Microseconds of each decision."""
+
+    ours: list[float]
+    theirs: list[float]
+
+    def at(self, share: float) -> tuple[float, float]:
+        return percentile(self.ours, share), percentile(self.theirs, share)
+
+    def ratio(self, share: float) -> float:
+        ours, theirs = self.at(share)
+        return ours / theirs
+
+
+async def in_turns(roost: Roost, selection: Selection, asked: Prompts, rounds: int) -> Taken:
+    """Both sides decide on the same prompts, TURN of them at a time."""
+    taken = Taken([], [])
+    count, clock = len(asked.ids), time.perf_counter
+    for turn in range(-1, rounds * count // TURN):
+        part = [asked.ids[(turn * TURN + at) % count] for at in range(TURN)]
+        ours, theirs = [], []
+        for ids in part:
+            began = clock()
+            roost.decide(ids)
+            ours.append(1e6 * (clock() - began))
+        for ids in part:
+            began = clock()
+            await selection.select(ids)
+            theirs.append(1e6 * (clock() - began))
+        if turn >= 0:
+            taken.ours.extend(ours)
+            taken.theirs.extend(theirs)
+    return taken
+
+
+async def cached(roost: Roost, selection: Selection, asked: Prompts) -> None:
+    """Both sides hear of the same blocks. RuntimeError when they do not come to know the same."""
+    held = list(asked.held(roost.engines))
+    for each in held:
+        roost.hold(each)
+        selection.hold(each)
+    for each in (held[-1:], held[1::7]):
+        for one in each:
+            expected = roost.overlap(one.ids)
+            if not await selection.settled(one.ids, expected):
+                raise RuntimeError(f"SelectionService was told of {len(expected)} ranks' blocks and knows {len(await selection.overlap(one.ids))}")
+
+
+def rate(roost: Roost, asked: Prompts, seconds: float) -> float:
+    """Decisions per second of one core, one after the other."""
+    done, began = 0, time.perf_counter()
+    while (taken := time.perf_counter() - began) < seconds:
+        for ids in asked.ids:
+            roost.decide(ids)
+        done += len(asked.ids)
+    return done / taken
+
+
+def scoring(roost: Roost, asked: Prompts, turns: int) -> float:
+    """Median microseconds of `router.decision.decide` alone: hashes, overlaps and signature are given."""
+    given: list[tuple[Any, Any]] = []
+    decide = picker.decide
+
+    def listening(*positional: Any, **named: Any) -> Any:
+        given.append((positional, named))
+        return decide(*positional, **named)
+
+    picker.decide = listening  # type: ignore[assignment]
+    for ids in asked.ids:
+        roost.decide(ids)
+    picker.decide = decide
+    taken = []
+    for turn in range(turns):
+        positional, named = given[turn % len(given)]
+        began = time.perf_counter()
+        decide(*positional, **named)
+        taken.append(1e6 * (time.perf_counter() - began))
+    return median(taken)
+
+
+def added(roost: Roost, asked: Prompts, turns: int) -> float:
+    """Microseconds that prediction adds to the median decision."""
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(turns):
+        on = bool(turn % 2)
+        roost.predict(on=on)
+        for ids in asked.ids[:TURN]:
+            began = time.perf_counter()
+            roost.decide(ids)
+            taken[on].append(1e6 * (time.perf_counter() - began))
+    roost.predict(on=True)
+    return median(taken[True]) - median(taken[False])
+
+
+def pricing(model: ClusterModel, ranks: int, extra: int) -> float:
+    """Milliseconds to price all clusters for an engine whose ranks hold `extra` replicas each, at random."""
+    chance = np.random.default_rng(1)
+    own = EXPERTS // ranks
+    slots = np.full((LAYERS, ranks, own + extra), -1, np.int16)
+    for layer in range(LAYERS):
+        slots[layer, :, :own] = chance.permutation(EXPERTS).reshape(ranks, own)
+        for rank in range(ranks):
+            slots[layer, rank, own:] = chance.choice(np.setdiff1d(np.arange(EXPERTS), slots[layer, rank, :own]), extra, replace=False)
+    placement = Placement(slots.reshape(LAYERS, -1), experts=EXPERTS, ranks=ranks)
+    placement.share  # noqa: B018, made once per placement, whoever prices it
+    began = time.perf_counter()
+    locality(tuple(rank // RANKS for rank in range(ranks)), SHAPE, EP, placement, model)
+    return 1e3 * (time.perf_counter() - began)
+
+
+class Measured:
+    """All of one run."""
+
+    def __init__(self, quick: bool) -> None:
+        chance = np.random.default_rng(0)
+        self.rounds = 4 if quick else 16
+        self.turns = 400 if quick else 4000
+        self.seconds = 0.5 if quick else 3.0
+        counts = {1024: 64, 4096: 64, 16_384: 32}
+        self.asked = {(name, length): prompts(chance, length, share, counts[length]) for name, share in SHARES.items() for length in RATIOS}
+        self.model = clusters(chance)
+        self.foretold = tables(chance, list(self.asked.values()))
+        self.report = Report("one decision, us", ["ranks, cached, prompt", "ours p50", "p99", "SelectionService p50", "p99", "p50 ratio", "p99 ratio"])
+        self.taken: dict[tuple[int, str, int], Taken] = {}
+        self.rates: dict[str, float] = {}
+        self.scored: dict[int, float] = {}
+        self.adds: dict[str, float] = {}
+
+    async def run(self) -> None:
+        for ranks in FLEETS:
+            roost, selection = Roost(ranks, self.model, self.foretold), Selection(ranks)
+            await selection.start()
+            await asyncio.sleep(2.0)  # a subscriber that has not connected yet misses what is said
+            try:
+                for name in SHARES:
+                    await self._setting(ranks, name, roost, selection)
+            finally:
+                selection.close()
+
+    async def _setting(self, ranks: int, name: str, roost: Roost, selection: Selection) -> None:
+        for length in RATIOS:
+            if name != "nothing":
+                await cached(roost, selection, self.asked[name, length])
+        gc.collect()
+        gc.freeze()  # as a router does once it has started
+        for length in RATIOS:
+            taken = self.taken[ranks, name, length] = await in_turns(roost, selection, self.asked[name, length], self.rounds)
+            (ours, theirs), (ours_99, theirs_99) = taken.at(0.5), taken.at(0.99)
+            self.report.add(f"{ranks}, {name}, {length} tokens", ours, ours_99, theirs, theirs_99, taken.ratio(0.5), taken.ratio(0.99))
+        if ranks == 64:
+            self.rates[name] = rate(roost, self.asked[name, 4096], self.seconds)
+            self.adds[name] = added(roost, self.asked[name, 1024 if name == "nothing" else 4096], self.turns // 16)
+        if name == "half":
+            self.scored[ranks] = scoring(roost, self.asked[name, 4096], self.turns)
+
+    def conclude(self) -> Report:
+        """What was measured, and whether it is enough."""
+        report = self.report
+        report.notes += list(self._notes())
+        for length, limit in RATIOS.items():
+            worst = max((self.taken[ranks, name, length].ratio(0.5), f"{ranks} ranks, {name} cached") for ranks in FLEETS for name in ("nothing", "half"))
+            report.targets.append(Target(f"p50 over SelectionService's, {length} tokens, worst ({worst[1]})", worst[0], limit, at_least=False))
+        worst = max(
+            (taken.ratio(0.99), f"{ranks} ranks, {name} cached, {length} tokens") for (ranks, name, length), taken in self.taken.items() if name != "all"
+        )
+        report.targets.append(Target(f"p99 over SelectionService's, worst ({worst[1]})", worst[0], 1.0, at_least=False))
+        report.targets += [
+            Target(f"scoring alone, {ranks} ranks", self.scored[ranks], limit, at_least=False, unit=" us") for ranks, limit in SCORING_LIMITS.items()
+        ]
+        report.targets.append(Target("prediction adds to a cold decision of 1,024 tokens", self.adds["nothing"], ADDED_LIMIT, at_least=False, unit=" us"))
+        report.targets.append(Target("decisions per second, 64 ranks, 4,096 tokens, half cached", self.rates["half"], RATE_LIMIT, unit="/s"))
+        return report
+
+    def _notes(self) -> Iterator[str]:
+        yield f"decisions per second at 64 ranks and 4,096 tokens: {', '.join(f'{name} cached {found:,.0f}' for name, found in self.rates.items())}"
+        yield f"prediction adds, 64 ranks: {self.adds['nothing']:.0f} us to a cold prompt of 1,024 tokens, {self.adds['half']:.0f} to one of 4,096 half cached"
+        yield f"scoring alone: {', '.join(f'{found:.0f} us at {ranks} ranks' for ranks, found in self.scored.items())}"
+        for ranks, extra in ((16, 0), (16, 4), (64, 4)):
+            taken = min(pricing(self.model, ranks, extra) for _ in range(3))
+            yield f"pricing {CLUSTERS} clusters for {ranks} ranks with {extra} replicas each: {taken:.0f} ms"
+        yield (
+            f"tables of {KNOWN_BLOCKS:,} blocks and {VOCABULARY:,} tokens: {self.foretold.stored_bytes / 1e6:.0f} MB; {OUTPUT} tokens expected; "
+            f"garbage collection on, start-up frozen; load average {os.getloadavg()[0]:.1f}"
+        )
+
+
+def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
+    """Time of a decision by number of ranks, prompt length and what is cached, beside Dynamo's SelectionService."""
+    measured = Measured(quick)
+    with_quiet_stderr(lambda: asyncio.run(measured.run()))
+    measured.conclude().finish(as_json=as_json, check=check)
+
+
+def with_quiet_stderr(work: Callable[[], None]) -> None:
+    """Dynamo writes to it as it works, whatever it is told."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        work()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+if __name__ == "__main__":
+    typer.run(main)
