@@ -83,6 +83,16 @@ class Picker:
         self._kept: OrderedDict[str, Decision] = OrderedDict()
         self._kept_bytes = 0
 
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Decide by these settings from now on."""
+        self._config = config
+        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._rules = Rules.of(config)
+        self._affinity.set_seconds(config.session_affinity_seconds)
+        self.health.reconfigure(config)
+        self.speeds.reconfigure(config.correction_limit)
+        self.reservations.reconfigure(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
+
     @property
     def expected_steps_left(self) -> int:
         """Tokens that a request of which only a rank knows is expected to emit yet: on average half of its output has come."""

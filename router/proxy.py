@@ -215,6 +215,10 @@ class Upstream:
             self._client.close()
             self._client = None
 
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Calls that begin from now on have these limits of time."""
+        self._config = config
+
     def call(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Call:
         """POST a body to a path below a base URL."""
         return Call(self._opened, self._config, url, path, body, headers)

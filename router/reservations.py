@@ -91,6 +91,10 @@ class Reservations:
         self._surprise = np.zeros((AMOUNTS, 0), np.int64)
         """what the first report since that call changed"""
 
+    def reconfigure(self, *, settle_seconds: float, stale_seconds: float) -> None:
+        """From the next report on."""
+        self._settle, self._stale = settle_seconds, stale_seconds
+
     def add_rank(self, key: Hashable) -> int:
         """The column of a rank; the same one when it is known already."""
         known = self._ranks.get(key)

@@ -21,6 +21,10 @@ class RetryBudget:
         self._slice = 0
         """number of the newest slice since the clock's zero"""
 
+    def reconfigure(self, share: float, least: int) -> None:
+        """Allow as much from now on."""
+        self.share, self.least = share, least
+
     def asked(self, now: float) -> None:
         """A request came."""
         self._requests[self._at(now)] += 1

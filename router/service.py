@@ -16,6 +16,7 @@ import msgspec
 from bus import Bus, BusError
 from bus.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
+from fleet.events import ConfigChanged
 from router.config import RouterConfig
 from router.course import Failure
 from router.decision import Decision
@@ -35,6 +36,7 @@ from router.plain import PlainBackends
 from router.prefixes import Prefixes
 from router.prompt import Prompt
 from router.proxy import Upstream
+from router.reload import refused, reloaded
 from router.reservations import Booking, Reservations
 from router.reserved import ReleaseRecord, Reserved
 from router.retries import RetryBudget
@@ -66,6 +68,10 @@ class RouterService:
         """OSError when the backends' key file cannot be read."""
         self.config = config
         self.clock = clock
+        self._bus = bus
+        self._subjects = subjects
+        self.instance = secrets.randbits(64)
+        """identity of this process, for the audit of its settings"""
         self.started_at = int(time.time())
         self.metrics = RouterMetrics()
         self.upstream = Upstream(config)
@@ -127,6 +133,36 @@ class RouterService:
                 tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds), name="probes plain backends")
             tasks.create_task(self.hindsight.run(), name="measures engines and regrets")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
+
+    # Settings that change while it runs
+
+    def reconfigure(self, new: RouterConfig) -> ConfigChanged:
+        """Use other settings from the next decision on: all of them, or, when one needs a restart, none; the answer says which."""
+        said = reloaded(self.config, new, self.instance)
+        if said.changed:
+            self.config = new
+            self.picker.reconfigure(new)
+            self.upstream.reconfigure(new)
+            self.retries.reconfigure(new.retry_share, new.least_retries)
+        return said
+
+    async def reload(self, read: Callable[[], RouterConfig]) -> ConfigChanged:
+        """The same with settings as they are read now (ValueError or OSError of `read`: refused); logged, and stored on the bus."""
+        try:
+            said = self.reconfigure(read())
+        except (ValueError, OSError) as error:
+            said = refused(str(error), self.instance)
+        changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in said.changed.items())
+        if said.refused is None:
+            log.info("settings were read again: %s", changes or "nothing differs")
+        else:
+            log.error("new settings are refused: %s", said.refused)
+        if self._bus is not None:
+            try:
+                await self._bus.record(self._subjects.config(said.part), said)
+            except BusError as error:
+                log.warning("what became of the settings cannot be stored on the bus: %s", error)
+        return said
 
     # What requests are served with
 
