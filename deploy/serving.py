@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from deploy.doors import BACKLOG, url_of
+from deploy.gathering import GatheringProtocol
 
 
 class _Server(uvicorn.Server):
@@ -28,7 +29,7 @@ class HttpFace:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=GatheringProtocol,
                 ws="none",
                 lifespan="on",
                 access_log=False,

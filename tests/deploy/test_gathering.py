@@ -1,0 +1,106 @@
+"""What an answer is written in, and what becomes of it when the connection goes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deploy.doors import listen
+from deploy.gathering import MOST_GATHERED, Gathering
+from deploy.serving import HttpFace
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written, write by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def get_write_buffer_size(self) -> int:
+        return 7
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+@pytest.fixture
+async def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+async def gathering(wire: Wire) -> Gathering:
+    return Gathering(wire, asyncio.get_running_loop())
+
+
+async def test_what_is_written_in_one_turn_of_the_loop_leaves_together(wire: Wire, gathering: Gathering) -> None:
+    gathering.write(b"head")
+    gathering.write(b"body")
+    assert (wire.writes, gathering.get_write_buffer_size()) == ([], 8 + 7)
+    await asyncio.sleep(0)
+    assert wire.writes == [b"headbody"]
+    gathering.write(b"next")
+    await asyncio.sleep(0)
+    assert wire.writes == [b"headbody", b"next"]
+
+
+async def test_nothing_is_lost_when_the_server_closes(wire: Wire, gathering: Gathering) -> None:
+    gathering.write(b"last words")
+    gathering.close()
+    await asyncio.sleep(0)
+    assert (wire.writes, wire.closed) == ([b"last words"], True)
+
+
+async def test_much_leaves_at_once(wire: Wire, gathering: Gathering) -> None:
+    gathering.write(b"x")
+    gathering.write(bytes(MOST_GATHERED))
+    assert [len(data) for data in wire.writes] == [MOST_GATHERED + 1]
+
+
+async def test_nothing_is_written_to_a_client_that_has_gone(wire: Wire, gathering: Gathering) -> None:
+    gathering.write(b"to nobody")
+    wire.closed = True
+    await asyncio.sleep(0)
+    gathering.write(b"to nobody")
+    gathering.abort()
+    await asyncio.sleep(0)
+    assert wire.writes == []
+
+
+async def _app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": f"{message['type']}.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def test_a_short_answer_arrives_in_one_piece() -> None:
+    door = listen("127.0.0.1", 0)
+    async with HttpFace(_app, door, drain_seconds=1):
+        reader, writer = await asyncio.open_connection(*door.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        pieces = []
+        while piece := await reader.read(65536):
+            pieces.append(piece)
+        writer.close()
+        await writer.wait_closed()
+    assert b"".join(pieces).count(b"hello") == 2
+    assert pieces[0].endswith(b"hello")
