@@ -20,7 +20,7 @@ from engine_adapter.embedded.machine import Machine
 from engine_adapter.embedded.runner import Work
 from engine_adapter.engine import EndedRequest, Load
 from engine_adapter.rank.answers import Answer, Delta, Ending, GenerationRequest, Moments, Outcome, ScoredToken
-from engine_adapter.rank.facts import FactLog
+from engine_adapter.rank.facts import DecodeSteps, FactLog
 from engine_adapter.rank.kv_cache import KvCache
 from engine_adapter.rank.routed import RoutedTrace
 from engine_adapter.rank.sampling import Draw, logprobs, sample
@@ -102,6 +102,7 @@ class StepLoop:
         self._seats: dict[Generation, Seat] = {}
         self._orders: deque[_Order] = deque()
         self._step = 0
+        self._decoding = DecodeSteps()
         self._began = 0
         """wall clock at which the present step began, nanoseconds"""
         self.leaving = False
@@ -135,12 +136,19 @@ class StepLoop:
             awake = any(tokens_by_rank)
             if awake:
                 self._compute(slices, tokens_by_rank, report)
+                self._note_step(slices, tokens_by_rank)
             self._say(report)
             self._step += 1
             if not awake:
                 self._scheduler.check_idle()
                 self.stepping_since = None
                 self._machine.lockstep.sleep(self._step)
+
+    def _note_step(self, slices: list[Slice], tokens_by_rank: list[int]) -> None:
+        """Other ranks say only how many tokens they compute: no more than sequences can decode are taken for decoding."""
+        if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
+            now = time.monotonic()
+            self._decoding.note(now, now - (now if self.stepping_since is None else self.stepping_since))
 
     def _order(self, order: _Order) -> None:
         self._orders.append(order)
@@ -255,6 +263,7 @@ class StepLoop:
             prefill_tokens=scheduler.uncomputed_prompt_tokens,
             decode_blocks=self._cache.held,
             used_blocks=self._cache.used,
+            step_seconds=self._decoding.median(time.monotonic()),
         )
         report.facts = self._facts.set_load(load) or bool(changes) or report.facts
         if report.facts or report.news:

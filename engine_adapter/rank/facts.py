@@ -1,5 +1,6 @@
 """What happened on a rank since the agent last asked: written by the step thread, taken by the event loop, bounded."""
 
+import statistics
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,32 @@ NO_LOAD = Load(running=0, waiting=0, prefill_tokens=0, decode_blocks=0, used_blo
 ENDED_BYTES = 64 * 1024 * 1024
 """of ended requests that wait to be taken; the last one stays however large it is"""
 MOST_ENDED = 4096
+STEPS_KEPT = 32
+LATELY_SECONDS = 10.0
+
+
+class DecodeSteps:
+    """How long the last steps took in which nothing but decoding was done."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
+        """(end, length), seconds"""
+        self._median: float | None = None
+        """of them; None: not known yet"""
+
+    def note(self, end: float, seconds: float) -> None:
+        """Such a step ended; moments are of any one clock."""
+        self._steps.append((end, seconds))
+        self._median = None
+
+    def median(self, now: float) -> float | None:
+        """Seconds; None when there were none lately."""
+        while self._steps and now - self._steps[0][0] > LATELY_SECONDS:
+            self._steps.popleft()
+            self._median = None
+        if self._median is None and self._steps:
+            self._median = statistics.median(seconds for _, seconds in self._steps)
+        return self._median
 
 
 class FactLog:

@@ -133,13 +133,12 @@ class Routes:
             return np.bincount(self._servers[0][self._read(present.any(axis=0))], minlength=self._ranks).astype(np.float64)
         reads = np.zeros((self._ranks, self._servers.shape[1]), bool)
         for home in range(self._ranks):
-            rows: NDArray[np.bool_] = present[home]
-            experts = self._read(rows)
+            experts = self._read(present[home])
             reads[self._servers[home][experts], experts] = True
         return np.asarray(reads.sum(axis=1), np.float64)
 
-    def _read(self, rows: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """Places (layer, expert) that any of these rows wants."""
+    def _read(self, rows: Any) -> NDArray[np.intp]:
+        """Places (layer, expert) that any of these rows, bool [rows], wants."""
         joined = np.bitwise_or.reduce(self._wanted[rows], axis=0)
         return np.flatnonzero(np.unpackbits(joined, count=self._servers.shape[1]))
 

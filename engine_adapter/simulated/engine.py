@@ -8,254 +8,29 @@ rank needs, and books what came out. A rank without work takes part; with no wor
 import asyncio
 import contextlib
 import logging
-import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load
-from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
-from engine_adapter.rank.facts import FactLog
-from engine_adapter.rank.kv_cache import Change, KvCache
-from engine_adapter.rank.scheduler import Generation, Scheduler, identify
-from engine_adapter.rank.text import TextStream
+from engine_adapter.engine import EngineFailed
+from engine_adapter.rank.facts import DecodeSteps
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.demand import Routes, Tastes, place
 from engine_adapter.simulated.faults import FaultOrder, Faults
-from engine_adapter.simulated.pace import Plan, plan, seconds, tokens_of_row
-from engine_adapter.simulated.seats import RowTrace, Seat
-from engine_adapter.simulated.words import VOCABULARY, Script, WordTokenizer
-from fleet.events import Capabilities
-from fleet.layout import EP
+from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
+from engine_adapter.simulated.ranks import SimulatedRank
+from engine_adapter.simulated.words import WordTokenizer
 from fleet.placement import Placement
 
-_ENDED_BYTES = 4 * 1024 * 1024
-"""of a rank's ended requests that wait to be taken"""
-_FACT_BLOCKS_PER_PAGE = 4
-_LONG_PROMPT = 4096
-"""ids from which a request is prepared off the event loop"""
 _LAG_SECONDS = 0.25
 """behind the clock; beyond, a busy machine's lost time is not caught up with"""
-_STEPS_KEPT = 32
-_LATELY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class EngineDied(EngineFailed):
     """The engine was told to be gone without a word."""
-
-
-class SimulatedRank:
-    """One rank behind the Engine port (`engine_adapter.engine`) and behind an HTTP face (`engine_adapter.rank.server.Served`)."""
-
-    def __init__(self, engine: "SimulatedEngine", number: int) -> None:
-        config = engine.config
-        self.description = _describe(config, number, engine.tokenizer.archive)
-        self.vocabulary = VOCABULARY
-        self.tokenizer = engine.tokenizer
-        self._engine = engine
-        self._config = config
-        self._number = number
-        self._cache = KvCache(config.kv_blocks, config.block_size)
-        self.scheduler = Scheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
-        shape = config.model_shape
-        self._facts = FactLog(shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES)
-        self._seats: dict[Generation, Seat] = {}
-        self._open: dict[Answer, Seat] = {}
-        self._news = asyncio.Event()
-        self._activity = np.zeros(engine.tastes.rows, np.int64)
-        """tokens by row since the activations were last counted"""
-        self._counted_at = float("-inf")
-        self._budget = float(config.profiled_tokens_per_second)
-        self._budget_at = float("-inf")
-
-    @property
-    def placement(self) -> Placement:
-        return self._engine.placement
-
-    @property
-    def handover_seconds(self) -> float:
-        return self._engine.faults.handover_left(self._engine.now)
-
-    @property
-    def failure(self) -> EngineFailed | None:
-        """Why the engine serves no more; None while it lives."""
-        return self._engine.failure
-
-    async def start(self) -> None:
-        """Nothing is to be loaded."""
-
-    async def run(self) -> None:
-        """Serve until cancelled or until EngineFailed; rank 0 steps for all. Either way no request stays open."""
-        await self._engine.serve(self._number)
-
-    async def wait_facts(self) -> None:
-        await self._news.wait()
-
-    def take_facts(self) -> Facts:
-        self.say()
-        self._news.clear()
-        now = self._engine.now
-        if not self._seats or now - self._counted_at >= self._config.activity_seconds:
-            self._count(now)
-        return self._facts.take()
-
-    async def submit(self, request: GenerationRequest) -> Answer:
-        """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
-        self._engine.refuse_if_failed()
-        self._check(request)
-        answer = Answer(self._cancel)
-        seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
-        self._engine.refuse_if_failed()
-        if self._is_over(seat):
-            answer.put(Delta(outcome=seat.outcome("stop", time.time_ns())))
-            return answer
-        self.scheduler.submit(seat.generation)
-        self._seats[seat.generation] = self._open[answer] = seat
-        self.say()
-        self._engine.wake()
-        return answer
-
-    def fresh_seed(self) -> int:
-        """Requests that state no seed get the same answer everywhere."""
-        return 0
-
-    # what the engine calls
-
-    def plan(self) -> Plan:
-        """The next step's work; noted as admitted from now on."""
-        slices = self.scheduler.plan()
-        now = time.time_ns() if slices else 0
-        for one in slices:
-            moments = self._seats[one.generation].moments
-            if not moments.admitted:
-                moments.admitted = max(moments.submitted, now)
-                if one.generation.cached_tokens:
-                    self._facts.add_cached(one.generation.cached_tokens)
-        return plan(slices, self._engine.tastes)
-
-    def book(self, done: Plan, by_row: NDArray[np.int64]) -> None:
-        """The step is over; by_row: int [rows] its tokens. What was cancelled meanwhile was never computed."""
-        parts = [one for one in done.parts if one.part.generation in self._seats]
-        if len(parts) < len(done.parts):
-            by_row = tokens_of_row(parts, len(by_row))
-        self._activity += by_row
-        now = time.time_ns()
-        for one in parts:
-            seat = self._seats[one.part.generation]
-            self.scheduler.computed(one.part)
-            seat.trace.note(one.part.start, one.rows)
-            if one.part.last:
-                self._advance(seat, now)
-        if done.parts:
-            self.say()
-
-    def say(self) -> None:
-        """Put down what changed, for the agent to take."""
-        engine = self._engine
-        changes = self._kept(self._cache.take_changes())
-        self._facts.add_kv(changes, self._cache.restated)
-        factor = engine.faults.factor("lie_load", self._number, engine.now)
-        load = Load(
-            running=round(factor * self.scheduler.running),
-            waiting=round(factor * self.scheduler.waiting),
-            prefill_tokens=round(factor * self.scheduler.uncomputed_prompt_tokens),
-            decode_blocks=round(factor * self._cache.held),
-            used_blocks=self._cache.used,
-            step_seconds=engine.step_seconds,
-        )
-        if self._facts.set_load(load) or changes:
-            self._news.set()
-
-    def fail(self, failure: EngineFailed) -> None:
-        """Every open request ends with it."""
-        seats, now = list(self._open.items()), time.time_ns()
-        for answer, seat in seats:
-            answer.fail(type(failure)(str(failure)), seat.outcome("failed", now, failure))
-            self._end(seat)
-        if seats:
-            self.say()
-
-    def check_idle(self) -> None:
-        """RuntimeError when pages are held although nothing runs."""
-        self.scheduler.check_idle()
-
-    def _check(self, request: GenerationRequest) -> None:
-        known, most = len(request.prompt), self.description.max_context
-        if not known or request.max_tokens < 1 or known + request.max_tokens > most:
-            raise ValueError(f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed, {most} in all fit (max_context)")
-        if not 0 <= request.emitted < known:
-            raise ValueError(f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must be the client's own")
-        if min(request.prompt) < 0 or max(request.prompt) >= VOCABULARY:
-            raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
-
-    def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
-        generation = Generation(list(request.prompt), request.max_tokens, blocks=identify(request.prompt, self._config.block_size))
-        text = TextStream(self.tokenizer.detokenizer(), request.stop)
-        if request.emitted:
-            text.resume(request.prompt[-request.emitted :])
-        own = request.prompt[: len(request.prompt) - request.emitted]
-        seed = request.sampling.seed if request.sampling.temperature > 0 else 0
-        script = Script(self.tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
-        trace = RowTrace(self._engine.tastes)
-        return Seat(request, answer, generation, text, script, trace, Moments(submitted=time.time_ns()), self.tokenizer.end)
-
-    def _is_over(self, seat: Seat) -> bool:
-        """Whether a continuation had come to its end already before it broke."""
-        request = seat.request
-        return seat.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == seat.end)
-
-    def _advance(self, seat: Seat, now: int) -> None:
-        token = seat.script.token(len(seat.generation.tokens))
-        self.scheduler.append(seat.generation, token)
-        if not seat.moments.first_token:
-            seat.moments.first_token = now
-        delta = seat.say(token, now)
-        seat.answer.put(delta)
-        if delta.outcome is not None:
-            self._end(seat)
-
-    def _cancel(self, answer: Answer) -> Outcome | None:
-        seat = self._open.get(answer)
-        if seat is None:
-            return None
-        self._end(seat)
-        self.say()
-        return seat.outcome("cancelled", time.time_ns())
-
-    def _end(self, seat: Seat) -> None:
-        """Free everything that a request holds, and report what it computed."""
-        del self._open[seat.answer], self._seats[seat.generation]
-        self.scheduler.remove(seat.generation)
-        ended = seat.ended()
-        if ended is not None and self._may_report(seat.trace.positions):
-            self._facts.add_ended(ended)
-            self._news.set()
-
-    def _may_report(self, positions: int) -> bool:
-        rate, now = self._config.profiled_tokens_per_second, self._engine.now
-        self._budget = min(rate, self._budget + rate * (now - self._budget_at))
-        self._budget_at = now
-        if self._budget <= 0:
-            return False
-        self._budget -= positions
-        return True
-
-    def _kept(self, changes: list[Change]) -> list[Change]:
-        """Without those that are to be lost."""
-        share = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
-        return [one for one in changes if not self._engine.chance(share)] if share else changes
-
-    def _count(self, now: float) -> None:
-        self._counted_at = now
-        tokens = int(self._activity.sum())
-        if tokens:
-            self._facts.add_activations(self._engine.tastes.counts(self._activity), tokens)
-            self._activity[:] = 0
 
 
 class SimulatedEngine:
@@ -276,10 +51,7 @@ class SimulatedEngine:
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
         self._routes = Routes(self.tastes, self.placement, config.node_of_rank)
         self._dice = np.random.default_rng(config.seed)
-        self._decoding: deque[tuple[float, float]] = deque(maxlen=_STEPS_KEPT)
-        """(end, seconds) of steps of nothing but decoding"""
-        self._median: float | None = None
-        """of them; None: not known yet"""
+        self._decoding = DecodeSteps()
         self._wake = asyncio.Event()
         self._alarm = asyncio.Event()
         self._over = asyncio.Event()
@@ -293,12 +65,7 @@ class SimulatedEngine:
     @property
     def step_seconds(self) -> float | None:
         """Median of the last steps of nothing but decoding, by the clock; None: there were none lately."""
-        while self._decoding and self.now - self._decoding[0][0] > _LATELY_SECONDS:
-            self._decoding.popleft()
-            self._median = None
-        if self._median is None and self._decoding:
-            self._median = statistics.median(lasted for _, lasted in self._decoding)
-        return self._median
+        return self._decoding.median(self.now)
 
     def order(self, order: FaultOrder) -> None:
         """Do something wrong from now on (`faults`). ValueError says what is wrong with the order."""
@@ -389,8 +156,7 @@ class SimulatedEngine:
 
     def _note_step(self, plans: Sequence[Plan], began: float) -> None:
         if not any(one.prefill_tokens for one in plans):
-            self._decoding.append((self.now, self.now - began))
-        self._median = None
+            self._decoding.note(self.now, self.now - began)
 
     def _fail(self, failure: EngineFailed) -> None:
         """The first failure counts; every open request ends with it."""
@@ -405,20 +171,3 @@ class SimulatedEngine:
 
 def _nothing() -> None:
     """Nobody wants to know."""
-
-
-def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescription:
-    return EngineDescription(
-        model=config.served_model,
-        rank=rank,
-        ranks=config.ranks,
-        block_size=config.block_size,
-        kv_blocks=config.kv_blocks,
-        max_context=config.max_context,
-        max_batch_tokens=config.max_batch_tokens,
-        capabilities=Capabilities(),
-        shape=config.model_shape,
-        layout=EP,
-        speed=config.real_speed,
-        tokenizer=archive,
-    )

@@ -1,0 +1,376 @@
+"""What every engine of ours promises behind the Engine port: one suite over the embedded engine (tiny random weights) and the simulated one."""
+
+import asyncio
+import functools
+import runpy
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.engine import EmbeddedEngine
+from engine_adapter.embedded.machine import build_machine
+from engine_adapter.engine import EngineFailed, Facts
+from engine_adapter.rank.answers import Answer, Delta, GenerationRequest
+from engine_adapter.rank.sampling import Sampling
+from engine_adapter.rank.scheduler import Overloaded
+from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.engine import SimulatedEngine
+from engine_adapter.simulated.faults import FaultOrder
+from fleet.blocks import local_hashes, sequence_hashes
+from fleet.events import KvChange
+from fleet.routings import UNKNOWN
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"kv_blocks": 24, "max_batch_tokens": 48, "max_running": 4, "max_waiting": 4}
+BLOCK = 16
+PROMPT = [ord(letter) for letter in "a prompt that is longer than three blocks of tokens"]
+SAMPLED = Sampling(temperature=1.0, seed=77)
+
+
+@dataclass
+class Tried:
+    """A serving rank under test, and everything it has said."""
+
+    engine: Any
+    run: "asyncio.Task[None]"
+    fail: Callable[[], None]
+    """make it fail by itself"""
+    kv: list[KvChange | str] = field(default_factory=list)
+    tokens: int = 0
+    cached: int = 0
+    counts: Any = 0
+    ended: list[Any] = field(default_factory=list)
+
+    async def ask(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> Delta:
+        return await (await self.submit(prompt, max_tokens, **more)).rest()
+
+    async def submit(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> Answer:
+        answer: Answer = await self.engine.submit(GenerationRequest(prompt=list(prompt), max_tokens=max_tokens, ignore_eos=True, **more))
+        return answer
+
+    def take(self) -> Facts:
+        facts: Facts = self.engine.take_facts()
+        load = facts.load
+        assert min(load.running, load.waiting, load.prefill_tokens, load.decode_blocks, load.used_blocks) >= 0
+        assert load.decode_blocks <= load.used_blocks <= self.engine.description.kv_blocks
+        self.kv += facts.kv
+        self.ended += facts.ended
+        if facts.activations is not None:
+            self.tokens += facts.activations.tokens
+            self.cached += facts.activations.cached_tokens
+            self.counts = self.counts + facts.activations.counts
+        return facts
+
+    async def idle(self) -> Facts:
+        """The facts of the moment from which nothing is left to do."""
+        async with asyncio.timeout(10):
+            while (facts := self.take()).load.running or facts.load.waiting:
+                await self.engine.wait_facts()
+        return self.take()
+
+
+Starter = Callable[..., AbstractAsyncContextManager[Tried]]
+
+
+@asynccontextmanager
+async def serving(engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Callable[[], None]) -> AsyncIterator[Tried]:
+    runs = list(tasks)
+    await asyncio.sleep(0)
+    try:
+        yield Tried(engine, runs[-1], fail)
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.wait(runs)
+
+
+@asynccontextmanager
+async def simulated(**settings: Any) -> AsyncIterator[Tried]:
+    """The second of two ranks; hundred times as fast as it says."""
+    config = SimulatedConfig(**{**SMALL, "ranks": 2, "time_scale": 0.01, "max_context": 256, "activity_seconds": 0.01} | settings)
+    engine = SimulatedEngine(config)
+    for rank in engine.ranks:
+        await rank.start()
+    runs = [asyncio.create_task(rank.run(), name=f"rank {number} under test") for number, rank in enumerate(engine.ranks)]
+    async with serving(engine.ranks[1], runs, lambda: engine.order(FaultOrder(fault="die"))) as tried:
+        yield tried
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that speaks bytes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny = runpy.run_path(str(ROOT / "tests/engine_adapter/tiny_models.py"))
+    tiny["write_tiny"](folder, vocab_size=256, eos_token_id=0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "deploy/demo_model/checkpoint" / name, folder)
+    return folder
+
+
+class _Failing:
+    """A forward pass that can be told to fail."""
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def build(self, *arguments: Any) -> Any:
+        machine = build_machine(*arguments)
+        forward = machine.runner.forward
+
+        def fails(*work: Any) -> Any:
+            if self.told:
+                raise RuntimeError("told to fail")
+            return forward(*work)
+
+        machine.runner.forward = fails  # type: ignore[method-assign]
+        return machine
+
+
+@asynccontextmanager
+async def embedded(checkpoint: Path, **settings: Any) -> AsyncIterator[Tried]:
+    config = EmbeddedConfig(**{**SMALL, "checkpoint": checkpoint, "threads": 1, "seed": 1} | settings)
+    failing = _Failing()
+    engine = EmbeddedEngine(config, build=failing.build)
+    await engine.start()
+
+    def fail() -> None:
+        failing.told = True
+
+    async with serving(engine, [asyncio.create_task(engine.run(), name="the engine under test")], fail) as tried:
+        yield tried
+
+
+@pytest.fixture(params=["embedded", "simulated"])
+def start(request: pytest.FixtureRequest) -> Starter:
+    """`async with start(kv_blocks=8) as tried:` a rank that serves until the block ends."""
+    if request.param == "simulated":
+        return simulated
+    return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
+
+
+@pytest.fixture
+async def tried(start: Starter) -> AsyncIterator[Tried]:
+    async with start() as one:
+        yield one
+
+
+def held_after(changes: Sequence[KvChange | str], limit: int) -> set[int]:
+    """The blocks that are there in the end; every change must make sense when it comes."""
+    held: set[int] = set()
+    for change in changes:
+        if isinstance(change, str):
+            held.clear()
+            continue
+        if change.stored is not None:
+            assert change.stored.parent_hash is None or change.stored.parent_hash in held
+            names = [block.block_hash for block in change.stored.blocks]
+            assert names == sequence_hashes([block.tokens_hash for block in change.stored.blocks], change.stored.parent_hash)
+            assert not held.intersection(names)
+            held.update(names)
+        if change.removed is not None:
+            assert held.issuperset(change.removed.block_hashes)
+            held.difference_update(change.removed.block_hashes)
+        assert len(held) <= limit
+    return held
+
+
+async def test_kv_facts_come_in_order_and_conserve_blocks_through_eviction_preemption_and_cancels(tried: Tried) -> None:
+    dice = np.random.default_rng(5)
+    stems = [dice.integers(1, 256, 40).tolist() for _ in range(3)]
+    for _ in range(4):
+        prompts = [stems[dice.integers(3)][: dice.integers(1, 41)] + dice.integers(1, 256, dice.integers(1, 60)).tolist() for _ in range(8)]
+        answers = [await tried.submit(prompt, int(dice.integers(1, 40))) for prompt in prompts]
+        for answer in answers[:2]:
+            await anext(answer, None)
+            answer.cancel()
+        tried.take()
+        for answer in answers[2:]:
+            await answer.rest()
+    last = await tried.idle()
+    assert len(held_after(tried.kv, SMALL["kv_blocks"])) == last.load.used_blocks
+    assert any(isinstance(change, KvChange) and change.removed is not None for change in tried.kv)
+
+
+async def test_an_idle_rank_has_no_load_but_what_it_keeps(tried: Tried) -> None:
+    await tried.ask()
+    load = (await tried.idle()).load
+    assert (load.running, load.waiting, load.prefill_tokens, load.decode_blocks) == (0, 0, 0, 0)
+    assert load.used_blocks == (len(PROMPT) + 11) // BLOCK
+
+
+async def test_load_says_what_is_open(tried: Tried) -> None:
+    answers = [await tried.submit([1 + one, *PROMPT], 100) for one in range(6)]
+    async with asyncio.timeout(5):
+        while (load := tried.take().load).running + load.waiting < 6:
+            await tried.engine.wait_facts()
+    assert load.running <= SMALL["max_running"]
+    assert load.running + load.waiting == 6
+    assert load.decode_blocks > 0
+    for answer in answers:
+        answer.cancel()
+
+
+async def test_a_rank_that_has_decoded_says_how_long_a_step_takes(tried: Tried) -> None:
+    assert tried.take().load.step_seconds is None
+    await tried.ask(max_tokens=20)
+    seconds = (await tried.idle()).load.step_seconds
+    assert seconds is not None
+    assert 0 < seconds < 1
+
+
+async def test_facts_are_told_once(tried: Tried) -> None:
+    await tried.ask(decision="once")
+    await tried.idle()
+    again = tried.take()
+    assert (again.kv, again.activations, again.ended, again.ended_lost) == ((), None, (), 0)
+
+
+async def test_activations_count_every_computed_token_in_every_layer_and_no_cached_one(tried: Tried) -> None:
+    shape = tried.engine.description.shape
+    outcomes = [(await tried.ask(prompt, 9)).outcome for prompt in (PROMPT, PROMPT, PROMPT[:33], [9, 9, 9])]
+    await tried.idle()
+    assert all(outcome is not None for outcome in outcomes)
+    computed = sum(one.prompt_tokens - one.cached_tokens + one.completion_tokens - 1 for one in outcomes if one is not None)
+    assert tried.tokens == computed
+    assert tried.cached == sum(one.cached_tokens for one in outcomes if one is not None) > 0
+    assert tried.counts.shape == (shape.layers, shape.experts)
+    assert tried.counts.sum(axis=1).tolist() == [computed * shape.top_k] * shape.layers
+    assert tried.counts.min() >= 0
+
+
+async def test_an_ended_request_is_named_by_its_decision_and_shows_what_each_token_used(tried: Tried) -> None:
+    shape = tried.engine.description.shape
+    await tried.ask(decision="first")
+    reused = (await tried.ask(decision="second")).outcome
+    await tried.ask([3, 4, 5], max_tokens=1)
+    await tried.idle()
+    assert [one.decision for one in tried.ended] == ["first", "second", ""]
+    assert reused is not None
+    for one, cached in zip(tried.ended[:2], (0, reused.cached_tokens), strict=True):
+        table = one.routed
+        assert one.prompt_tokens == len(PROMPT)
+        assert table.shape == (len(PROMPT) + 11, shape.layers, shape.top_k)
+        assert (table[:cached] == UNKNOWN).all()
+        assert ((table[cached:] >= 0) & (table[cached:] < shape.experts)).all()
+        assert all(len(set(row)) == shape.top_k for row in table[cached:].reshape(-1, shape.top_k).tolist())
+        assert [block.block_hash for block in one.blocks][:3] == sequence_hashes(local_hashes(PROMPT, BLOCK))
+        assert one.nbytes > 0
+    counted = sum(np.bincount(one.routed[one.routed != UNKNOWN].ravel(), minlength=shape.experts) for one in tried.ended)
+    assert counted.tolist() == tried.counts.sum(axis=0).tolist()
+
+
+async def test_equal_prefixes_use_equal_experts(start: Starter) -> None:
+    tables = []
+    for tail in ([1, 2, 3], [200]):
+        async with start() as tried:
+            await tried.ask([*PROMPT, *tail], max_tokens=1)
+            await tried.idle()
+            tables.append(tried.ended[0].routed[: len(PROMPT)])
+    assert np.array_equal(*tables)
+
+
+async def test_a_cancelled_request_frees_everything_running_or_waiting(tried: Tried) -> None:
+    answers = [await tried.submit([1 + one, *PROMPT], 150) for one in range(8)]
+    await anext(answers[0])
+    for answer in answers:
+        answer.cancel()
+        answer.cancel()
+    load = (await tried.idle()).load
+    assert (load.running, load.waiting, load.prefill_tokens, load.decode_blocks) == (0, 0, 0, 0)
+    assert answers[0].outcome is not None
+    assert answers[0].outcome.reason == "cancelled"
+    assert len((await tried.ask()).token_ids) == 12
+
+
+async def test_overload_is_refused_and_over_when_somebody_leaves(tried: Tried) -> None:
+    open_ones = [await tried.submit(PROMPT, 150) for _ in range(SMALL["max_running"] + SMALL["max_waiting"])]
+    with pytest.raises(Overloaded, match="max_waiting"):
+        await tried.submit()
+    for answer in open_ones:
+        answer.cancel()
+    await tried.idle()
+    assert len((await tried.ask()).token_ids) == 12
+
+
+async def test_more_sequences_than_pages_are_all_answered_in_turn(start: Starter) -> None:
+    async with start(kv_blocks=9, max_context=128) as tried:
+        prompts = [[1 + one] * (5 + 7 * one) for one in range(8)]
+        alone = [await tried.ask(prompt, 40) for prompt in prompts]
+        together = await asyncio.gather(*(tried.ask(prompt, 40) for prompt in prompts))
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert sum(one.outcome.preemptions for one in together if one.outcome is not None) > 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GenerationRequest(prompt=[], max_tokens=1),
+        GenerationRequest(prompt=[1], max_tokens=0),
+        GenerationRequest(prompt=[1] * 200, max_tokens=100),
+        GenerationRequest(prompt=[-1], max_tokens=1),
+        GenerationRequest(prompt=[1 << 40], max_tokens=1),
+        GenerationRequest(prompt=[1, 2], max_tokens=1, emitted=2),
+    ],
+)
+async def test_a_request_out_of_bounds_is_a_value_error_and_leaves_nothing(tried: Tried, request_: GenerationRequest) -> None:
+    with pytest.raises(ValueError, match="request"):
+        await tried.engine.submit(request_)
+    assert (await tried.idle()).load.waiting == 0
+
+
+async def test_a_failed_engine_ends_what_is_open_and_refuses_the_rest(tried: Tried) -> None:
+    answer = await tried.submit(PROMPT, 150)
+    await anext(answer)
+    tried.fail()
+    with pytest.raises(EngineFailed):
+        await answer.rest()
+    with pytest.raises(EngineFailed):
+        await asyncio.wait_for(tried.run, 5)
+    with pytest.raises(EngineFailed):
+        await tried.submit()
+    assert isinstance(tried.engine.failure, EngineFailed)
+
+
+async def test_a_cancelled_run_leaves_no_request_open(tried: Tried) -> None:
+    answers = [await tried.submit([1 + one, *PROMPT], 150) for one in range(6)]
+    await anext(answers[0])
+    tried.run.cancel()
+    for answer in answers:
+        with pytest.raises(EngineFailed, match="is stopping"):
+            await answer.rest()
+    with pytest.raises(asyncio.CancelledError):
+        await tried.run
+    with pytest.raises(EngineFailed):
+        await tried.submit()
+
+
+async def test_a_repeated_prompt_is_found_in_the_cache(tried: Tried) -> None:
+    first, second = [(await tried.ask()).outcome for _ in range(2)]
+    assert first is not None
+    assert second is not None
+    assert (first.cached_tokens, second.cached_tokens) == (0, 48)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), SAMPLED], ids=["greedy", "sampled"])
+async def test_a_continuation_goes_on_with_exactly_the_same_tokens_and_text(tried: Tried, sampling: Sampling) -> None:
+    whole = await tried.ask(max_tokens=24, sampling=sampling)
+    for emitted in (1, 7, 23):
+        rest = await tried.ask([*PROMPT, *whole.token_ids[:emitted]], 24 - emitted, emitted=emitted, sampling=sampling)
+        assert rest.token_ids == whole.token_ids[emitted:]
+        assert whole.text.endswith(rest.text)
+        assert rest.outcome is not None
+        assert rest.outcome.prompt_tokens == len(PROMPT)
+
+
+async def test_the_placement_is_that_of_the_model_on_all_ranks_and_no_handover_is_under_way(tried: Tried) -> None:
+    about, placement = tried.engine.description, tried.engine.placement
+    assert (placement.layers, placement.experts, placement.ranks, placement.epoch) == (about.shape.layers, about.shape.experts, about.ranks, 0)
+    assert tried.engine.handover_seconds == 0
+    about.layout.check(about.shape)
