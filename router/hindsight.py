@@ -90,7 +90,8 @@ class Hindsight:
         watched.told_at = now
         decision = watched.decision
         if decision.ask.attempt == 1:
-            expected, observed, row = first_token(decision), now - booking.booked_at, self._row(decision)
+            surcharge = self._mixing.surcharge(decision.target.key[0])
+            expected, observed, row = first_token(decision, surcharge), now - booking.booked_at, self._row(decision)
             prefill, decode = self._picker.speeds.of(row)
             self._metrics.first_token(decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed)
             self._picker.speeds.prefilled(decision.target.key, row, expected.prefill, decode * expected.beside, observed)
@@ -102,7 +103,8 @@ class Hindsight:
             return
         if watched.told_at is not None and tokens > 0:
             decision, seconds = watched.decision, (now - watched.told_at) / tokens
-            self._picker.speeds.stepped(decision.target.key, self._row(decision), step(decision), seconds, min(tokens / _A_FEW_TOKENS, 1.0))
+            expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
+            self._picker.speeds.stepped(decision.target.key, self._row(decision), expected, seconds, min(tokens / _A_FEW_TOKENS, 1.0))
         watched.told_at = now
 
     def released(self, booking: Booking) -> None:
@@ -121,8 +123,7 @@ class Hindsight:
         pace = self._paces.get(load.worker_id)
         if pace is None:
             pace = self._paces[load.worker_id] = Pace(state.joined.speed or _DEFAULT_SPEED, len(state.rows))
-        pace.reading_seconds = self._mixing.reading_seconds.get(load.worker_id, 0.0)
-        predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0)
+        predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0, self._mixing.surcharge(load.worker_id))
         self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds)
 
     def forget_worker(self, worker_id: int) -> None:

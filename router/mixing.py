@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fleet.layout import EP
 from router.decision import Decision
 from router.distinct import Mixes, Read, Reading, Share, Tokens, read
+from router.pace import NONE, Surcharge
 from router.reservations import SEQUENCES, Reservations
 from router.view import EngineState, View
 
@@ -26,8 +27,7 @@ class Mixing:
         self._mixes = Mixes()
         self._misses: dict[tuple[str, int, int], tuple[Reading, Misses]] = {}
         """by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32 clusters"""
-        self.reading_seconds: dict[int, float] = {}
-        """by worker_id: what a step takes for the experts that it reads now"""
+        self._surcharges: dict[int, Surcharge] = {}
 
     def booked(self, decision: Decision) -> Share | None:
         """A request runs from now on, until its share ends. None: what it activates makes no difference, or is unknown."""
@@ -38,13 +38,18 @@ class Mixing:
 
     def forget_worker(self, worker_id: int) -> None:
         self._mixes.forget_worker(worker_id)
-        self.reading_seconds.pop(worker_id, None)
+        self._surcharges.pop(worker_id, None)
+
+    def surcharge(self, worker_id: int) -> Surcharge:
+        """What experts add to an engine's times now."""
+        return self._surcharges.get(worker_id, NONE)
 
     async def refresh(self, now: float) -> None:
         """Price the engines whose mix changed noticeably."""
         due: dict[tuple[str, int, int], list[tuple[EngineState, Tokens]]] = defaultdict(list)
         readings: dict[tuple[str, int, int], Reading] = {}
         for state in self._view.engines():
+            self._sending(state)
             reading = self._reading(state)
             if reading is not None:
                 key = (state.joined.model, reading.top_k, reading.boundary)
@@ -57,6 +62,14 @@ class Mixing:
             found = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, readings[key], [tokens for _, tokens in engines])
             for (state, _), reads, added in zip(engines, found.now, found.added, strict=True):
                 self._tell(state, float(reads), added)
+
+    def _sending(self, state: EngineState) -> None:
+        """What it costs each rank to send a token of the traffic's mix to other ranks and nodes."""
+        joined, clusters = state.joined, self._view.clusters(state.joined.model)
+        prices = None if state.locality is None else state.locality.prices
+        if prices is not None and clusters is not None and joined.speed is not None and prices.remote.shape[1] == clusters.clusters:
+            seconds = (joined.speed.dispatch * prices.remote + joined.speed.dispatch_node * prices.nodes) @ clusters.shares
+            self._surcharges[joined.worker_id] = self.surcharge(joined.worker_id)._replace(token=tuple(seconds.tolist()))
 
     def _reading(self, state: EngineState) -> Reading | None:
         """None: the engine's distinct experts have no price."""
@@ -83,4 +96,4 @@ class Mixing:
         worker_id, speed = state.joined.worker_id, state.joined.speed
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)
-            self.reading_seconds[worker_id] = speed.expert_read * state.reads * reads
+            self._surcharges[worker_id] = self.surcharge(worker_id)._replace(reading=speed.expert_read * state.reads * reads)

@@ -10,31 +10,47 @@ _UNTIL_A_STEP_ENDS = 0.5
 """of a step passes on average before a request that arrives can take part in one"""
 
 
+class Surcharge(NamedTuple):
+    """What experts add to an engine's times, in seconds, as its traffic is at present. reading: to each step, for the distinct experts that
+    it reads. token: by rank, to each token that is computed there, for sending it to other ranks; empty: nothing."""
+
+    reading: float = 0.0
+    token: tuple[float, ...] = ()
+
+    def of_token(self, rank: int) -> float:
+        return self.token[rank] if rank < len(self.token) else 0.0
+
+
+NONE = Surcharge()
+
+
 class FirstToken(NamedTuple):
     """Seconds from a decision to its first token. prefill: of the prompt, and of the prompts promised before it. beside: of the steps that
-    this takes, which other sequences share."""
+    this takes, which other sequences share, and of experts."""
 
     prefill: float
     beside: float
 
 
-def first_token(decision: Decision) -> FirstToken:
+def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     """Of the chosen rank, with the load that was known."""
-    chosen, roster, engine = decision.chosen, decision.roster, decision.target.engine
+    chosen, roster, target = decision.chosen, decision.roster, decision.target
     at = int(decision.at[chosen])
-    uncached, queued = int(decision.uncached[chosen]), int(decision.load[PREFILL, chosen])
+    uncached = int(decision.uncached[chosen])
+    tokens = uncached + int(decision.load[PREFILL, chosen])
     pairs = uncached * (decision.ask.prompt_tokens - 0.5 * uncached)
-    prefill = float(roster.prefill_token_s[at]) * (uncached + queued) + float(roster.prefill_pair_s[at]) * pairs
-    steps = _UNTIL_A_STEP_ENDS - (-(uncached + queued) // max(engine.max_batch_tokens, 1))
-    return FirstToken(prefill, steps * step(decision))
+    prefill = float(roster.prefill_token_s[at]) * tokens + float(roster.prefill_pair_s[at]) * pairs
+    steps = _UNTIL_A_STEP_ENDS - (-tokens // max(target.engine.max_batch_tokens, 1))
+    return FirstToken(prefill, steps * step(decision, surcharge) + tokens * surcharge.of_token(target.rank))
 
 
-def step(decision: Decision) -> float:
+def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
     """Seconds of a decode step of the chosen rank, this request included, with the load that was known."""
     chosen, roster = decision.chosen, decision.roster
     at = int(decision.at[chosen])
     running, blocks = int(decision.load[SEQUENCES, chosen]) + 1, int(decision.load[BLOCKS, chosen])
-    return float(roster.step_s[at]) + float(roster.decode_sequence_s[at]) * running + float(roster.decode_block_s[at]) * blocks
+    sequence = float(roster.decode_sequence_s[at]) + surcharge.of_token(decision.target.rank)
+    return float(roster.step_s[at]) + surcharge.reading + sequence * running + float(roster.decode_block_s[at]) * blocks
 
 
 class Pace:
@@ -43,10 +59,8 @@ class Pace:
     def __init__(self, speed: EngineSpeed, ranks: int) -> None:
         self._speed = speed
         self._added = [0.0] * ranks
-        self.reading_seconds = 0.0
-        """of a step, for the distinct experts that it reads"""
 
-    def reported(self, rank: int, running: int, blocks: int) -> float:
+    def reported(self, rank: int, running: int, blocks: int, surcharge: Surcharge = NONE) -> float:
         """Seconds of a step, now that a rank has so many sequences and KV blocks."""
-        self._added[rank] = self._speed.decode_sequence * running + self._speed.decode_block * blocks
-        return self._speed.step + self.reading_seconds + max(self._added)
+        self._added[rank] = (self._speed.decode_sequence + surcharge.of_token(rank)) * running + self._speed.decode_block * blocks
+        return self._speed.step + surcharge.reading + max(self._added)
