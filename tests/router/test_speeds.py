@@ -15,7 +15,8 @@ KEY, ROW = (7, 0), 3
 def factors(speeds: Speeds, *rows: int, now: float = 0.0) -> list[list[float]]:
     """[2][rows], after a refresh."""
     speeds.refresh(now)
-    return speeds.factors(np.array(rows)).tolist()
+    found: list[list[float]] = speeds.factors(np.array(rows)).tolist()
+    return found
 
 
 def feed(speeds: Speeds, ratio: float, times: int, key: tuple[int, int] = KEY, row: int = ROW) -> None:
