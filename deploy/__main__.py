@@ -16,6 +16,7 @@ from deploy.parts import run_part
 from deploy.process import FINAL, print_error
 from deploy.settings import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig
+from engine_adapter.simulated.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -41,6 +42,9 @@ def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
         return bus, settings.part(TrackerConfig), ready
     if order.part == "planner":
         return bus, settings.part(MigrationConfig), ready
+    if order.part == "simulated":
+        doors = [adopt(descriptor) for descriptor in order.descriptors]
+        return doors, order.rank, bus, settings.part(SimulatedConfig), settings.part(AgentConfig), settings.part(WorkerConfig), ready
     if order.descriptor is None:
         raise CannotListen(f"the order of a {order.part} names no listening socket")
     if order.part == "router":

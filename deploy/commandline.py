@@ -14,7 +14,7 @@ from rich.markup import escape
 from deploy.config import ConfigError, Configuration, Key
 from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
-from deploy.settings import read_settings
+from deploy.settings import WorkerConfig, read_settings
 
 USAGE = 2
 """Exit status of a command that was called, or configured, in a way that cannot work."""
@@ -33,6 +33,7 @@ NATS: str | None = None
 ClientKeysOption = Annotated[
     Path | None, typer.Option("--client-keys", metavar="FILE", help="File of keys that clients must present, one per line; without it none is asked for.")
 ]
+ModelShapeOption = Annotated[str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  [default: demo]", show_default=False)]
 Flags = Mapping[Key, tuple[str, Any]]
 
 
@@ -85,10 +86,33 @@ def settings_from(file: Path | None, flags: Flags, *parts: type) -> Configuratio
     """The effective configuration; ends the command when it cannot be used by these parts."""
     try:
         settings = read_settings(file, os.environ, Path.cwd()).with_flags(flags)
+    except ConfigError as error:
+        fail(str(error), USAGE)
+    check(settings, *parts)
+    return settings
+
+
+def check(settings: Configuration, *parts: type) -> None:
+    """End the command when these parts cannot use their settings."""
+    try:
         settings.check(*parts)
     except ConfigError as error:
         fail(str(error), USAGE)
-    return settings
+
+
+def engine_flags(file: Path | None, kind: str | None, *, ranks: int | None, checkpoint: Path | None, model_shape: str | None) -> Flags:
+    """What `--engine`, `--ranks`, `--model` and `--model-shape` set; ends the command when one belongs to another kind of engine.
+
+    kind: as given; None: the settings say.
+    """
+    given: Flags = {("worker", "engine"): ("--engine", kind)}
+    chosen = settings_from(file, given, WorkerConfig).part(WorkerConfig).engine
+    for option, value, owner in (("--model", checkpoint, "embedded"), ("--model-shape", model_shape, "simulated")):
+        if value is not None and chosen != owner:
+            fail(f"{option} belongs to --engine {owner}, and these engines are {chosen}", USAGE)
+    if chosen == "simulated":
+        return {**given, ("simulated", "ranks"): ("--ranks", ranks), ("simulated", "shape"): ("--model-shape", model_shape)}
+    return {**given, ("engine", "ranks"): ("--ranks", ranks), ("engine", "checkpoint"): ("--model", checkpoint and checkpoint.absolute())}
 
 
 def running() -> Running | None:

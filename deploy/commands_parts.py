@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from bus.config import BusConfig
-from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, console, fail, settings_from
+from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, ModelShapeOption, check, console, engine_flags, fail, settings_from
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
 from deploy.local import Fleet
@@ -20,6 +20,7 @@ from deploy.rundir import home, run_directory
 from deploy.settings import UpConfig, WorkerConfig
 from deploy.supervise import UnitFailed
 from engine_adapter.config import AgentConfig, EmbeddedConfig
+from engine_adapter.simulated.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -32,6 +33,7 @@ class EngineKind(StrEnum):
     """Engines a worker can stand for."""
 
     embedded = "embedded"
+    simulated = "simulated"
     openai = "openai"
 
 
@@ -111,12 +113,18 @@ def planner(
 
 def worker(
     engine: Annotated[
-        EngineKind, typer.Option("--engine", help="embedded: our own engine; openai: any OpenAI-compatible server, by --url.")
-    ] = EngineKind.embedded,
+        EngineKind | None,
+        typer.Option(
+            "--engine",
+            help="embedded: our own engine; simulated: no weights, the time of GPUs; openai: any OpenAI-compatible server, by --url.  [default: embedded]",
+            show_default=False,
+        ),
+    ] = None,
     url: Annotated[str | None, typer.Option("--url", help="The server behind --engine openai.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="The engine's name, unique in the fleet.  [default: engine]", show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks of an embedded engine.  [default: 2]", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks of an embedded or simulated engine.  [default: 2]", show_default=False)] = None,
     model: Annotated[str | None, typer.Option("--model", help="embedded: checkpoint folder; openai: which of the served models.")] = None,
+    model_shape: ModelShapeOption = None,
     host: Annotated[
         str | None, typer.Option("--host", help="Address the ranks listen on, as routers reach them.  [default: 127.0.0.1]", show_default=False)
     ] = None,
@@ -131,10 +139,12 @@ def worker(
     config: ConfigOption = CONFIG,
 ) -> None:
     """Run one engine that joins the fleet on NATS."""
-    checkpoint = Path(model).absolute() if model is not None and engine is EngineKind.embedded else None
+    own = engine is not EngineKind.openai
+    checkpoint = Path(model) if model is not None and own else None
     settings = settings_from(
         config,
         {
+            **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
             ("worker", "name"): ("--name", name),
             ("worker", "host"): ("--host", host),
             ("engine", "ranks"): ("--ranks", ranks),
@@ -143,15 +153,15 @@ def worker(
             ("tracing", "spans"): ("--spans", spans and spans.absolute()),
         },
         *(WorkerConfig, BusConfig, AgentConfig, UpConfig),
-        *((EmbeddedConfig,) if engine is EngineKind.embedded else ()),
     )
-    if engine is EngineKind.openai:
+    if not own:
         _plain_worker(settings, api_key_file, url=url, model=model, layers=layers, experts=experts, top_k=top_k)
     for option, value in (("--url", url), ("--layers", layers), ("--experts", experts), ("--top-k", top_k)):
         if value is not None:
             fail(f"{option} belongs to --engine openai", USAGE)
+    check(settings, SimulatedConfig if settings.part(WorkerConfig).engine == "simulated" else EmbeddedConfig)
     set_up_logging(settings.part(UpConfig).log_level)
-    raise typer.Exit(run_process(_embedded_worker(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
+    raise typer.Exit(run_process(_own_worker(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
 
 
 def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
@@ -168,7 +178,7 @@ def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: st
     _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))
 
 
-async def _embedded_worker(settings: Configuration) -> None:
+async def _own_worker(settings: Configuration) -> None:
     out = console()
     with run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, console, fail, settings_from
+from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, ModelShapeOption, console, engine_flags, fail, settings_from
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
 from deploy.local import Fleet
 from deploy.natsd import NoNats
 from deploy.process import run as run_process
 from deploy.rundir import RunDirectory, home, run_directory
-from deploy.settings import SECTIONS, UpConfig, named_engine
+from deploy.settings import SECTIONS, UpConfig, engine_ranks, served_model
 from deploy.spans import TracingError, exporters
 from deploy.supervise import UnitFailed
 from engine_adapter.config import EmbeddedConfig
@@ -26,6 +26,7 @@ class EngineKind(StrEnum):
     """Engines that `roost up` can start itself."""
 
     embedded = "embedded"
+    simulated = "simulated"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,7 +44,11 @@ def up(
     port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free one.  [default: 8000]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
-    engine: Annotated[EngineKind, typer.Option("--engine", help="Kind of engine.")] = EngineKind.embedded,
+    engine: Annotated[
+        EngineKind | None,
+        typer.Option("--engine", help="embedded: our own engine; simulated: no weights, the time of GPUs.  [default: embedded]", show_default=False),
+    ] = None,
+    model_shape: ModelShapeOption = None,
     client_keys: ClientKeysOption = None,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
@@ -55,7 +60,7 @@ def up(
             ("up", "engines"): ("--engines", engines),
             ("up", "nats"): ("--nats", nats),
             ("worker", "name"): ("--name", name),
-            ("engine", "ranks"): ("--ranks", ranks),
+            **engine_flags(config, engine, ranks=ranks, checkpoint=model, model_shape=model_shape),
             ("engine", "checkpoint"): ("--model", model and model.absolute()),
             ("router", "port"): ("--port", port),
             ("router", "host"): ("--host", host),
@@ -90,9 +95,9 @@ async def _up(settings: Configuration) -> None:
 
 def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
     """What runs, and the first thing to try."""
-    out, model = console(), named_engine(settings).served_model
+    out, model = console(), served_model(settings)
     body = json.dumps({"model": model, "stream": True, "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me about Debian."}]})
-    ranks, engines = settings.part(EmbeddedConfig).ranks, settings.part(UpConfig).engines
+    ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
     out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
     for name, place in (("router", fleet.router_url), ("NATS", fleet.nats_url), ("logs", run.path)):
         out.print(f"  {name:7} {place}")

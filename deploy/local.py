@@ -25,7 +25,7 @@ from deploy.doors import HttpError, listen, probe, url_of
 from deploy.natsd import NatsServer, greet
 from deploy.orders import Order, PartName, RankOrder
 from deploy.rundir import RunDirectory, Running
-from deploy.settings import UpConfig, WorkerConfig
+from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from engine_adapter.config import EmbeddedConfig
 
@@ -53,21 +53,24 @@ class Ground:
     config_file: Path
     environment: Mapping[str, str]
 
-    def command(self, part: PartName, ready: Path, *, door: socket.socket | None = None, rank: RankOrder | None = None) -> Command:
+    def command(
+        self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankOrder | None = None
+    ) -> Command:
         """A Roost process of this very installation; the working directory cannot get into its imports (-P)."""
-        descriptor = None if door is None else door.fileno()
-        order = Order(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, rank=rank)
-        name = part if rank is None else f"{rank.engine}/{rank.rank}"
+        descriptor, descriptors = None if door is None else door.fileno(), tuple(one.fileno() for one in doors)
+        order = Order(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
+        name = part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}"
         arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
-        keep = () if descriptor is None else (descriptor,)
+        keep = descriptors if descriptor is None else (descriptor, *descriptors)
         return Command(name=name, arguments=arguments, log=self.run.log(name), environment=self.environment, keep=keep)
 
 
 class EngineLauncher:
-    """The lives of one embedded engine."""
+    """The lives of one engine: embedded, a process per rank; or simulated, one for all."""
 
-    def __init__(self, name: str, ranks: int, host: str, ground: Ground) -> None:
+    def __init__(self, name: str, kind: EngineKind, ranks: int, host: str, ground: Ground) -> None:
         self.name = name
+        self._kind = kind
         self.worker_id: int | None = None
         """of the present life"""
         self.urls: tuple[str, ...] = ()
@@ -87,7 +90,11 @@ class EngineLauncher:
             RankOrder(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
         ]
         joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
-        commands = [self._ground.command("rank", file, door=door, rank=order) for file, door, order in zip(joined, doors, orders, strict=True)]
+        if self._kind == "simulated":
+            joined = joined[:1]
+            commands = [self._ground.command("simulated", joined[0], doors=doors, rank=orders[0])]
+        else:
+            commands = [self._ground.command("rank", file, door=door, rank=order) for file, door, order in zip(joined, doors, orders, strict=True)]
         return Incarnation(commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(doors))
 
     async def _healthy(self) -> None:
@@ -230,7 +237,7 @@ class Fleet:
         return Unit(part, launch, self._policy, self._say)
 
     def _engine(self, name: str, ground: Ground) -> Unit:
-        launcher = EngineLauncher(name, self._settings.part(EmbeddedConfig).ranks, self._worker.host, ground)
+        launcher = EngineLauncher(name, self._worker.engine, engine_ranks(self._settings), self._worker.host, ground)
         self.engines.append(launcher)
         unit = Unit(name, launcher.launch, self._policy, self._say)
         self.engine_units.append(unit)

@@ -5,11 +5,11 @@ from typing import Literal
 
 import msgspec
 
-PartName = Literal["router", "tracker", "planner", "rank"]
+PartName = Literal["router", "tracker", "planner", "rank", "simulated"]
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rank of which incarnation of an engine a process is."""
+    """Which rank of which incarnation of an engine a process is; a simulated engine's is all of them, and called 0."""
 
     engine: str
     rank: int
@@ -31,6 +31,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """file to make once the part serves; of rank 0: once the engine's join is recorded"""
     descriptor: int | None = None
     """listening socket of a part with an HTTP face"""
+    descriptors: tuple[int, ...] = ()
+    """those of a simulated engine's ranks"""
     rank: RankOrder | None = None
 
 

@@ -12,7 +12,7 @@ from deploy.spans import TracingConfig, TracingError, tracing
 
 def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
     """`serve` of the module `deploy.part_<name>`, until it ends or is told to; the process's exit status."""
-    service = "roost-engine" if name == "rank" else f"roost-{name}"
+    service = "roost-engine" if name in ("rank", "simulated") else f"roost-{name}"
     part = importlib.import_module(f"deploy.part_{name}")
     set_up_logging(settings.part(UpConfig).log_level)
     try:

@@ -3,17 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bus.config import BusConfig
 from bus.subjects import check_token
 from deploy.config import Configuration, Key, load
 from deploy.spans import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig
+from engine_adapter.simulated.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
 
+EngineKind = Literal["embedded", "simulated"]
+"""engines that Roost brings itself"""
 DEMO_CHECKPOINT = Path(__file__).parent / "demo_model" / "checkpoint"
 
 
@@ -23,6 +26,8 @@ class WorkerConfig:
 
     name: str = "engine"
     """the engine's name; `roost up` appends a number"""
+    engine: EngineKind = "embedded"
+    """embedded: our own, as [engine] says; simulated: without weights, as [simulated] says"""
     host: str = "127.0.0.1"
     """address that the ranks' HTTP faces listen on, and that routers are told"""
     drain_seconds: float = 3.0
@@ -63,6 +68,7 @@ SECTIONS: Mapping[str, type] = {
     "tracker": TrackerConfig,
     "planner": MigrationConfig,
     "engine": EmbeddedConfig,
+    "simulated": SimulatedConfig,
     "agent": AgentConfig,
     "worker": WorkerConfig,
     "up": UpConfig,
@@ -81,6 +87,18 @@ def named_engine(settings: Configuration) -> EmbeddedConfig:
     config = settings.part(EmbeddedConfig)
     is_demo = config.model is None and config.folder.resolve() == DEMO_CHECKPOINT.resolve()
     return replace(config, model=DEMO_MODEL) if is_demo else config
+
+
+def engine_ranks(settings: Configuration) -> int:
+    """Ranks of each engine that is started here."""
+    simulated = settings.part(WorkerConfig).engine == "simulated"
+    return settings.part(SimulatedConfig).ranks if simulated else settings.part(EmbeddedConfig).ranks
+
+
+def served_model(settings: Configuration) -> str:
+    """The name under which requests find the engines that are started here."""
+    simulated = settings.part(WorkerConfig).engine == "simulated"
+    return settings.part(SimulatedConfig).served_model if simulated else named_engine(settings).served_model
 
 
 def _check_above_zero(config: Any, *names: str) -> None:
