@@ -6,6 +6,7 @@ What does the work is imported when its command runs: the NATS client and the ro
 import re
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
@@ -14,6 +15,7 @@ from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOpti
 from deploy.config import Configuration
 from fleet.events import STORED, AnyEvent, KvMetrics
 from router.config import RouterConfig
+from router.scoring import TERMS
 
 KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
 _STORED = sorted(kind.__name__ for kind in STORED)
@@ -30,7 +32,8 @@ def status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOp
     """Show engines, ranks, their load and epochs, as heard on the bus."""
     from deploy.view_fleet import show_status
 
-    show_status(_bus_from(config, nats), as_json=as_json)
+    bus, run = _bus_from(config, nats), running()
+    show_status(bus, () if run is None or run.nats != bus.url else run.routers, as_json=as_json)
 
 
 def placement(
@@ -82,22 +85,36 @@ def explain(
     decision: Annotated[str | None, typer.Option("--id", metavar="ID", help="Read a served decision back (header x-roost-decision-id).")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Which model.  [default: the first one served]", show_default=False)] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="As in a request.")] = None,
+    session: Annotated[str | None, typer.Option("--session", metavar="NAME", help="Decide as for this conversation.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Decide as for this tenant.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", metavar="TERM", help=f"As if this term did not count; repeat for more. Terms: {', '.join(TERMS)}.")
+    ] = None,
+    gone: Annotated[
+        list[str] | None, typer.Option("--gone", metavar="ENGINE/RANK", help="As if this rank, or ENGINE with all of its ranks, were gone; repeat for more.")
+    ] = None,
     router: Annotated[str | None, typer.Option("--router", metavar="URL", help="The router; default: that of the running `roost up`.")] = None,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")] = None,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Explain a routing decision: every candidate with its terms, the one chosen, the runner-up and the margin."""
+    """Explain a routing decision: every candidate with its terms, the one chosen and why, and who it would have been otherwise."""
     from deploy.view_decision import RouterDoor, show_decision
 
     if (prompt is None) == (decision is None):
         fail('give a prompt, or a decision to read back: roost explain "prompt", or roost explain --id ID', USAGE)
-    door = RouterDoor(router or _router_from(settings_from(config, {}, RouterConfig)), _key(api_key_file))
+    if decision is not None and (session, tenant, without, gone) != (None,) * 4:
+        fail("--session, --tenant, --without and --gone are for a prompt: a served decision is read back as it was made", USAGE)
+    settings = settings_from(config, {}, RouterConfig)
+    door = RouterDoor(router or _router_from(settings), _key(api_key_file))
     if decision is not None:
         answer = door.get(f"/v1/decisions/{decision}")
     else:
+        names = settings.part(RouterConfig)
+        headers = {name: value for name, value in ((names.session_header, session), (names.tenant_header, tenant)) if value is not None}
+        supposed = urlencode([*(("without", term) for term in without or ()), *(("gone", name) for name in gone or ())])
         body: dict[str, Any] = {"model": model or door.first_model(), "messages": [{"role": "user", "content": prompt}]}
-        answer = door.post("/v1/route", body if max_tokens is None else {**body, "max_tokens": max_tokens})
+        answer = door.post(f"/v1/route?{supposed}".rstrip("?"), body if max_tokens is None else {**body, "max_tokens": max_tokens}, headers)
     if as_json:
         show(answer.decode())
     else:

@@ -45,9 +45,9 @@ class RouterDoor:
         """The body of a page."""
         return self._ask(urllib.request.Request(self._url + path, headers=self._headers))
 
-    def post(self, path: str, body: dict[str, Any]) -> bytes:
+    def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
         """The answer to a JSON body."""
-        return self._ask(urllib.request.Request(self._url + path, json.dumps(body).encode(), self._headers))
+        return self._ask(urllib.request.Request(self._url + path, json.dumps(body).encode(), self._headers | headers))
 
     def _ask(self, request: urllib.request.Request) -> bytes:
         try:

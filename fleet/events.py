@@ -450,6 +450,10 @@ class RouteRequested(Event, frozen=True, kw_only=True):
     priority: str = ""
     reserve: bool = False
     """book the load at the chosen rank, until it is released or expires"""
+    without: tuple[str, ...] = ()
+    """as if these terms of the cost did not count; only without `reserve`"""
+    gone: tuple[str, ...] = ()
+    """as if these ranks ("engine/rank"), or engines, were gone; only without `reserve`"""
 
 
 class RouteDecided(Event, frozen=True, kw_only=True):

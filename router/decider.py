@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,12 +12,13 @@ from bus import Bus
 from bus.subjects import Subjects
 from fleet.completions import ApiError
 from router.config import RouterConfig
-from router.decision import Decision
+from router.decision import NOTHING, Decision
 from router.edge import RESERVE_PATH, ROUTE_PATH, Edge
 from router.exchange import Exchange, Outcome
-from router.record import DecisionRecord
+from router.record import DecisionRecord, Supposed
 from router.reserved import ReleaseRecord, ReservedRecord, reserved
 from router.service import RouterService
+from router.supposing import supposed
 
 _READY_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
@@ -77,9 +78,13 @@ class Decider:
         except TimeoutError as error:
             raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
 
-    async def decide(self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "") -> DecisionRecord:
-        """Where this request would go now. ApiError as the HTTP face answers it: 400, 404, 429, 503."""
-        return (await self.choose(body, reserve=False, session=session, tenant=tenant, request_id=request_id)).record()
+    async def decide(
+        self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "", without: Sequence[str] = (), gone: Sequence[str] = ()
+    ) -> DecisionRecord:
+        """Where this request would go now; as if the terms `without` did not count, and the ranks ("engine/rank") or engines `gone` were
+        gone. ApiError as the HTTP face answers it: 400, 404, 429, 503."""
+        what_if = supposed(without, gone)
+        return (await self.choose(body, reserve=False, session=session, tenant=tenant, request_id=request_id, supposed=what_if)).record()
 
     async def reserve(self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "") -> ReservedRecord:
         """Where this request shall go; its load is held there. ApiError as `decide`."""
@@ -90,14 +95,16 @@ class Decider:
         """The request is over, or (first_token) its prompt is computed and it goes on. Idempotent; an unknown id is no error."""
         return self.service.released(decision_id, first_token=first_token)
 
-    async def choose(self, body: Body, *, reserve: bool, session: str = "", tenant: str = "", request_id: str = "") -> Decision:
+    async def choose(
+        self, body: Body, *, reserve: bool, session: str = "", tenant: str = "", request_id: str = "", supposed: Supposed = NOTHING
+    ) -> Decision:
         """The decision itself; counted and logged as a request of its own."""
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
         exchange = Exchange(request_id or secrets.token_hex(12), service.new_decision_id(), path, service.clock())
         exchange.session, exchange.tenant = session or None, tenant or None
         outcome = Outcome.FAILED
         try:
-            decision = await self._edge.choose(exchange, body if isinstance(body, bytes) else msgspec.json.encode(body), reserve=reserve)
+            decision = await self._edge.choose(exchange, body if isinstance(body, bytes) else msgspec.json.encode(body), reserve=reserve, supposed=supposed)
         except ApiError as error:
             exchange.status, exchange.detail = error.status, error.message
             outcome = Outcome.SATURATED if error.status == 429 else Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE

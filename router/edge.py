@@ -6,13 +6,14 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
 from router.answers import Head, answer_for
 from router.course import Course
-from router.decision import Decision
+from router.decision import NOTHING, Decision
 from router.exchange import Exchange, Outcome
 from router.generation import Generation
 from router.keys import ApiKeys
@@ -29,11 +30,13 @@ from router.openai import (
 )
 from router.picker import FIRST_TRY, Need
 from router.prompt import TextPrompt, TokenPrompt
+from router.record import Supposed
 from router.relay import Relay
 from router.reply import Headers, Receive, Reply, Scope, Send
 from router.reserved import ReleaseRequest, reserved
 from router.roster import Roster
 from router.service import RouterService
+from router.supposing import asked
 from router.tokenizer import ModelTokenizer
 from router.tracing import Tracing
 
@@ -80,8 +83,8 @@ class Edge:
         await self._serve(scope, receive, send, TEXT_PATH, self._answer_text)
 
     async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/route`: a chat or completions body; decides and explains, runs and books nothing."""
-        await self._serve(scope, receive, send, ROUTE_PATH, self._explain)
+        """`POST /v1/route`: a chat or completions body; decides and explains, runs and books nothing. The query string may say what to suppose."""
+        await self._serve(scope, receive, send, ROUTE_PATH, partial(self._explain, scope.get("query_string", b"")))
 
     async def reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/route/reserve`: as route, but the load is booked at the chosen rank until it is released or its time is up."""
@@ -167,8 +170,8 @@ class Edge:
         answer = answer_for(request, head, len(courses))
         await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
 
-    async def _explain(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
-        decision = await self.choose(exchange, body)
+    async def _explain(self, query: bytes, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        decision = await self.choose(exchange, body, supposed=asked(query))
         answer = msgspec.json.encode(decision.record())
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
@@ -185,12 +188,15 @@ class Edge:
         answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token))
         await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
 
-    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False) -> Decision:
-        """Where the first prompt of a chat or completions body would go now; with `reserve` its load is held there. ApiError says why not:
-        404 for an unknown model, 429 at once when every rank is saturated, 503 when none lives."""
+    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False, supposed: Supposed = NOTHING) -> Decision:
+        """Where the first prompt of a chat or completions body would go now, if what is `supposed` were so; with `reserve` its load is
+        held there. ApiError says why not: 400 for what makes no sense, 404 for an unknown model, 429 at once when every rank is saturated,
+        503 when none lives."""
+        if reserve and supposed != NOTHING:
+            raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
         request = self._decoder.either(body)
         self._note(exchange, request)
-        need = await self._need(exchange, request, len(body))
+        need = (await self._need(exchange, request, len(body)))._replace(supposed=supposed)
         if reserve:
             exchange.decision, booking = self.service.book(exchange, need, "", FIRST_TRY)
             self.service.hold(exchange.decision, booking)

@@ -54,6 +54,10 @@ class Bars(NamedTuple):
     hard: Mapping[RankKey, str]
     kinds: Mapping[RankKey, Kind]
 
+    def beside(self, reasons: Mapping[RankKey, str]) -> "Bars":
+        """With others that must be left alone."""
+        return Bars({**self.every, **reasons}, {**self.hard, **reasons}, self.kinds)
+
 
 NO_BARS = Bars({}, {}, {})
 

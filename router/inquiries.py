@@ -11,6 +11,7 @@ from bus.subjects import Subjects
 from fleet.completions import ApiError
 from fleet.events import DecisionDescribed, DescribeDecision, RequestRefused, RouteDecided, RouteReleased, RouteRequested
 from router.decider import Decider
+from router.supposing import supposed
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,12 @@ class Inquiries:
             return _refused(message, RouteRequested)
         try:
             decision = await self._decider.choose(
-                message.body, reserve=message.reserve, session=message.session, tenant=message.tenant, request_id=message.request_id
+                message.body,
+                reserve=message.reserve,
+                session=message.session,
+                tenant=message.tenant,
+                request_id=message.request_id,
+                supposed=supposed(message.without, message.gone),
             )
         except ApiError as error:
             return RequestRefused(reason=f"{error.status} {error.code or 'error'}: {error.message}")

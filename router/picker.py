@@ -28,6 +28,7 @@ from router.reservations import Booking, Reservations
 from router.roster import Excluded, RankKey, Roster
 from router.scoring import TERMS
 from router.speeds import Speeds
+from router.supposing import barred as supposed_gone
 from router.view import View
 
 
@@ -144,7 +145,7 @@ class Picker:
         factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
         held = self._affinity.rank(need.keys.session, now)
         conditions = Conditions(load, self.view.handovers(roster), factors, held, self._turns.get(need.model, 0))
-        rules = self._rules.without(need.supposed.without)
+        rules = self._rules_for(need.supposed)
         decision = decide(ask, roster, found, overlap, conditions, rules, self.view.version, outlook)
         if lap is not None:
             lap("score")
@@ -168,6 +169,12 @@ class Picker:
         """A decision that was booked, if it is among the last ones."""
         return self._kept.get(decision_id)
 
+    def _rules_for(self, supposed: Supposed) -> Rules:
+        if supposed.without and self._rules.policy != "cost":
+            said = f"the policy {self._rules.policy} weighs no terms that could be left out; only the policy cost does"
+            raise ApiError(400, said, param="without", code="invalid_value")
+        return self._rules.without(supposed.without)
+
     def _keep(self, decision: Decision) -> None:
         """For reading back; the oldest make room."""
         self._kept[decision.id] = decision
@@ -189,6 +196,8 @@ class Picker:
     def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try, now: float) -> Candidates:
         """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
         bars = self.health.bars(roster, now)
+        if need.supposed.gone:
+            bars = bars.beside(supposed_gone(need.supposed.gone, roster))
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
             for avoid in to_avoid(attempt.failures, roster):
