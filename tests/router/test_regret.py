@@ -1,6 +1,5 @@
 """Regret: what a choice cost more than the best one would have, at what came true."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,7 @@ def test_a_request_of_another_kind_than_foretold_is_regretted_by_its_traffic() -
     remote = prices.of(second)[0]
     expected = 1000.0 * SPEED.dispatch * (100 + 20) * float(remote[0] - remote[1])
     assert regret_ms(decision, Truth(decision.load, weights=second), prices) == pytest.approx(expected, rel=1e-5)
-    wrong_number = Truth(decision.load, weights=np.ones(5, np.float32) / 5)
+    wrong_number = Truth(decision.load, weights=np.full(5, 0.2, np.float32))
     assert regret_ms(decision, wrong_number, prices) == 0.0  # clusters changed meanwhile: what was foretold stands
 
 
@@ -92,7 +91,7 @@ def test_only_candidates_could_have_been_chosen() -> None:
 
 def probe(view: View, decision_id: str, made_at: float) -> Probe:
     decided_on = decided(view.roster("demo"))
-    decision = replace(decided_on, ask=structs.replace(decided_on.ask, decision_id=decision_id))
+    decision = structs.replace(decided_on, ask=structs.replace(decided_on.ask, decision_id=decision_id))
     return Probe(decision, view.prices("demo"), decision.load, made_at)
 
 
