@@ -14,6 +14,7 @@ from deploy.doors import CannotListen, adopt
 from deploy.orders import Order
 from deploy.parts import run_part
 from deploy.process import FINAL, print_error
+from deploy.reload import router_settings
 from deploy.settings import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig
 from engine_adapter.simulated.config import SimulatedConfig
@@ -48,7 +49,9 @@ def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
     if order.descriptor is None:
         raise CannotListen(f"the order of a {order.part} names no listening socket")
     if order.part == "router":
-        return adopt(order.descriptor), bus, settings.part(RouterConfig), ready
+        private = None if order.private is None else adopt(order.private)
+        read = router_settings(settings, lambda: read_settings(Path(order.config), {}, Path.cwd()))
+        return adopt(order.descriptor), bus if order.bus else None, settings.part(RouterConfig), ready, private, read
     return adopt(order.descriptor), order.rank, bus, named_engine(settings), settings.part(AgentConfig), settings.part(WorkerConfig), ready
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from bus.config import BusConfig
 from deploy.config import ConfigError, Configuration, Key
 from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
@@ -32,6 +33,9 @@ NatsOption = Annotated[
 NATS: str | None = None
 ClientKeysOption = Annotated[
     Path | None, typer.Option("--client-keys", metavar="FILE", help="File of keys that clients must present, one per line; without it none is asked for.")
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", min=1, help="Router processes that share the port and what they know.  [default: 1]", show_default=False)
 ]
 ModelShapeOption = Annotated[str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  [default: demo]", show_default=False)]
 Flags = Mapping[Key, tuple[str, Any]]
@@ -121,6 +125,16 @@ def running() -> Running | None:
     if len(found) > 1:
         fail(f"several fleets are running; name one with --nats: {', '.join(str(run.nats) for run in found)}", USAGE)
     return found[0] if found else None
+
+
+def router_processes(nats: str) -> tuple[str, ...]:
+    """Of this user's runs on a NATS server: the URL of each of several router processes alone."""
+    return tuple(url for run in live_runs(home(os.environ)) if run.nats == nats for url in run.routers)
+
+
+def bus_from(config: Path | None, nats: str | None) -> BusConfig:
+    """Where the bus is: --nats, the configuration, or the running fleet."""
+    return with_bus(settings_from(config, {("bus", "url"): ("--nats", nats)}, BusConfig)).part(BusConfig)
 
 
 def with_bus(settings: Configuration) -> Configuration:

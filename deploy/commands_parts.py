@@ -8,7 +8,20 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from bus.config import BusConfig
-from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, ModelShapeOption, check, console, engine_flags, fail, settings_from
+from deploy.commandline import (
+    CONFIG,
+    NATS,
+    USAGE,
+    ClientKeysOption,
+    ConfigOption,
+    ModelShapeOption,
+    ProcessesOption,
+    check,
+    console,
+    engine_flags,
+    fail,
+    settings_from,
+)
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
 from deploy.local import Fleet
@@ -16,6 +29,7 @@ from deploy.natsd import NoNats
 from deploy.parts import run_part
 from deploy.process import run as run_process
 from deploy.process import set_up_logging
+from deploy.routers import RouterDoors
 from deploy.rundir import home, run_directory
 from deploy.settings import UpConfig, WorkerConfig
 from deploy.supervise import UnitFailed
@@ -53,6 +67,7 @@ def router(
     client_keys: ClientKeysOption = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8000]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
+    processes: ProcessesOption = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
@@ -62,10 +77,11 @@ def router(
         config,
         {
             ("router", "backends"): ("--backend", backend or None),
-            ("router", "backend_key_file"): ("--api-key-file", api_key_file),
-            ("router", "api_key_file"): ("--client-keys", client_keys),
+            ("router", "backend_key_file"): ("--api-key-file", api_key_file and api_key_file.absolute()),
+            ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
             ("router", "port"): ("--port", port),
             ("router", "host"): ("--host", host),
+            ("router", "processes"): ("--processes", processes),
             ("bus", "url"): ("--nats", nats),
             ("tracing", "spans"): ("--spans", spans and spans.absolute()),
         },
@@ -75,6 +91,9 @@ def router(
     )
     part = settings.part(RouterConfig)
     bus = None if part.backends and dict(settings.items())["bus", "url"].source == "default" else settings.part(BusConfig)
+    if part.processes > 1:
+        set_up_logging(settings.part(UpConfig).log_level)
+        raise typer.Exit(run_process(_several_routers(settings, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))
     try:
         door = listen(part.host, part.port)
     except CannotListen as error:
@@ -147,8 +166,6 @@ def worker(
             **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
             ("worker", "name"): ("--name", name),
             ("worker", "host"): ("--host", host),
-            ("engine", "ranks"): ("--ranks", ranks),
-            ("engine", "checkpoint"): ("--model", checkpoint),
             ("bus", "url"): ("--nats", nats),
             ("tracing", "spans"): ("--spans", spans and spans.absolute()),
         },
@@ -176,6 +193,17 @@ def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: st
     except (OSError, ValueError) as error:
         fail(str(error), USAGE)
     _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))
+
+
+async def _several_routers(settings: Configuration, *, bus: bool) -> None:
+    out = console()
+    with RouterDoors.listening(settings.part(RouterConfig)) as doors, run_directory(home(os.environ)) as run:
+        out.print(f"[dim]starting; logs are in {run.path}[/dim]")
+        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
+            await fleet.start_routers(doors, bus=bus)
+            out.print(f"{len(fleet.router_urls)} router processes listen on {fleet.router_url}; each alone, for /metrics and /health:")
+            out.print(f"  {' '.join(fleet.router_urls)}")
+            await fleet.serve()
 
 
 async def _own_worker(settings: Configuration) -> None:

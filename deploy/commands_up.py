@@ -8,17 +8,29 @@ from typing import Annotated
 
 import typer
 
-from deploy.commandline import CONFIG, NATS, USAGE, ClientKeysOption, ConfigOption, ModelShapeOption, console, engine_flags, fail, settings_from
+from deploy.commandline import (
+    CONFIG,
+    NATS,
+    USAGE,
+    ClientKeysOption,
+    ConfigOption,
+    ModelShapeOption,
+    ProcessesOption,
+    console,
+    engine_flags,
+    fail,
+    settings_from,
+)
 from deploy.config import Configuration
-from deploy.doors import CannotListen, listen
+from deploy.doors import CannotListen
 from deploy.local import Fleet
 from deploy.natsd import NoNats
 from deploy.process import run as run_process
+from deploy.routers import RouterDoors
 from deploy.rundir import RunDirectory, home, run_directory
 from deploy.settings import SECTIONS, UpConfig, engine_ranks, served_model
 from deploy.spans import TracingError, exporters
 from deploy.supervise import UnitFailed
-from engine_adapter.config import EmbeddedConfig
 from router.config import RouterConfig
 
 
@@ -49,6 +61,7 @@ def up(
         typer.Option("--engine", help="embedded: our own engine; simulated: no weights, the time of GPUs.  [default: embedded]", show_default=False),
     ] = None,
     model_shape: ModelShapeOption = None,
+    processes: ProcessesOption = None,
     client_keys: ClientKeysOption = None,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
@@ -61,9 +74,9 @@ def up(
             ("up", "nats"): ("--nats", nats),
             ("worker", "name"): ("--name", name),
             **engine_flags(config, engine, ranks=ranks, checkpoint=model, model_shape=model_shape),
-            ("engine", "checkpoint"): ("--model", model and model.absolute()),
             ("router", "port"): ("--port", port),
             ("router", "host"): ("--host", host),
+            ("router", "processes"): ("--processes", processes),
             ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
             ("tracing", "spans"): ("--spans", spans and spans.absolute()),
         },
@@ -82,10 +95,10 @@ def up(
 async def _up(settings: Configuration) -> None:
     out = console()
     router = settings.part(RouterConfig)
-    with listen(router.host, router.port) as door, run_directory(home(os.environ)) as run:
+    with RouterDoors.listening(router) as doors, run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
         async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
-            await fleet.start_up(door)
+            await fleet.start_up(doors)
             _tell(settings, fleet, run)
             try:
                 await fleet.serve()
@@ -101,6 +114,8 @@ def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
     out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
     for name, place in (("router", fleet.router_url), ("NATS", fleet.nats_url), ("logs", run.path)):
         out.print(f"  {name:7} {place}")
+    if fleet.router_urls:
+        out.print(f"  each router process alone, for /metrics and /health: {' '.join(fleet.router_urls)}")
     for launcher in fleet.engines:
         out.print(f"  {launcher.name:7} {' '.join(launcher.urls)}")
     out.print(f"\nTry:\n  curl -N {fleet.router_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False)

@@ -10,8 +10,22 @@ from urllib.parse import urlencode
 
 import typer
 
-from bus.config import BusConfig
-from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, fail, note, running, settings_from, show, with_bus
+from deploy.commandline import (
+    CONFIG,
+    JSON,
+    NATS,
+    USAGE,
+    ConfigOption,
+    JsonOption,
+    NatsOption,
+    bus_from,
+    fail,
+    note,
+    router_processes,
+    running,
+    settings_from,
+    show,
+)
 from deploy.config import Configuration
 from fleet.events import STORED, AnyEvent, KvMetrics
 from router.config import RouterConfig
@@ -32,8 +46,8 @@ def status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOp
     """Show engines, ranks, their load and epochs, as heard on the bus."""
     from deploy.view_fleet import show_status
 
-    bus, run = _bus_from(config, nats), running()
-    show_status(bus, () if run is None or run.nats != bus.url else run.routers, as_json=as_json)
+    bus = bus_from(config, nats)
+    show_status(bus, router_processes(bus.url), as_json=as_json)
 
 
 def placement(
@@ -45,7 +59,7 @@ def placement(
     """Show which expert is where: per engine its epoch, its slots, and the experts of each rank (* where there are replicas)."""
     from deploy.view_fleet import show_placement
 
-    show_placement(_bus_from(config, nats), layer, as_json=as_json)
+    show_placement(bus_from(config, nats), layer, as_json=as_json)
 
 
 def popularity(
@@ -73,11 +87,11 @@ def popularity(
     if file is not None:
         show_load(file, plot, as_json=as_json)
     elif learn is None:
-        show_popularity(_bus_from(config, nats), model, plot, as_json=as_json)
+        show_popularity(bus_from(config, nats), model, plot, as_json=as_json)
     elif model is None:
         fail("--learn needs --model: whose experts are these?", USAGE)
     else:
-        learn_load(_bus_from(config, nats), learn, model, top_k, tokens)
+        learn_load(bus_from(config, nats), learn, model, top_k, tokens)
 
 
 def explain(
@@ -137,12 +151,7 @@ def events(
         wanted = _stored_only(wanted)
     elif not follow:
         fail("--no-follow only makes sense with --since: telemetry is not stored", USAGE)
-    show_events(_bus_from(config, nats), wanted, seconds, follow=follow, as_json=as_json)
-
-
-def _bus_from(config: Path | None, nats: str | None) -> BusConfig:
-    """Where the bus is: --nats, the configuration, or the running fleet."""
-    return with_bus(settings_from(config, {("bus", "url"): ("--nats", nats)}, BusConfig)).part(BusConfig)
+    show_events(bus_from(config, nats), wanted, seconds, follow=follow, as_json=as_json)
 
 
 def _router_from(settings: Configuration) -> str:

@@ -21,6 +21,11 @@ class HttpError(Exception):
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket (port 0: any free one) whose connections send without delay. CannotListen says why not."""
+    return _listening(host, port, shared=False)
+
+
+def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
+    """shared: other sockets of this user may listen on the same port, if they are made in the same way."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -28,6 +33,8 @@ def listen(host: str, port: int) -> socket.socket:
     door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by every connection
         door.bind(address)
         door.listen(BACKLOG)
@@ -37,6 +44,24 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror}; is another server there? Choose another with --port (0: any free one)"
         ) from error
     return door
+
+
+def listen_together(host: str, port: int, processes: int) -> list[socket.socket]:
+    """Listening sockets on one port (0: any free one), one for each of several processes: the kernel spreads connections over them.
+
+    One socket that all inherit would spread single connections as evenly, but most of a burst would go to the process that wakes first,
+    and a load balancer's connections, once made, stay where they are. CannotListen says why not.
+    """
+    with listen(host, port) as alone:  # nobody else listens there: sockets that share a port would share it with anybody of this user
+        port = alone.getsockname()[1]
+    doors: list[socket.socket] = []
+    try:
+        doors += [_listening(host, port, shared=True) for _ in range(processes)]
+    finally:
+        if len(doors) < processes:
+            for door in doors:
+                door.close()
+    return doors
 
 
 def adopt(descriptor: int) -> socket.socket:

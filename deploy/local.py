@@ -24,10 +24,10 @@ from deploy.config import Configuration, without_settings
 from deploy.doors import HttpError, listen, probe, url_of
 from deploy.natsd import NatsServer, greet
 from deploy.orders import Order, PartName, RankOrder
+from deploy.routers import RouterDoors
 from deploy.rundir import RunDirectory, Running
 from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
-from engine_adapter.config import EmbeddedConfig
 
 LOOK_SECONDS = 0.02
 TRACKER_STATE = "tracker.state"
@@ -56,12 +56,15 @@ class Ground:
     def command(
         self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankOrder | None = None
     ) -> Command:
-        """A Roost process of this very installation; the working directory cannot get into its imports (-P)."""
+        """A Roost process of this very installation."""
         descriptor, descriptors = None if door is None else door.fileno(), tuple(one.fileno() for one in doors)
         order = Order(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
-        name = part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}"
+        return self.ordered(part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}", order)
+
+    def ordered(self, name: str, order: Order) -> Command:
+        """The process that does this; the working directory cannot get into its imports (-P)."""
         arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
-        keep = descriptors if descriptor is None else (descriptor, *descriptors)
+        keep = tuple(descriptor for descriptor in (order.descriptor, order.private, *order.descriptors) if descriptor is not None)
         return Command(name=name, arguments=arguments, log=self.run.log(name), environment=self.environment, keep=keep)
 
 
@@ -150,6 +153,8 @@ class Fleet:
     def __init__(self, settings: Configuration, run: RunDirectory, environment: Mapping[str, str], say: Say) -> None:
         self.nats_url = ""
         self.router_url = ""
+        self.router_urls: tuple[str, ...] = ()
+        """of each of several processes of the router alone"""
         self.engines: list[EngineLauncher] = []
         self.engine_units: list[Unit] = []
         """units that the fleet can do without, as long as one is left"""
@@ -163,22 +168,30 @@ class Fleet:
         """units in the order of starting; stopped in the reverse order, those of one phase together"""
         self._began = time.monotonic()
 
-    async def start_up(self, door: socket.socket) -> None:
-        """Start everything, with the router on a socket that listens, and return when the router is ready.
+    async def start_up(self, doors: RouterDoors) -> None:
+        """Start everything, with the router on sockets that listen, and return when the router is ready.
 
         UnitFailed, CannotListen, NoNats and OSError say what could not be.
         """
         up = self._settings.part(UpConfig)
-        self.router_url = url_of(door)
         self.nats_url = up.nats or await self._start_nats()
         await _reach_nats(self.nats_url)
         ground = self._ground()
         parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
         await self.add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
-        await self.add(self._single(ground, "router", door))
+        await self.add(*self._routers(ground, doors))
         await self._all_ready()
-        if up.engines:
-            await self._watched(_good(f"{self.router_url}/ready"))
+        for url in doors.urls if up.engines else ():
+            await self._watched(_good(f"{url}/ready"))
+        self._tell_where()
+
+    async def start_routers(self, doors: RouterDoors, *, bus: bool) -> None:
+        """Start the router's processes before engines somewhere else, and return when they serve. bus: on the NATS server that is set."""
+        if bus:
+            self.nats_url = self._settings.part(BusConfig).url
+            await _reach_nats(self.nats_url)
+        await self.add(*self._routers(self._ground(), doors, bus=bus))
+        await self._all_ready()
         self._tell_where()
 
     async def start_engine(self) -> None:
@@ -217,24 +230,36 @@ class Fleet:
 
     def _ground(self) -> Ground:
         kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
-        where = {("bus", "url"): self.nats_url, ("tracker", "state_file"): kept.absolute()}
+        where = {("bus", "url"): self.nats_url or None, ("tracker", "state_file"): kept.absolute()}
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
         file = self._run.path / "roost.toml"
         file.write_text(told.as_toml(), encoding="utf-8")
         return Ground(self._run, file, child_environment(self._environment))
 
-    def _single(self, ground: Ground, part: PartName, door: socket.socket | None = None) -> Unit:
+    def _single(self, ground: Ground, part: PartName) -> Unit:
         """A part of one process, started in the same way in every life."""
         ready = self._run.path / f"{part}.ready"
+        return self._process(ground.command(part, ready), ready, None)
 
-        async def healthy() -> None:
-            await _answering(f"{self.router_url}/health")
+    def _routers(self, ground: Ground, doors: RouterDoors, *, bus: bool = True) -> list[Unit]:
+        """Each process is a unit: when one dies, it alone is started again."""
+        self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
+        units = []
+        for number, url in enumerate(doors.urls):
+            name = f"router-{number}" if doors.private else "router"
+            ready = self._run.path / f"{name}.ready"
+            order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
+            units.append(self._process(ground.ordered(name, order), ready, f"{url}/health"))
+        return units
+
+    def _process(self, command: Command, ready: Path, health: str | None) -> Unit:
+        """One process; it serves once the file exists, and is well while the page answers."""
 
         async def launch() -> Incarnation:
-            ready.unlink(missing_ok=True)
-            return Incarnation([ground.command(part, ready, door=door)], ready=lambda: _existing(ready), healthy=healthy if door is not None else None)
+            ready.unlink(missing_ok=True)  # noqa: ASYNC240 a file of one's own
+            return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: _answering(health))
 
-        return Unit(part, launch, self._policy, self._say)
+        return Unit(command.name, launch, self._policy, self._say)
 
     def _engine(self, name: str, ground: Ground) -> Unit:
         launcher = EngineLauncher(name, self._worker.engine, engine_ranks(self._settings), self._worker.host, ground)
@@ -265,7 +290,8 @@ class Fleet:
     def _tell_where(self) -> None:
         namespace = self._settings.part(BusConfig).namespace
         engines = tuple(launcher.name for launcher in self.engines)
-        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=self.nats_url, router=self.router_url or None, engines=engines))
+        nats, router = self.nats_url or None, self.router_url or None
+        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=nats, router=router, routers=self.router_urls, engines=engines))
 
     async def _watched(self, work: Awaitable[object]) -> None:
         """Do something while every unit is kept up; UnitFailed when one is given up meanwhile."""

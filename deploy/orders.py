@@ -29,10 +29,16 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """roost.toml with everything that is set"""
     ready: str
     """file to make once the part serves; of rank 0: once the engine's join is recorded"""
+    number: int | None = None
+    """which of several processes of the part this is"""
     descriptor: int | None = None
     """listening socket of a part with an HTTP face"""
     descriptors: tuple[int, ...] = ()
     """those of a simulated engine's ranks"""
+    private: int | None = None
+    """listening socket of this process alone, where several share a port"""
+    bus: bool = True
+    """False: a router before plain servers only, without NATS"""
     rank: RankOrder | None = None
 
 

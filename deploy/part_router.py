@@ -1,9 +1,13 @@
 """The router as a process, before engines that speak on the bus, before plain servers, or both."""
 
+import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+
+from fastapi import FastAPI
 
 from bus import BusError
 from bus.config import BusConfig
@@ -11,10 +15,12 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.doors import url_of
 from deploy.orders import tell
-from deploy.process import alongside, first_failure
+from deploy.process import alongside, first_failure, on_hangup, until_ready
 from deploy.serving import HttpFace
 from router.api import create_app
 from router.config import RouterConfig
+from router.decider import Decider
+from router.inquiries import Inquiries
 from router.service import RouterService
 
 EXPECTED = (BusError, OSError, ValueError)
@@ -23,19 +29,58 @@ DRAIN_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-async def serve(door: socket.socket, bus_config: BusConfig | None, config: RouterConfig, ready: Path | None) -> None:
-    """Serve until cancelled; make the file `ready` once it does. Without a bus (None) plain backends alone. BusError when NATS cannot be reached at start."""
+async def serve(
+    door: socket.socket,
+    bus_config: BusConfig | None,
+    config: RouterConfig,
+    ready: Path | None,
+    private: socket.socket | None = None,
+    read: Callable[[], RouterConfig] | None = None,
+) -> None:
+    """Serve until cancelled; make the file `ready` once it knows what it should. Without a bus (None) plain backends alone.
+
+    read: the settings as they are when SIGHUP comes; ValueError or OSError when they cannot be used. None: SIGHUP ends it.
+    private: where this process alone is asked how it is. With it, `door` is one of several on one port, and no connection is taken there
+    before the router is ready: its siblings serve. BusError when NATS cannot be reached at start.
+    """
     subjects = Subjects("roost" if bus_config is None else bus_config.namespace)
     async with AsyncExitStack() as stack:
-        stack.enter_context(door)
+        for opened in (door, private):
+            if opened is not None:
+                stack.enter_context(opened)
         bus = None
         if bus_config is not None:
             bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name="router")
             stack.push_async_callback(bus.close)
         service = RouterService(bus, subjects, config)
         running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))
-        face = await stack.enter_async_context(HttpFace(create_app(service, config), door, drain_seconds=DRAIN_SECONDS))
-        serving = await stack.enter_async_context(alongside(face.failed(), "the router's HTTP face"))
+        app = create_app(service, config)
+        tasks = [running]
+        if read is not None:
+            hangup = asyncio.Event()
+            stack.enter_context(on_hangup(hangup.set))
+            tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup), "read the settings again")))
+        if bus is not None:
+            inquiries = Inquiries(bus, subjects, Decider(service))
+            tasks.append(await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus")))
+        if private is not None:
+            tasks.append(await _face(stack, app, private))
+            await until_ready(service.warmup.done, *tasks)
+        tasks.append(await _face(stack, app, door))
         log.info("the router listens on %s", url_of(door))
+        await until_ready(service.warmup.done, *tasks)
         tell(ready)
-        await first_failure([running, serving])
+        await first_failure(tasks)
+
+
+async def _reload(service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event) -> None:
+    """Whenever somebody asks for it; hangups that come meanwhile are one."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        await service.reload(read)
+
+
+async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket) -> "asyncio.Task[None]":
+    face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=DRAIN_SECONDS))
+    return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP face on {url_of(door)}"))

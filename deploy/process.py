@@ -1,16 +1,18 @@
 """One process of Roost: its logging, its signals, its loop, its exit status.
 
 SIGTERM, SIGINT and SIGHUP cancel the part once, and it stops cleanly within its own bounds; a second signal ends the process
-at once. Expected errors are one line on standard error and status 1 (2 when trying again would fail in the same way);
-anything else is a bug, and shows its traceback.
+at once. A part that can read its settings again takes SIGHUP for that (`on_hangup`), unless its terminal was closed. Expected
+errors are one line on standard error and status 1 (2 when trying again would fail in the same way); anything else is a bug, and
+shows its traceback.
 """
 
 import asyncio
 import logging
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvloop
@@ -90,6 +92,33 @@ async def _until_told(part: Coroutine[Any, Any, None]) -> int:
         if not told:
             raise
     return 0
+
+
+@contextmanager
+def on_hangup(act: Callable[[], None]) -> Iterator[None]:
+    """While the context lasts, SIGHUP calls `act`. When it comes because the terminal was closed, it ends the process as before."""
+    loop = asyncio.get_running_loop()
+    attended = _has_terminal()
+
+    def hung_up() -> None:
+        if attended and not _has_terminal():
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            act()
+
+    loop.add_signal_handler(signal.SIGHUP, hung_up)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 @asynccontextmanager

@@ -32,6 +32,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     nats: str | None = None
     router: str | None = None
+    routers: tuple[str, ...] = ()
+    """URL of each of several router processes alone, for /metrics, /health and /ready"""
     engines: tuple[str, ...] = ()
 
 

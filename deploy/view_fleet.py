@@ -14,7 +14,7 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.commandline import console, fail, in_json, show, table
 from deploy.process import run as run_process
-from fleet.events import EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted
+from fleet.events import EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted, RankDrained
 from fleet.experts import ExpertId
 from fleet.placement import Placement
 
@@ -31,6 +31,12 @@ class EngineNow:
     heartbeat: EngineHeartbeat | None = None
     load: dict[int, KvMetrics] = field(default_factory=dict)
     """by rank"""
+    drains: dict[int | None, str] = field(default_factory=dict)
+    """why no new requests go to a rank, or (None) to any"""
+
+    def drained(self, rank: int) -> str | None:
+        """Why a rank gets no new requests; None: it gets them."""
+        return self.drains.get(None, self.drains.get(rank))
 
     @property
     def complete(self) -> bool:
@@ -38,13 +44,16 @@ class EngineNow:
         return self.heartbeat is not None and (not self.joined.capabilities.load or len(self.load) == len(self.joined.urls))
 
 
-def show_status(bus_config: BusConfig, *, as_json: bool) -> None:
-    """Engines, ranks, their load and epochs."""
+def show_status(bus_config: BusConfig, routers: Sequence[str], *, as_json: bool) -> None:
+    """Engines, ranks, their load and epochs; and where each of several router processes can be asked how it is."""
     engines, rejected = on_bus(bus_config, _engines_now)
     if as_json:
-        show(in_json({"nats": bus_config.url, "namespace": bus_config.namespace, "engines": [_record(engine) for engine in engines], "rejected": rejected}))
+        said = {"nats": bus_config.url, "namespace": bus_config.namespace, "engines": [_record(engine) for engine in engines], "rejected": rejected}
+        show(in_json({**said, "routers": list(routers)}))
         return
     console().print(f"NATS {bus_config.url}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")
+    if routers:
+        console().print(f"router processes, each alone: {' '.join(routers)}")
     if engines:
         table(HEAD, (row for engine in engines for row in _rows(engine)))
 
@@ -90,7 +99,7 @@ async def _engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], d
     """Engines by name; waits for a sign of each, for at most LISTEN_SECONDS."""
     async with AsyncExitStack() as stack:
         heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats, subjects.kv_metrics))
-        engines = await _members(bus, subjects)
+        engines = await members(bus, subjects)
         by_worker = {engine.joined.worker_id: engine for engine in engines}
         try:
             async with asyncio.timeout(LISTEN_SECONDS):
@@ -103,12 +112,18 @@ async def _engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], d
         return engines, dict(bus.rejected)
 
 
-async def _members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
+async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
+    """The engines that have joined and not left, by name, and what of them is drained; their state is not known yet."""
     last: dict[str, EngineJoined | EngineLeft] = {}
     async for received in bus.replay(subjects.membership(), latest=True, follow=False):
         if isinstance(received.message, EngineJoined | EngineLeft):
             last[received.message.engine] = received.message
-    return [EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)]
+    found = {joined.engine: EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)}
+    async for received in bus.replay(subjects.drains(), latest=True, follow=False):
+        said = received.message
+        if isinstance(said, RankDrained) and said.draining and said.engine in found and found[said.engine].joined.worker_id == said.worker_id:
+            found[said.engine].drains[said.rank] = said.reason
+    return list(found.values())
 
 
 def _note(by_worker: dict[int, EngineNow], received: Received) -> None:
@@ -129,6 +144,7 @@ def _record(engine: EngineNow) -> dict[str, Any]:
             "waiting": load.waiting if load else None,
             "prefill_tokens": load.active_prefill_tokens if load else None,
             "used_blocks": load.kv_used_blocks if load else None,
+            "draining": engine.drained(rank),
         }
         for rank, url in enumerate(joined.urls)
     ]
@@ -154,12 +170,17 @@ HEAD = ("engine", "rank", "state", "model", "layout", "epoch", "running", "waiti
 def _rows(engine: EngineNow) -> Iterator[tuple[str, ...]]:
     joined, beat = engine.joined, engine.heartbeat
     layout = "-" if joined.layout is None else f"{joined.layout.attention} h={joined.layout.boundary}"
-    about = ("silent" if beat is None else "alive", joined.model, layout, _or_dash(None if beat is None else beat.epoch))
+    about = (joined.model, layout, _or_dash(None if beat is None else beat.epoch))
     for rank, url in enumerate(joined.urls):
         load = engine.load.get(rank, KvMetrics(worker_id=joined.worker_id))
         promised = (_or_dash(load.running), _or_dash(load.waiting), _or_dash(load.active_prefill_tokens))
         blocks = f"{_or_dash(load.kv_used_blocks)}/{joined.kv_blocks}" if joined.kv_blocks else "-"
-        yield (joined.engine, str(rank), *about, *promised, blocks, url)
+        yield (joined.engine, str(rank), _state(engine, rank), *about, *promised, blocks, url)
+
+
+def _state(engine: EngineNow, rank: int) -> str:
+    alive, reason = "silent" if engine.heartbeat is None else "alive", engine.drained(rank)
+    return alive if reason is None else f"{alive}, draining" + (f": {reason}" if reason else "")
 
 
 def _or_dash(number: int | None) -> str:
@@ -168,11 +189,11 @@ def _or_dash(number: int | None) -> str:
 
 async def _placements_now(bus: Bus, subjects: Subjects) -> dict[str, Placement]:
     """The last placement recorded for each engine that is a member; its join's where nothing newer was recorded for it."""
-    members = {engine.joined.engine: engine.joined for engine in await _members(bus, subjects)}
-    found = {name: Placement.from_record(joined.placement) for name, joined in members.items() if joined.placement is not None}
+    joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
+    found = {name: Placement.from_record(joined.placement) for name, joined in joins.items() if joined.placement is not None}
     async for received in bus.replay(subjects.placements(), latest=True, follow=False):
         message = received.message
-        if isinstance(message, PlacementCommitted) and message.engine in members and members[message.engine].worker_id == message.worker_id:
+        if isinstance(message, PlacementCommitted) and message.engine in joins and joins[message.engine].worker_id == message.worker_id:
             found[message.engine] = Placement.from_record(message.placement)
     return found
 

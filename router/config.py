@@ -9,11 +9,13 @@ from typing import Literal
 Policy = Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
 ZERO_ALLOWED = (
     "port",
+    "private_port",
     "settle_seconds",
     "temperature_ms",
     "session_affinity_seconds",
     "session_affinity_ms",
     "queue_requests",
+    "no_engine_wait_seconds",
     "segment_cache_bytes",
     "least_retries",
     "retry_share",
@@ -27,6 +29,7 @@ ZERO_ALLOWED = (
 
 _TAKEN = ("authorization", "traceparent", "tracestate", "x-request-id")
 """Headers that mean something else."""
+MOST_PROCESSES = 256
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -97,9 +100,11 @@ class RouterConfig:
     queue_bytes: int = 256 * 1024 * 1024
     """memory that waiting requests may hold"""
     queue_wait_seconds: float = 10.0
-    """a request that has waited so long is refused, unless it names an earlier deadline"""
+    """a request that has waited so long is refused, unless it names an earlier deadline (header x-request-timeout-ms)"""
+    no_engine_wait_seconds: float = 2.0
+    """a request for a model of which no engine lives at present waits at most so long for one to come back; 0: it is refused at once"""
     priority_header: str = "x-priority"
-    """request header that names a class; without it, the body's priority"""
+    """request header that names a class; without it, the body's priority. An integer counts from the default class, lower being more urgent"""
     classes: tuple[str, ...] = ("high", "normal", "low")
     """classes of requests, most urgent first; when the queue is full the least urgent ones are refused first"""
     default_class: str = "normal"
@@ -125,6 +130,8 @@ class RouterConfig:
     """bookings are told together, so often at most"""
     processes: int = 1
     """router processes that share the port"""
+    private_port: int = 0
+    """of several processes each also listens alone, the first on this port, the next on the next: for /metrics, /health and /ready; 0: any free ones"""
     max_choices: int = 16
     """choices of one request: prompts times n"""
 
@@ -168,6 +175,10 @@ class RouterConfig:
                 raise ValueError(f"{name} must be 0..1, not {getattr(self, name)}")
         if not self.classes or len(set(self.classes)) != len(self.classes) or self.default_class not in self.classes:
             raise ValueError(f"classes must be distinct names, default_class {self.default_class!r} among them; not {', '.join(self.classes) or 'none'}")
+        if not 1 <= self.processes <= MOST_PROCESSES:
+            raise ValueError(f"processes must be 1..{MOST_PROCESSES}, not {self.processes}")
+        if not 0 <= self.private_port <= 65_536 - self.processes:
+            raise ValueError(f"private_port must be 0 (any free ports) or such that {self.processes} ports from it on exist, not {self.private_port}")
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port must be 0..65535 (0: any free one), not {self.port}")
         for name in ("session_header", "tenant_header", "priority_header"):

@@ -31,8 +31,7 @@ class Inquiries:
         subjects, service = self._subjects, self._decider.service
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._bus.serve(subjects.decision(service.tag), self._describe))
-            while not service.warmup.over:  # noqa: ASYNC110 it ends by itself, within a few seconds
-                await asyncio.sleep(0.02)
+            await service.warmup.done.wait()
             await stack.enter_async_context(self._bus.serve(subjects.route, self._route))
             await stack.enter_async_context(self._bus.serve(subjects.release, self._release))
             self.listening.set()

@@ -17,15 +17,22 @@ _LOOK_SECONDS = 0.02
 
 
 class Warmup:
-    """`run` ends when nothing is missing, or after LONGEST_SECONDS; `over` is set from then on."""
+    """`run` ends when nothing is missing, or after LONGEST_SECONDS; it is `over` from then on. Without a bus it is over at once."""
 
     def __init__(self, view: View, feeds: Feeds | None, peers: Peers | None) -> None:
-        self.over = feeds is None or peers is None
+        self.done = asyncio.Event()
+        """set when it is over"""
+        if feeds is None or peers is None:
+            self.done.set()
         self._view = view
         self._feeds = feeds
         self._peers = peers
         self._late_engines = False
         """engines that have not shown yet are not waited for any more"""
+
+    @property
+    def over(self) -> bool:
+        return self.done.is_set()
 
     def missing(self) -> list[str]:
         """What is waited for, for people; empty once it is over."""
@@ -54,4 +61,4 @@ class Warmup:
                 break
             self._late_engines = waited > HEARTBEAT_SECONDS
             await asyncio.sleep(_LOOK_SECONDS)
-        self.over = True
+        self.done.set()

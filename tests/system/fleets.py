@@ -105,7 +105,8 @@ class Fleet:
         running = json.loads(next((home.state / "roost").glob("run-*/running.json")).read_text())
         self.nats: str = running["nats"]
         self.router: str = running["router"]
-        self.run_directory = self.log_of("router").parent
+        self.routers: list[str] = running["routers"] or [self.router]
+        self.run_directory = self.log_of("nats").parent
         self.http = httpx.Client(base_url=self.router, timeout=60, trust_env=False)
 
     def log_of(self, name: str) -> Path:
@@ -125,7 +126,7 @@ class Fleet:
             elif order["part"] == "rank":
                 found[f"{order['rank']['engine']}/{order['rank']['rank']}"] = process
             else:
-                found[order["part"]] = process
+                found[order["part"] if order.get("number") is None else f"{order['part']}-{order['number']}"] = process
         return found
 
     def body(self, content: str = "Tell me about Debian.", **more: Any) -> dict[str, Any]:
