@@ -45,7 +45,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
 
 
-def prefill_seconds(token_s: Seconds, pair_s: Seconds, uncached_tokens: Amounts, prompt_tokens: int) -> Seconds:
+def prefill_seconds(token_s: Seconds, pair_s: Seconds, uncached_tokens: Amounts, prompt_tokens: int | Amounts) -> Seconds:
     """Time to compute the u last tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s * (u * N - u^2 / 2).
 
     A token attends to all before it, cached or not: u tokens make u * N - u^2 / 2 pairs, half a pair each of a token with itself.
@@ -60,7 +60,7 @@ def queue_seconds(token_s: Seconds, queued_prefill_tokens: Amounts) -> Seconds:
     return seconds
 
 
-def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: int) -> Seconds:
+def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: int | Amounts) -> Seconds:
     """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s * blocks / n).
 
     blocks: KV blocks they hold. steps_left: tokens S they are expected to emit yet, all together: a rank whose sequences are nearly
@@ -70,7 +70,7 @@ def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blo
     return seconds
 
 
-def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: int, output_tokens: int) -> Seconds:
+def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: int | Amounts, output_tokens: int | Amounts) -> Seconds:
     """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
 
     tokens: what its cache holds in the end. token_block_s: `decode_block` divided by the tokens of a block.

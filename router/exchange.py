@@ -2,6 +2,7 @@
 
 import logging
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 import msgspec
@@ -45,6 +46,18 @@ class Exchange:
         self.tenant: str | None = None
         """names of who asks, from headers or body; they leave the router as hashes only"""
         self.started = started
+        self.asked_priority: str | None = None
+        self.asked_timeout: str | None = None
+        """what its headers say of class and deadline, unread"""
+        self.priority = ""
+        """name of its class of requests"""
+        self.urgency = 0
+        """number of that class, 0 being the most urgent"""
+        self.give_up_at = inf
+        """when its client wants it no longer, unless a rank has taken it by then"""
+        self.body_bytes = 0
+        self.queued_seconds = 0.0
+        """the longest wait for a place; 0: it got one at once"""
         self.model = ""
         self.stream = False
         self.answer_id: str | None = None
@@ -88,6 +101,8 @@ class Exchange:
                     "roost.decision.id": None if self.decision is None else self.decision.id,
                     "roost.retries": len(self.failures),
                     "roost.cached_tokens": self.cached_tokens,
+                    "roost.priority": self.priority or None,
+                    "roost.queued_ms": _ms(self.queued_seconds),
                     "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
                     "gen_ai.response.model": self.model or None,
                     "gen_ai.response.id": self.answer_id,
@@ -112,6 +127,8 @@ class Exchange:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
+            "priority": self.priority or None,
+            "queued_ms": _ms(self.queued_seconds),
             "ttft_ms": _ms(ttft),
             "total_ms": _ms(now - self.started),
             "retries": len(self.failures),

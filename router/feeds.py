@@ -41,6 +41,7 @@ class Feeds:
         clock: Callable[[], float],
         forget: Callable[[int], None],
         reported: Callable[[KvMetrics], None],
+        changed: Callable[[], None],
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -52,6 +53,7 @@ class Feeds:
         self._clock = clock
         self._forget = forget
         self._reported = reported
+        self._changed = changed
         self.behind = {subjects.membership(): "joins", subjects.placements(): "placements", subjects.drains(): "drains"}
         """what is stored under these subjects has not all been heard yet"""
         self.listening = asyncio.Event()
@@ -131,6 +133,8 @@ class Feeds:
         except ValueError as error:
             log.warning("a %s cannot be used: %s", type(message).__name__, error)
             self._metrics.bus_refused.inc()
+        else:
+            self._changed()
 
     def joined(self, joined: EngineJoined) -> None:
         """An engine introduced itself. ValueError when what it says contradicts itself."""

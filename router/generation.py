@@ -86,10 +86,11 @@ class Generation:
     async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one rank; its booking and its span end here, whatever happens."""
         prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt)
-        decision, booking = self._decide(course, prompt, attempt, replaces)
-        span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
+        decision, booking = await self._decide(course, prompt, attempt, replaces)
+        span: AttemptTrace | None = None
         ended: str | None = "abandoned"
         try:
+            span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
             await self._attempt(course, decision, booking, span)
         except UpstreamFailed as failed:
             ended = failed.how.value
@@ -105,7 +106,7 @@ class Generation:
             if span is not None:
                 span.end(ended)
 
-    def _decide(self, course: Course, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
+    async def _decide(self, course: Course, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
         left = course.max_tokens - len(course.emitted)
         need = Need(
             model=self._exchange.model,
@@ -117,7 +118,9 @@ class Generation:
             keys=self._exchange.keys(),
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
-        decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, tuple(course.failures)))
+        begun = bool(course.emitted or self._reply.status)
+        attempted = Try(attempt, replaces, tuple(course.failures))
+        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, attempted, begun=begun)
         if course.index == 0 or self._exchange.decision is None:
             self._exchange.decision = decision
         return decision, booking

@@ -68,6 +68,7 @@ class RouterMetrics:
         self._about_requests()
         self._about_decisions()
         self._about_hindsight()
+        self._about_waiting()
         self._about_failures()
         self._about_listening()
         self._about_others()
@@ -111,6 +112,12 @@ class RouterMetrics:
             self._histogram("locality_observed", "The same of the same requests, as it was", _SHARES, "model"),
         )
         self._profiles = self._counter("profiles_heard", "What ranks said of requests, by what became of it", "outcome")
+
+    def _about_waiting(self) -> None:
+        """Requests that found no room."""
+        self._queued = self._gauge("queue_requests", "Requests that wait for a place", "class")
+        self._queue_wait = self._histogram("queue_wait_seconds", "Wait for a place, of those that did not get one at once", _LATENCY, "class")
+        self._refused = self._counter("refused", "Requests refused for want of a place, by class and the answer's code", "class", "code")
 
     def _about_failures(self) -> None:
         self._retries = self._counter("retries", "Attempts that failed, by how", "cause")
@@ -200,6 +207,19 @@ class RouterMetrics:
     def profiled(self, outcome: str, count: int = 1) -> None:
         """What ranks said of requests: ours, unknown (another router's, or too old), unread (too many came)."""
         self._profiles.labels(outcome).inc(count)
+
+    def queued(self, priority: str) -> None:
+        """A request of this class begins to wait."""
+        self._queued.labels(priority).inc()
+
+    def dequeued(self, priority: str, seconds: float) -> None:
+        """Its wait is over, however."""
+        self._queued.labels(priority).dec()
+        self._queue_wait.labels(priority).observe(seconds)
+
+    def refused(self, priority: str, code: str) -> None:
+        """A request of this class got no place."""
+        self._refused.labels(priority, code).inc()
 
     def failed(self, how: Failure) -> None:
         self._retries.labels(how.value).inc()

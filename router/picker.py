@@ -4,7 +4,7 @@ State: the view, the reservations, the two indices, the ranks' health, and the l
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from fleet.completions import ApiError
 from fleet.prediction import Query
+from router.admission import NoRoom
 from router.affinity import Affinity
+from router.batch import order_of
 from router.candidates import Candidates, Limits, candidates
 from router.config import RouterConfig
 from router.course import Failure, to_avoid
@@ -24,7 +26,7 @@ from router.policies import Rules
 from router.prefixes import Prefixes
 from router.prompt import Prompt
 from router.record import Supposed
-from router.reservations import Booking, Reservations
+from router.reservations import SEQUENCES, Booking, Reservations
 from router.roster import Excluded, RankKey, Roster
 from router.scoring import TERMS
 from router.speeds import Speeds
@@ -76,7 +78,7 @@ class Picker:
         self.health = Health(config)
         self.speeds = Speeds(config.correction_limit)
         self._config = config
-        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds)
+        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
         self._rules = Rules.of(config)
         self._affinity = Affinity(config.session_affinity_seconds)
         self._turns: dict[str, int] = {}
@@ -100,7 +102,7 @@ class Picker:
         return -(-self._config.expected_output_tokens // 2)
 
     def roster(self, model: str) -> Roster:
-        """The ranks that may serve a model. ApiError 404 for an unknown model, 503 when none of its ranks lives."""
+        """The ranks that may serve a model. ApiError 404 for an unknown model; NoRoom (503) when none of its ranks lives."""
         roster = self.view.roster(model)
         if not roster.targets:
             known = self.view.models(live=False)
@@ -110,7 +112,7 @@ class Picker:
                 said = f"the model {model!r} does not exist; models served here: {', '.join(known)}"
                 raise ApiError(404, said, code="model_not_found", param="model")
             reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
-            raise ApiError(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
+            raise NoRoom(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
         return roster
 
     def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
@@ -150,6 +152,27 @@ class Picker:
         if lap is not None:
             lap("score")
         return decision
+
+    def places(self, model: str, now: float) -> int | None:
+        """How many more requests the model's ranks would take before all are saturated, at most; None: none of its ranks lives."""
+        roster = self.view.roster(model)
+        if not roster.targets:
+            return None
+        load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
+        for barred in (bars.every, bars.hard):
+            open_to = candidates(roster, load, 0, self._limits, barred=barred).at
+            if len(open_to):
+                return int((self._limits.requests - load[SEQUENCES, open_to]).sum())
+        return 0
+
+    def arranged(self, decisions: Sequence[Decision], now: float) -> list[int]:
+        """In which order to decide anew for requests that get their places together, given what would be decided for each alone. Whom
+        there would be no place for in this order is left out."""
+        roster = self.view.roster(decisions[0].ask.model)
+        if len(decisions) < 2 or self._rules.policy != "cost" or any(decision.roster is not roster for decision in decisions):
+            return list(range(len(decisions)))
+        factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
+        return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, factors)
 
     def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
@@ -209,7 +232,8 @@ class Picker:
                 break
         if busy is not None or (attempt.failures and all(how is Failure.BUSY for _, how in attempt.failures)):
             wait = max(1.0, 0.0 if busy is None else busy.wait_seconds)
-            raise ApiError(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+            refuse = ApiError if busy is None else NoRoom  # a rank that says it is busy gives no sign when it no longer is
+            raise refuse(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
         if attempt.failures:
             said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
             raise ApiError(503, said, code="upstream_failed", retry_after=2.0)

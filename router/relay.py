@@ -63,11 +63,12 @@ class Relay:
         """One attempt at one server; its booking and its span end here, whatever happens."""
         need = Need(self._exchange.model, self._prompt, 0, self._output, None, self._exchange.request_id, self._exchange.keys())
         suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = self._service.book(self._exchange, need, suffix, Try(attempt, replaces, self._failures))
+        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=False)
         self._exchange.decision = decision
-        span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
+        span: AttemptTrace | None = None
         ended: str | None = "abandoned"
         try:
+            span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
             await self._attempt(decision, booking, span)
         except UpstreamFailed as failed:
             ended = failed.how.value

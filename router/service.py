@@ -42,6 +42,7 @@ from router.reserved import ReleaseRecord, Reserved
 from router.retries import RetryBudget
 from router.tokenizer import ModelTokenizer
 from router.view import View
+from router.waiting import WaitingRoom
 from router.warmup import Warmup
 
 log = logging.getLogger(__name__)
@@ -85,13 +86,14 @@ class RouterService:
         self.retries = RetryBudget(config.retry_share, config.least_retries)
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
         self.hindsight = Hindsight(self.picker, self.metrics, self.threads, clock, bus, subjects)
-        reported, forget = self.hindsight.reported, self.forget_worker
-        self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, forget, reported)
+        self.waiting = WaitingRoom(self)
+        told = self.forget_worker, self.hindsight.reported, self.waiting.wake
+        self.feeds = None if bus is None else Feeds(bus, subjects, self.picker, self.lexicon, self.metrics, self.threads, clock, *told)
         self._outcomes = None if bus is None else Outcomes(bus, subjects, self.metrics, seconds=config.outcome_seconds, most=config.most_outcomes_waiting)
         most = WHOLE_EVENTS * config.max_event_bytes
         self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
         self.reserved = Reserved(config.reservation_seconds)
-        self.peers = None if bus is None else Peers(bus, subjects, config, reservations, self.metrics, clock, self.end_reserved)
+        self.peers = None if bus is None else Peers(bus, subjects, config, reservations, self.metrics, clock, self.end_reserved, self.waiting.wake)
         self.tag = secrets.token_hex(2)
         """what the ids of this router's decisions begin with"""
         self.warmup = Warmup(self.view, self.feeds, self.peers)
@@ -118,6 +120,7 @@ class RouterService:
         """Listen, probe and sweep until cancelled."""
         async with AsyncExitStack() as stack:
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self.waiting.close)
             await stack.enter_async_context(self.upstream)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.feeds is not None:
@@ -166,6 +169,9 @@ class RouterService:
 
     # What requests are served with
 
+    def new_request_id(self) -> str:
+        return f"{self._chance.getrandbits(96):024x}"
+
     def new_decision_id(self) -> str:
         return f"{self.tag}{self._chance.getrandbits(48):012x}"
 
@@ -205,6 +211,7 @@ class RouterService:
         now = self.clock()
         self.picker.health.first_token(booking, now)
         self.hindsight.first_token(booking, now)
+        self.waiting.wake()
 
     def emitted(self, booking: Booking, tokens: int) -> None:
         """So many tokens have come since this was said last. Meant for every so many tokens, not for each."""
@@ -219,6 +226,7 @@ class RouterService:
             self.peers.ended(booking)
         self.picker.health.ended(booking)
         self.hindsight.released(booking)
+        self.waiting.wake()
 
     # What is held for other data planes
 

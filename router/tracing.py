@@ -71,6 +71,15 @@ class RequestTrace:
             if value is not None:
                 self._span.set_attribute(f"gen_ai.request.{name}", value)
 
+    def queued(self, priority: str, start_ns: int, end_ns: int, refused: str | None) -> None:
+        """A wait for a place as a span of its own; refused: why it was in vain."""
+        span = self._tracing.child("roost.queue", self._within, SpanKind.INTERNAL, start_ns)
+        span.set_attribute("roost.priority", priority)
+        if refused is not None:
+            span.set_attribute("error.type", refused)
+            span.set_status(Status(StatusCode.ERROR, refused))
+        span.end(end_ns)
+
     def decided(self, decision: Decision, start_ns: int, end_ns: int) -> None:
         """The decision as a span of its own: every candidate with its terms in milliseconds, cheapest first, one event each."""
         span = self._tracing.child("roost.decide", self._within, SpanKind.INTERNAL, start_ns)

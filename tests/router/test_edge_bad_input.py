@@ -114,7 +114,8 @@ async def test_unknown_paths_and_methods_answer_in_the_same_form(house: House) -
     assert (await house.post("/v1/models", b"")).status == 405
 
 
-async def test_without_a_live_engine_the_answer_is_503_with_retry_after(house: House, byte_archive: bytes) -> None:
+async def test_without_a_live_engine_the_answer_is_503_with_retry_after(open_house: OpenHouse, byte_archive: bytes) -> None:
+    house = await open_house(no_engine_wait_seconds=0)
     joined = engine_joined("silent", ["http://127.0.0.1:1"], await house.bus.put_blob(byte_archive))
     await house.bus.record(house.subjects.membership("silent"), joined)
     await until(lambda: house.service.view.engine(joined.worker_id))
@@ -125,7 +126,7 @@ async def test_without_a_live_engine_the_answer_is_503_with_retry_after(house: H
 
 
 async def test_saturated_ranks_answer_429_with_retry_after(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
-    house = await open_house(max_requests_per_rank=1)
+    house = await open_house(max_requests_per_rank=1, queue_requests=0)
     rank = await serve_rank(MockRank(byte_archive))
     rank.hold_after = 1
     await house.join("alone", [rank.url], byte_archive)
