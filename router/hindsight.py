@@ -75,6 +75,11 @@ class Hindsight:
             if self._bus is not None:
                 tasks.create_task(self._listen(self._bus), name="listens to what requests activated")
 
+    @property
+    def watched(self) -> int:
+        """Open bookings that were made here."""
+        return len(self._open)
+
     # What happens to requests
 
     def booked(self, decision: Decision, booking: Booking) -> None:
