@@ -10,6 +10,8 @@ from fleet.blocks import extend
 
 RUN = 32
 """Blocks that are remembered together."""
+AHEAD = 4
+"""Known runs that are taken at once: so many may be read in vain."""
 MOST_RUNS = 32_768
 """Some 15 MB: 16 million tokens in blocks of 16."""
 
@@ -65,23 +67,30 @@ class Chain(Sequence[int]):
         return chained
 
     def _go_on(self, depth: int, runs: Runs) -> None:
-        """To `depth` or the end of a run. A run that is known is taken whole, one that is finished is remembered."""
+        """To `depth` or the end of a run. Runs that are known are taken whole, some at once; one that is finished is remembered."""
         chained, width = self._chained, self._width
         start = len(chained) // RUN * RUN
-        end = start + RUN
-        if end > self._length:
+        if start + RUN > self._length:
             extend(chained, self._raw(len(chained), depth), width)
             return
-        if self._asked != start:
-            self._asked, self._run = start, self._raw(start, end)
-            self._key = xxhash.xxh3_128_intdigest(self._run, chained[start - 1] if start else 0)
-            known = runs.get(self._key)
-            if known is not None:
-                chained[start:] = known
-                return
-        extend(chained, self._run[(len(chained) - start) * width : (min(depth, end) - start) * width], width)
-        if len(chained) == end:
+        if self._asked != start and self._take(start, runs):
+            return
+        stop = min(depth, start + RUN)
+        extend(chained, self._run[(len(chained) - start) * width : (stop - start) * width], width)
+        if stop == start + RUN:
             runs.put(self._key, array("Q", chained[start:]))
+
+    def _take(self, start: int, runs: Runs) -> bool:
+        """The run that begins at a block and those behind it, at most AHEAD, as far as they are known. Returns whether there was any."""
+        chained, raw = self._chained, self._raw
+        for at in range(start, min(start + AHEAD * RUN, self._length - RUN + 1), RUN):
+            self._asked, self._run = at, raw(at, at + RUN)
+            self._key = xxhash.xxh3_128_intdigest(self._run, chained[at - 1] if at else 0)
+            known = runs.get(self._key)
+            if known is None:
+                return at > start
+            chained[at:] = known
+        return True
 
     @overload
     def __getitem__(self, at: int) -> int: ...

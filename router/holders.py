@@ -190,8 +190,11 @@ class Holders:
         look_up = self._look_up if self._old else self._masks.get
         ends: list[tuple[int, int]] = []
         last: int | None = -1
+        step = 1
         while at < total and held:
-            chained = prompt.reach(min(total, at + min(at + 1, _WIDEST_STEP)), self._runs)
+            asked = min(total, at + step)
+            chained = prompt.reach(asked, self._runs)
+            step = 1 if len(chained) > asked else min(2 * step, _WIDEST_STEP)  # a run that was never hashed before is hardly held
             masks = list(map(look_up, chained[at:]))
             if masks.count(last) < len(masks):
                 for depth, mask in enumerate(masks, at):
