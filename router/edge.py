@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,7 +10,9 @@ from functools import partial
 import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
+from router.admission import class_of
 from router.answers import Head, answer_for
+from router.clients import ClientGone, Watch, Watches, read_body
 from router.course import Course
 from router.decision import NOTHING, Decision
 from router.exchange import Exchange, Outcome
@@ -48,20 +49,18 @@ ROUTE_PATH = "/v1/route"
 RESERVE_PATH = "/v1/route/reserve"
 RELEASE_PATH = "/v1/route/release"
 
-WATCH_AFTER_SECONDS = 0.02
-"""after a request has come in, its client is watched"""
-
 MOST_LOOKED_UP = 16
 """A body so many times as long as a long prompt is not even rendered on the event loop: that alone would take more than a millisecond."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-SESSION, TENANT = "session", "tenant"
-"""What the configured headers that name a conversation and a tenant are called here."""
-_READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"}
-
-
-class ClientGone(Exception):
-    """The client hung up before its answer was whole."""
+_TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
+TIMEOUT_HEADER = "x-request-timeout-ms"
+"""For how long the client will wait for a rank to take its request."""
+SESSION, TENANT, PRIORITY = "session", "tenant", "priority"
+"""What the configured headers that name a conversation, a tenant and a class of requests are called here."""
+_READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"} | {
+    TIMEOUT_HEADER.encode(): TIMEOUT_HEADER
+}
 
 
 class Edge:
@@ -72,7 +71,9 @@ class Edge:
         self.keys = keys
         self._tracing = tracing
         self._decoder = RequestDecoder()
-        self._read = _READ | {service.config.session_header.encode(): SESSION, service.config.tenant_header.encode(): TENANT}
+        self._watches = Watches()
+        config = service.config
+        self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/chat/completions`"""
@@ -103,15 +104,15 @@ class Edge:
         headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
         exchange = self._begin(path, headers)
         fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
-        watch = _Watch(receive)
+        watch = Watch(receive)
         reply = Reply(send, watch.stop)
         outcome = Outcome.FAILED
         service.metrics.in_flight.inc()
         try:
             if self.keys is not None and not self.keys.admit(headers.get("authorization")):
                 raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")  # noqa: TRY301
-            body = await _read_body(scope, receive, service.config.max_body_bytes)
-            watch.start(exchange.request_id)
+            body = await read_body(scope, receive, service.config.max_body_bytes)
+            self._watches.start(watch, exchange.request_id)
             await answer(exchange, reply, fixed, body)
             outcome = Outcome.ANSWERED
         except ApiError as error:
@@ -135,9 +136,10 @@ class Edge:
 
     def _begin(self, path: str, headers: dict[str, str]) -> Exchange:
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        request_id = given if given and _REQUEST_ID.fullmatch(given) else self.service.new_request_id()
         exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
         exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
+        exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
         if self._tracing is not None:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
             exchange.trace = self._tracing.request(operation, path, headers, time.time_ns())
@@ -155,7 +157,8 @@ class Edge:
 
     async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, request: Request) -> None:
         self._note(exchange, request)
-        roster = self.service.picker.roster(request.model)
+        exchange.body_bytes = len(body)
+        roster = await self.service.waiting.live_roster(exchange, request.model)
         if roster.dialect == "text":
             prompt = TextPrompt(prompt_bytes(request))
             await Relay(self.service, exchange, reply, headers, body, prompt, self._expected(request)).run()
@@ -223,10 +226,22 @@ class Edge:
         exchange.stream = bool(request.stream)
         exchange.session = exchange.session or request.prompt_cache_key
         exchange.tenant = exchange.tenant or request.user or request.safety_identifier
+        self._rank(exchange, request)
         if exchange.trace is not None:
             exchange.trace.asked(
                 request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}
             )
+
+    def _rank(self, exchange: Exchange, request: Request) -> None:
+        """Its class, and how long its client will wait. ApiError 400 for what is neither."""
+        config = self.service.config
+        exchange.urgency = class_of(exchange.asked_priority or request.priority, config.classes, config.default_class)
+        exchange.priority = config.classes[exchange.urgency]
+        if exchange.asked_timeout is not None:
+            if not _TIMEOUT_MS.fullmatch(exchange.asked_timeout) or not int(exchange.asked_timeout):
+                said = f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not {exchange.asked_timeout[:64]!r}"
+                raise ApiError(400, said, param=TIMEOUT_HEADER, code="invalid_value")
+            exchange.give_up_at = exchange.started + int(exchange.asked_timeout) / 1000.0
 
     def _expected(self, request: Request) -> int:
         asked = request.max_tokens
@@ -277,78 +292,6 @@ class Edge:
 
 def _about(decision: Decision) -> Headers:
     return [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
-
-
-class _Watch:
-    """Notices that the client hung up, and then cancels the task that answers it, once and never after `stop`.
-
-    Begins WATCH_AFTER_SECONDS late: most answers of small engines are done by then, and a task costs more than a timer.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._answering: asyncio.Task[None] | None = None
-        self._left = False
-
-    def start(self, request_id: str) -> None:
-        self._answering = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin, request_id)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._task is not None:
-            self._task.remove_done_callback(self._gone)
-            self._task.cancel()
-            self._task = None
-
-    def _begin(self, request_id: str) -> None:
-        self._task = asyncio.create_task(self._until_gone(), name=f"watches the client of request {request_id}")
-        self._task.add_done_callback(self._gone)
-
-    def client_left(self) -> bool:
-        """Whether the present cancellation is ours alone; if so it is taken back."""
-        return self._left and self._answering is not None and self._answering.uncancel() == 0
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    def _gone(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and self._answering is not None:
-            self._left = True
-            self._answering.cancel()
-
-
-async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes:
-    """The whole body. ApiError 413 as soon as it is known to be too long; ClientGone when the client leaves."""
-    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if announced.isdigit() and int(announced) > most:
-        raise _too_large(most)
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body", False):
-        body: bytes = message.get("body", b"")
-        if len(body) > most:
-            raise _too_large(most)
-        return body
-    parts, size = [], 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise _too_large(most)
-        if not message.get("more_body", False):
-            return b"".join(parts)
-        message = await receive()
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
 
 
 async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: ApiError) -> Outcome:
