@@ -30,6 +30,8 @@ ACCESS = "roost.access"
 
 def set_up_logging(level: str) -> None:
     """Log lines to standard error; the router's request lines, bare, to standard output."""
+    # What no line shows need not be looked up for each of them.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     lines = logging.StreamHandler(sys.stdout)
     lines.setFormatter(logging.Formatter("%(message)s"))

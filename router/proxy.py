@@ -1,7 +1,6 @@
 """Speaks to ranks: one client for all, every failure translated at this door, silence noticed."""
 
 import asyncio
-import math
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -80,15 +79,10 @@ class Call:
         self._path = path
         self._body = body
         self._headers = headers
-        self._loop = asyncio.get_running_loop()
         self._origin: Origin
         self._connection: Connection
         self._read_any = False
         self._clean = False
-        self._silent_at = math.inf
-        """when the rank will have been silent for too long; inf while nobody waits for it"""
-        self._alarm: asyncio.TimerHandle | None = None
-        self._gave_up = False
 
     async def __aenter__(self) -> "Call":
         try:
@@ -111,8 +105,6 @@ class Call:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None and self._clean and not self._connection.complete:
             await self._drain()
-        if self._alarm is not None:
-            self._alarm.cancel()
         self._client.give_back(self._origin, self._connection)
 
     @property
@@ -136,28 +128,13 @@ class Call:
         self._clean = True
 
     async def _more(self, how: Failure) -> None:
-        """Wait for the rank, within the time that holds now. One timer per call, not one per wait: most are short."""
-        seconds = self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds
-        self._silent_at = self._loop.time() + seconds
-        if self._alarm is None:
-            self._alarm = self._loop.call_at(self._silent_at, self._look)
+        """Wait for the rank, within the time that holds now."""
         try:
-            await self._connection.more()
+            await self._connection.more(self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds)
         except ConnectionLost as error:
-            if self._gave_up:
-                how = Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT
             raise UpstreamFailed(how, f"{self._url}: {error}") from error
-        finally:
-            self._silent_at = math.inf
-
-    def _look(self) -> None:
-        """The alarm went off: give the rank up, or set the alarm again."""
-        now = self._loop.time()
-        if now >= self._silent_at:
-            self._gave_up = True
-            self._connection.cut("silent for too long")
-            return
-        self._alarm = self._loop.call_later(min(self._silent_at - now, self._config.between_tokens_seconds), self._look)
+        if self._connection.fell_silent:
+            raise UpstreamFailed(Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
 
     async def _drain(self) -> None:
         try:

@@ -6,6 +6,7 @@ or compression. The parser is the one that serves the router's own clients.
 """
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Mapping
@@ -62,6 +63,13 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._lost: str | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._silent_at = math.inf
+        """when the server will have been silent for too long; inf while nobody waits for it"""
+        self._alarm: asyncio.TimerHandle | None = None
+        """rings at or before `_silent_at`; it is kept from request to request, since most waits are short"""
+        self._alarm_at = math.inf
+        self.fell_silent = False
+        """cut because it had been silent for too long"""
         self._until_closed = False
         self._keep = False
         self._overrun = False
@@ -106,16 +114,23 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    def more(self) -> asyncio.Future[None]:
-        """Await this until something has changed. ConnectionLost when nothing can."""
+    async def more(self, seconds: float = math.inf) -> None:
+        """Wait until something has changed; the connection is cut when that takes longer than `seconds`. ConnectionLost when nothing can change."""
         if self._lost is not None:
             raise ConnectionLost(self._lost)
-        self._waiter = self._loop.create_future()
-        return self._waiter
+        waiter = self._waiter = self._loop.create_future()
+        self._silent_at = self._loop.time() + seconds
+        if self._silent_at < self._alarm_at:
+            self._set_alarm()
+        try:
+            await waiter
+        finally:
+            self._silent_at = math.inf
 
     def cut(self, why: str) -> None:
         """Close at once; whoever waits learns why. The server sees the connection go."""
         self._lost = self._lost or why
+        self._quiet_alarm()
         self._transport.abort()
         self._wake()
 
@@ -125,8 +140,29 @@ class Connection(asyncio.Protocol):
         return self.complete and self._keep and not self._overrun and self._lost is None and not self._transport.is_closing()
 
     def _wake(self) -> None:
+        self._silent_at = math.inf
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = self._silent_at
+        self._alarm = self._loop.call_at(self._alarm_at, self._look)
+
+    def _quiet_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm, self._alarm_at = None, math.inf
+
+    def _look(self) -> None:
+        """The alarm went off: give the server up, or set the alarm again if somebody waits."""
+        self._alarm, self._alarm_at = None, math.inf
+        if self._loop.time() >= self._silent_at:
+            self.fell_silent = True
+            self.cut("silent for too long")
+        elif self._silent_at < math.inf:
+            self._set_alarm()
 
     # What the event loop says
 
@@ -156,6 +192,7 @@ class Connection(asyncio.Protocol):
         if self.status and self._until_closed and error is None and self._lost is None:
             self.complete = True
         self._lost = self._lost or (str(error) if error else "the server closed the connection")
+        self._quiet_alarm()
         self._wake()
 
     # What the parser finds

@@ -326,3 +326,64 @@ async def test_connections_that_cannot_be_made_are_told_apart(client: HttpClient
     async with server(no_tls) as url:
         with pytest.raises(OSError, match="SSL"):
             await client.connect(Origin.of(url.replace("http:", "https:")), 2.0)
+
+
+# Silence, on a clock of its own: no socket is involved
+
+
+class _Pipe(asyncio.Transport):
+    """Nobody at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__(extra={"socket": self})
+        self.aborted = False
+
+    def setsockopt(self, *_: object) -> None: ...
+    def write(self, data: object) -> None: ...
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.fixture
+async def quiet() -> Connection:
+    connection = Connection()
+    connection.connection_made(_Pipe())
+    return connection
+
+
+@pytest.mark.looptime
+async def test_a_server_that_is_silent_for_too_long_is_cut_off(quiet: Connection) -> None:
+    quiet.send(b"")
+    began = asyncio.get_running_loop().time()
+    await quiet.more(2.0)
+    assert (quiet.fell_silent, asyncio.get_running_loop().time() - began) == (True, 2.0)
+    with pytest.raises(ConnectionLost, match="silent for too long"):
+        await quiet.more(2.0)
+
+
+@pytest.mark.looptime
+async def test_each_wait_has_its_own_limit_whatever_the_one_before_was(quiet: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    quiet.send(b"")
+    for seconds in (100.0, 1.0):
+        loop.call_later(0.5, quiet.data_received, b"HTTP/1.1 200 OK\r\n" if seconds == 100.0 else b"content-length: 5\r\n\r\n")
+        await quiet.more(seconds)
+    began = loop.time()
+    await quiet.more(1.0)
+    assert (quiet.fell_silent, loop.time() - began) == (True, 1.0)
+
+
+@pytest.mark.looptime
+async def test_an_idle_connection_is_not_cut_for_silence(quiet: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    for _ in range(3):
+        quiet.send(b"")
+        loop.call_later(0.1, quiet.data_received, OK)
+        await quiet.more(5.0)
+        assert quiet.take() == b"hello"
+        await asyncio.sleep(60.0)
+    assert (quiet.fell_silent, quiet.complete) == (False, True)
+    quiet.cut("the test is over")
