@@ -157,7 +157,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def without(self, term: str) -> int:
         """Who would have been chosen had a term not counted (policy cost)."""
         total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
-        return choose(self.rules, total, self.unit, total, self.ask.seed, self.held).chosen
+        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held).chosen
 
     def if_gone(self) -> int | None:
         """Who would have been chosen had the chosen rank been gone; None: there is no other."""
@@ -165,12 +165,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not len(left):
             return None
         held = None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
-        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.ask.seed, held)
+        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held)
         return int(left[choice.chosen])
 
     def record(self) -> DecisionRecord:
         """The decision for readers, candidates with the lowest score first (the chosen one before its equals)."""
-        order = sorted(range(len(self.at)), key=lambda at: (self.score[at], at != self.chosen, at))
+        order = sorted(range(len(self.at)), key=lambda at: (self.score[at], at))
+        if self.choice.why in ("cheapest", "tie"):  # equals may differ by rounding
+            order.remove(self.chosen)
+            order.insert(0, self.chosen)
         weights = asdict(self.weights)
         other, gone = self.runner_up, self.if_gone()
         return DecisionRecord(
@@ -278,7 +281,7 @@ def decide(
         scores=scores,
         score=by,
         unit=unit,
-        choice=choose(rules, by, unit, scores.total, ask.seed, held),
+        choice=choose(rules, by, unit, scores.total, scores.promised, ask.seed, held),
         held=held,
         excluded=found.excluded,
         ignored=found.ignored,

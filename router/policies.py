@@ -16,11 +16,13 @@ from router.scoring import Scores, Weights
 
 Unit = Literal["ms", "1"]
 Why = Literal["cheapest", "tie", "session", "temperature", "only"]
-"""cheapest: the lowest score; tie: one of those that share it, drawn by the seed; session: the conversation stays where it was;
-temperature: drawn; only: the only candidate."""
+"""cheapest: the lowest score; tie: one of those that share it, the one with the least promised work, or drawn by the seed where that is
+equal too; session: the conversation stays where it was; temperature: drawn; only: the only candidate."""
 Column = NDArray[np.float64]
 
 _SEEDS = 1 << 32
+_SAME = 1e-12
+"""Scores that differ by this share of themselves, or this, differ by rounding alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +90,29 @@ def scored(rules: Rules, facts: Facts) -> tuple[Column, Unit]:
             return _round_robin(facts), "1"
 
 
-def choose(rules: Rules, score: Column, unit: Unit, total: Column, seed: int, held: int | None) -> Choice:
+def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None) -> Choice:
     """Pick a candidate by its score [candidates].
 
     total: predicted ms, by which a conversation decides whether it stays at `held`, the candidate that it was at, whatever the policy.
-    seed: u32 of chance; equal scores are told apart by it, and with a temperature (policies in ms only) a rank whose score is higher by d
-    is drawn with exp(-d / temperature_ms) of the probability of the lowest.
+    promised: seconds of promised work; equal scores are told apart by it (beside an engine's slowest rank, all ranks cost the same), and
+    then by the seed, u32 of chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with
+    exp(-d / temperature_ms) of the probability of the lowest.
     """
-    lowest = int(score.argmin())
+    lowest = float(score.min())
+    best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
     if len(score) == 1:
-        return Choice(lowest, 1, "only")
-    best = (score == score[lowest]).nonzero()[0]
+        return Choice(0, 1, "only")
     if held is not None and float(total[held] - total.min()) <= rules.stay_ms:
-        return Choice(held, len(best), "cheapest" if score[held] == score[lowest] else "session")
+        return Choice(held, len(best), "cheapest" if held in best else "session")
     if rules.temperature_ms and unit == "ms":
-        drawn = _drawn(score - score[lowest], rules.temperature_ms, seed)
-        if score[drawn] != score[lowest]:
+        drawn = _drawn(score - lowest, rules.temperature_ms, seed)
+        if drawn not in best:
             return Choice(drawn, len(best), "temperature")
     if len(best) == 1:
-        return Choice(lowest, 1, "cheapest")
-    return Choice(int(best[seed % len(best)]), len(best), "tie")
+        return Choice(int(best[0]), 1, "cheapest")
+    work = promised[best]
+    least = best[work == work.min()]
+    return Choice(int(least[seed % len(least)]), len(best), "tie")
 
 
 def _classic(rules: Rules, facts: Facts) -> Column:

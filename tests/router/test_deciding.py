@@ -104,7 +104,7 @@ def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
         assert candidate.score == terms.prefill + terms.queue + terms.decode + terms.experts + terms.distinct + terms.lockstep + terms.handover
         assert min(msgspec.structs.astuple(terms)) >= 0
     scores = [candidate.score for candidate in record.candidates]
-    assert scores == sorted(scores)
+    assert scores == pytest.approx(sorted(scores), rel=1e-11)
     assert record.chosen == f"{record.candidates[0].engine}/{record.candidates[0].rank}"
     assert record.margin is not None
     assert record.margin == scores[1] - scores[0]
