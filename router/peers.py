@@ -48,7 +48,9 @@ class Peers:
         metrics: RouterMetrics,
         clock: Callable[[], float],
         passed: Passed,
+        freed: Callable[[], None],
     ) -> None:
+        """freed: called when something that others booked is over."""
         self.router = secrets.randbits(64)
         """identity of this process among routers"""
         self._bus = bus
@@ -58,6 +60,7 @@ class Peers:
         self._metrics = metrics
         self._clock = clock
         self._passed = passed
+        self._freed = freed
         self._diary = Diary(self.router, config.reservation_seconds / 2)
         self._ledger = Ledger(reservations, config.reservation_seconds)
         self._voice = bus.publisher(subjects.reservations)
@@ -166,6 +169,8 @@ class Peers:
         if not self._replicas:
             return
         heard = self._ledger.hear(publisher_id, sequence, said, self._clock())
+        if said.ended:
+            self._freed()
         if heard.newcomer:
             self._news.set()  # it shall know at once who is there
         if heard.incomplete:
