@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deploy import commands_parts, commands_up, commands_views
+from deploy import commands_operate, commands_parts, commands_up, commands_views
 from deploy.commandline import CONFIG, JSON, ConfigOption, JsonOption, settings_from, show
 from deploy.settings import SECTIONS
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 commands_up.add_to(app)
 commands_parts.add_to(app)
 commands_views.add_to(app)
+commands_operate.add_to(app)
 
 
 def _version(wanted: bool) -> None:

@@ -14,6 +14,7 @@ from deploy.commandline import (
     USAGE,
     ClientKeysOption,
     ConfigOption,
+    Flags,
     ModelShapeOption,
     ProcessesOption,
     check,
@@ -24,14 +25,15 @@ from deploy.commandline import (
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
-from deploy.local import Fleet
+from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
 from deploy.parts import run_part
 from deploy.process import run as run_process
 from deploy.process import set_up_logging
+from deploy.reload import Read, router_settings
 from deploy.routers import RouterDoors
 from deploy.rundir import home, run_directory
-from deploy.settings import UpConfig, WorkerConfig
+from deploy.settings import UpConfig, WorkerConfig, read_settings
 from deploy.supervise import UnitFailed
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.simulated.config import SimulatedConfig
@@ -72,33 +74,32 @@ def router(
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run the router, before engines on a bus, before plain servers (--backend), or both."""
-    settings = settings_from(
-        config,
-        {
-            ("router", "backends"): ("--backend", backend or None),
-            ("router", "backend_key_file"): ("--api-key-file", api_key_file and api_key_file.absolute()),
-            ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
-            ("router", "port"): ("--port", port),
-            ("router", "host"): ("--host", host),
-            ("router", "processes"): ("--processes", processes),
-            ("bus", "url"): ("--nats", nats),
-            ("tracing", "spans"): ("--spans", spans and spans.absolute()),
-        },
-        RouterConfig,
-        BusConfig,
-        UpConfig,
-    )
+    """Run the router, before engines on a bus, before plain servers (--backend), or both. SIGHUP: read file and environment again."""
+    flags: Flags = {
+        ("router", "backends"): ("--backend", backend or None),
+        ("router", "backend_key_file"): ("--api-key-file", api_key_file and api_key_file.absolute()),
+        ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
+        ("router", "port"): ("--port", port),
+        ("router", "host"): ("--host", host),
+        ("router", "processes"): ("--processes", processes),
+        ("bus", "url"): ("--nats", nats),
+        ("tracing", "spans"): ("--spans", spans and spans.absolute()),
+    }
+    settings = settings_from(config, flags, RouterConfig, BusConfig, UpConfig)
+
+    def read() -> Configuration:
+        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+
     part = settings.part(RouterConfig)
     bus = None if part.backends and dict(settings.items())["bus", "url"].source == "default" else settings.part(BusConfig)
     if part.processes > 1:
         set_up_logging(settings.part(UpConfig).log_level)
-        raise typer.Exit(run_process(_several_routers(settings, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))
+        raise typer.Exit(run_process(_several_routers(settings, read, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))
     try:
         door = listen(part.host, part.port)
     except CannotListen as error:
         fail(str(error))
-    _end_with("router", settings, door, bus, part, None)
+    _end_with("router", settings, door, bus, part, None, None, router_settings(settings, read))
 
 
 def tracker(
@@ -195,22 +196,22 @@ def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: st
     _end_with("plain", settings, settings.part(WorkerConfig).name, plain, settings.part(BusConfig), settings.part(AgentConfig))
 
 
-async def _several_routers(settings: Configuration, *, bus: bool) -> None:
+async def _several_routers(settings: Configuration, read: Read, *, bus: bool) -> None:
     out = console()
     with RouterDoors.listening(settings.part(RouterConfig)) as doors, run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
-        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
+        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_routers(doors, bus=bus)
             out.print(f"{len(fleet.router_urls)} router processes listen on {fleet.router_url}; each alone, for /metrics and /health:")
             out.print(f"  {' '.join(fleet.router_urls)}")
-            await fleet.serve()
+            await serve_and_reload(fleet, read)
 
 
 async def _own_worker(settings: Configuration) -> None:
     out = console()
     with run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
-        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
+        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_engine()
             await fleet.serve()
 

@@ -14,6 +14,7 @@ from deploy.commandline import (
     USAGE,
     ClientKeysOption,
     ConfigOption,
+    Flags,
     ModelShapeOption,
     ProcessesOption,
     console,
@@ -23,12 +24,13 @@ from deploy.commandline import (
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen
-from deploy.local import Fleet
+from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
 from deploy.process import run as run_process
+from deploy.reload import Read
 from deploy.routers import RouterDoors
 from deploy.rundir import RunDirectory, home, run_directory
-from deploy.settings import SECTIONS, UpConfig, engine_ranks, served_model
+from deploy.settings import SECTIONS, UpConfig, engine_ranks, read_settings, served_model
 from deploy.spans import TracingError, exporters
 from deploy.supervise import UnitFailed
 from router.config import RouterConfig
@@ -66,42 +68,46 @@ def up(
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run NATS, engines, tracker, planner and the router here; Ctrl-C stops everything and leaves nothing behind."""
-    settings = settings_from(
-        config,
-        {
-            ("up", "engines"): ("--engines", engines),
-            ("up", "nats"): ("--nats", nats),
-            ("worker", "name"): ("--name", name),
-            **engine_flags(config, engine, ranks=ranks, checkpoint=model, model_shape=model_shape),
-            ("router", "port"): ("--port", port),
-            ("router", "host"): ("--host", host),
-            ("router", "processes"): ("--processes", processes),
-            ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
-            ("tracing", "spans"): ("--spans", spans and spans.absolute()),
-        },
-        *SECTIONS.values(),
-    )
+    """Run NATS, engines, tracker, planner and the router here; Ctrl-C stops everything and leaves nothing behind.
+
+    SIGHUP (roost reload): read file and environment again.
+    """
+    flags: Flags = {
+        ("up", "engines"): ("--engines", engines),
+        ("up", "nats"): ("--nats", nats),
+        ("worker", "name"): ("--name", name),
+        **engine_flags(config, engine, ranks=ranks, checkpoint=model, model_shape=model_shape),
+        ("router", "port"): ("--port", port),
+        ("router", "host"): ("--host", host),
+        ("router", "processes"): ("--processes", processes),
+        ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
+        ("tracing", "spans"): ("--spans", spans and spans.absolute()),
+    }
+    settings = settings_from(config, flags, *SECTIONS.values())
     try:
         exporters(os.environ)
     except TracingError as error:
         fail(str(error), USAGE)
-    status = run_process(_up(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False)
+
+    def read() -> Configuration:
+        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+
+    status = run_process(_up(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False)
     if status == 0:
         console().print("stopped; nothing is left behind")
     raise typer.Exit(status)
 
 
-async def _up(settings: Configuration) -> None:
+async def _up(settings: Configuration, read: Read) -> None:
     out = console()
     router = settings.part(RouterConfig)
     with RouterDoors.listening(router) as doors, run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
-        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}")) as fleet:
+        async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_up(doors)
             _tell(settings, fleet, run)
             try:
-                await fleet.serve()
+                await serve_and_reload(fleet, read)
             finally:
                 out.print("stopping")
 

@@ -172,11 +172,15 @@ def _key(file: Path | None) -> str | None:
 
 
 def _kinds(names: list[str]) -> set[str]:
-    known = {name.lower(): name for name in KINDS}
-    for name in names:
-        if name.lower() not in known:
-            fail(f"no kind {name!r}; kinds: {', '.join(KINDS)}", USAGE)
-    return {known[name.lower()] for name in names}
+    return {_kind(name) for name in names}
+
+
+def _kind(name: str) -> str:
+    """A kind by its name, or by the beginning of it that no other kind has."""
+    found: list[str] = [kind for kind in KINDS if kind.lower() == name.lower()] or [kind for kind in KINDS if kind.lower().startswith(name.lower())]
+    if len(found) != 1:
+        fail(f"no kind {name!r}; kinds: {', '.join(KINDS)}" if not found else f"{name!r} is the beginning of {', '.join(found)}: say which", USAGE)
+    return found[0]
 
 
 def _stored_only(wanted: set[str]) -> set[str]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -19,15 +20,21 @@ from pathlib import Path
 
 import msgspec
 
+from bus import BusError
 from bus.config import BusConfig
-from deploy.config import Configuration, without_settings
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.config import ConfigError, Configuration, without_settings
 from deploy.doors import HttpError, listen, probe, url_of
 from deploy.natsd import NatsServer, greet
 from deploy.orders import Order, PartName, RankOrder
+from deploy.process import alongside, on_hangup
+from deploy.reload import Read, check
 from deploy.routers import RouterDoors
 from deploy.rundir import RunDirectory, Running
 from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
+from fleet.events import ConfigChanged
 
 LOOK_SECONDS = 0.02
 TRACKER_STATE = "tracker.state"
@@ -164,6 +171,8 @@ class Fleet:
         self._run = run
         self._environment = environment
         self._say = say
+        self._router_units: list[Unit] = []
+        """told when settings change"""
         self._phases: list[list[Unit]] = []
         """units in the order of starting; stopped in the reverse order, those of one phase together"""
         self._began = time.monotonic()
@@ -215,6 +224,39 @@ class Fleet:
                 self.engine_units = [unit for unit in self.engine_units if unit not in lost]
                 self._phases = [[unit for unit in phase if unit not in lost] for phase in self._phases]
 
+    async def reload(self, read: Read) -> None:
+        """Read the settings again, write them down for the routers, and tell these. What cannot be used changes nothing; it is said, and
+        stored on the bus like the routers' own word."""
+        try:
+            settings = read()
+            check(self._settings, settings)
+        except ConfigError as error:
+            self._say(f"new settings are refused: {error}")
+            await self._audit(ConfigChanged(part="up", instance=os.getpid(), changed={}, refused=str(error)))
+            return
+        self._settings = settings
+        self._ground()
+        self._say("settings were read again; the router is told")
+        for unit in self._router_units:
+            await unit.ready()
+            for child in unit.children:
+                child.signal(signal.SIGHUP)
+
+    async def _audit(self, said: ConfigChanged) -> None:
+        """Stored, where there is a bus."""
+        if not self.nats_url:
+            return
+        config = replace(self._settings.part(BusConfig), url=self.nats_url)
+        subjects = Subjects(config.namespace)
+        try:
+            bus = await NatsBus.connect(config.url, subjects, config, name="up")
+            try:
+                await bus.record(subjects.config(said.part), said)
+            finally:
+                await bus.close()
+        except BusError as error:
+            self._say(f"that cannot be stored on the bus: {error}")
+
     async def __aenter__(self) -> "Fleet":
         return self
 
@@ -233,7 +275,9 @@ class Fleet:
         where = {("bus", "url"): self.nats_url or None, ("tracker", "state_file"): kept.absolute()}
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
         file = self._run.path / "roost.toml"
-        file.write_text(told.as_toml(), encoding="utf-8")
+        draft = file.with_suffix(".new")
+        draft.write_text(told.as_toml(), encoding="utf-8")
+        draft.replace(file)  # whole or not at all: a part may be reading it
         return Ground(self._run, file, child_environment(self._environment))
 
     def _single(self, ground: Ground, part: PartName) -> Unit:
@@ -250,6 +294,7 @@ class Fleet:
             ready = self._run.path / f"{name}.ready"
             order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
             units.append(self._process(ground.ordered(name, order), ready, f"{url}/health"))
+        self._router_units = units
         return units
 
     def _process(self, command: Command, ready: Path, health: str | None) -> Unit:
@@ -310,3 +355,18 @@ class Fleet:
         while True:
             await asyncio.sleep(LOG_CARE_SECONDS)
             await asyncio.to_thread(self._run.shorten_logs)
+
+
+async def serve_and_reload(fleet: Fleet, read: Read) -> None:
+    """`Fleet.serve`; whenever SIGHUP comes, the settings are read again. Hangups that come meanwhile are one."""
+    hangup = asyncio.Event()
+
+    async def reload() -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await fleet.reload(read)
+
+    with on_hangup(hangup.set):
+        async with alongside(reload(), "read the settings again"):
+            await fleet.serve()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 
-COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "popularity", "explain", "events", "config")
+COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "popularity", "explain", "events", "drain", "reload", "config")
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,10 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: EngineJoined"),
         (["events", "--since", "1h", "--kind", "kvmetrics"], "KvMetrics is telemetry and is not stored"),
         (["events", "--since", "soon"], "use a number and s, m, h or d"),
+        (["events", "--kind", "kv"], "'kv' is the beginning of KvSnapshotRequested, KvSnapshot, KvEvents, KvMetrics: say which"),
         (["events", "--no-follow"], "only makes sense with --since"),
+        (["drain", "e0", "--undo", "--wait", "3"], "--undo takes neither --wait nor --reason"),
+        (["drain"], "Missing argument"),
         (["router", "--backend", "ftp://a"], "'ftp://a' must start with http"),
         (["config", "--config", "missing.toml"], "cannot read missing.toml"),
     ],
@@ -129,3 +132,13 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> 
 def test_tracing_variables_that_cannot_work_are_usage_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
     assert "'zipkin' is not known; use otlp, console or none" in refused(2, "up", "--port", "0")
+
+
+def test_reload_without_a_running_fleet_says_what_to_do() -> None:
+    assert "kill -HUP PID" in refused(1, "reload")
+
+
+def test_the_beginning_of_a_kind_is_enough(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOST_BUS_CONNECT_SECONDS", "0.3")
+    said = refused(1, "events", "--kind", "config", "--since", "1h", "--no-follow", "--nats", f"nats://127.0.0.1:{unused_port}")
+    assert f"127.0.0.1:{unused_port}" in said

@@ -1,0 +1,51 @@
+"""`roost drain`, `reload`: what an operator does to a fleet that runs.
+
+What does the work is imported when its command runs: the NATS client is not for every command.
+"""
+
+from typing import Annotated
+
+import typer
+
+from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail, running
+
+RELOAD_SECONDS = 15.0
+"""for every router process to say what became of the new settings"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    for command in (drain, reload):
+        app.command(command.__name__)(command)
+
+
+def drain(
+    place: Annotated[str, typer.Argument(metavar="ENGINE[/RANK]", help="An engine, or one of its ranks, e.g. engine-0/1 (see roost status).")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let it have new requests again.")] = False,
+    wait: Annotated[
+        float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until nothing runs there any more; status 1 if it takes longer.")
+    ] = None,
+    reason: Annotated[str, typer.Option("--reason", help="Why, for those who ask where requests went.")] = "",
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Send no new requests to a rank or an engine; what runs there goes on. It holds for all routers, until it is undone or the engine starts again."""
+    from deploy.view_operation import show_drain
+
+    if undo and (wait is not None or reason):
+        fail("--undo takes neither --wait nor --reason", USAGE)
+    show_drain(bus_from(config, nats), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
+
+
+def reload(as_json: JsonOption = JSON) -> None:
+    """Let the running `roost up` read file and environment again, and its routers use what may change while they run; 1 if it is refused.
+
+    A `roost router` that runs alone does the same on SIGHUP.
+    """
+    from deploy.view_operation import show_reload
+
+    run = running()
+    if run is None:
+        fail("no `roost up` of this user runs here; a `roost router` that runs alone reads its settings again on SIGHUP: kill -HUP PID")
+    show_reload(run, RELOAD_SECONDS, as_json=as_json)
