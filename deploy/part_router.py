@@ -67,6 +67,7 @@ async def serve(
             tasks.append(await _face(stack, app, private))
             await until_ready(service.warmup.done, *tasks)
         tasks.append(await _face(stack, app, door))
+        stack.callback(service.waiting.close)  # who waits for a place is refused first, then the others may end
         log.info("the router listens on %s", url_of(door))
         await until_ready(service.warmup.done, *tasks)
         tell(ready)

@@ -217,7 +217,12 @@ class WaitingRoom:
     def _look(self) -> None:
         """Give out what places there are, refuse those whose time is up."""
         self._woken = False
-        now = self._desk.clock()
+        try:
+            self._serve(self._desk.clock())
+        finally:
+            self._look_later()
+
+    def _serve(self, now: float) -> None:
         for model in self._queue.models:
             places = self._desk.picker.places(model, now)
             if places is None:
@@ -229,8 +234,8 @@ class WaitingRoom:
                 self._give(model, places, now)
         for waiting in self._queue.ended(now):
             self._refuse(waiting, Refusal.NO_ENGINE if waiting.model in self._dead_since else Refusal.QUEUE_TIMEOUT)
-        self._dead_since = {model: since for model, since in self._dead_since.items() if model in self._queue.models}
-        self._look_later()
+        if self._dead_since:
+            self._dead_since = {model: since for model, since in self._dead_since.items() if model in self._queue.models}
 
     def _without_engine(self, model: str, now: float) -> None:
         """Nobody serves the model now: that is waited for, but not for long."""
@@ -273,8 +278,8 @@ class WaitingRoom:
             return turn
         alone: list[tuple[_Waiting, Decision]] = []
         for waiting in turn:
-            with suppress(ApiError):  # deciding for it will say so again
-                assert waiting.need is not None
+            assert waiting.need is not None
+            with suppress(Exception):  # booking will say so again, to the request itself
                 alone.append((waiting, self._desk.decide(waiting.need, waiting.exchange.decision_id, waiting.attempt)))
         if not alone:
             return turn
