@@ -1,19 +1,17 @@
 """The router's Prometheus families, in the ecosystem's style: base units, labels model, worker_id and dp_rank; no request ids.
 
-What is counted with every decision is kept as plain numbers and becomes a family when somebody looks (`_Tally`): a library counter costs
+What is counted with every decision is kept as plain numbers (`tallies`) and becomes a family when somebody looks: a library counter costs
 more than most of what it counts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -21,6 +19,7 @@ from fleet.prediction import SOURCES
 from router.course import Failure
 from router.decision import Decision
 from router.scoring import TERMS
+from router.tallies import Histogram, Sums, Tally
 
 _OVERHEAD = (1e-5, 25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -36,7 +35,6 @@ _LOADS = (
     ("steps", "Tokens they are expected to emit yet"),
 )
 """In the order of a load table's rows."""
-_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 RankLabels = tuple[str, int, int]
 """model, worker_id, dp_rank"""
 STAGES = ("filter", "overlap", "predict", "score", "book")
@@ -63,6 +61,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._tallies = _Tallies()
+        self._registry.register(self._tallies)
         self._models: dict[str, _ModelSeries] = {}
         self._replicas: set[str] = set()
         self._about_requests()
@@ -93,8 +93,8 @@ class RouterMetrics:
         self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
         self._cached = self._tally("cached_tokens", "Prompt tokens believed cached where they were routed", "model")
         self._lost = self._tally("overlap_blocks_lost", "Cached blocks passed by because another term weighed more", "model")
-        self._terms = _Terms()
-        self._registry.register(self._terms)
+        self._terms = Sums("roost_router_term_seconds", "Price of the chosen rank, by term, weighted", "model", "term", TERMS)
+        self._tallies.sums.append(self._terms)
         self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
         self.tokenise = self._overhead.labels("tokenise")
         self.deciding = self._overhead.labels("decide")
@@ -124,7 +124,7 @@ class RouterMetrics:
         self.retries_refused = self._counter("retries_refused", "Failures passed on because too many requests were tried again already")
         self.in_panic = self._counter("decisions_in_panic", "Decisions that did not heed breakers and outliers because no other rank was left")
         self.breakers_opened = self._counter("breakers_opened", "Ranks left alone after failures in a row")
-        self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", kind=GaugeMetricFamily)
+        self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", goes_down=True)
 
     def _about_listening(self) -> None:
         """What comes over the bus, and what goes."""
@@ -170,7 +170,7 @@ class RouterMetrics:
         if lost:
             self._lost.values[label,] += lost
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
-        self._terms.add(label, decision.scores.terms[:, decision.chosen])
+        self._terms.add(label, decision.scores.terms[:, decision.chosen] * 1e-3)
         self.deciding.observe(seconds)
 
     def lap(self) -> Callable[[str], None] | None:
@@ -294,13 +294,13 @@ class RouterMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"roost_router_{name}", text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"roost_router_{name}", text, labels, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+        self._tallies.histograms.append(Histogram(f"roost_router_{name}", text, bounds, labels))
+        return self._tallies.histograms[-1]
 
-    def _tally(self, name: str, text: str, *labels: str, kind: "_Family" = CounterMetricFamily) -> "_Tally":
-        tally = _Tally(kind, f"roost_router_{name}", text, labels)
-        self._registry.register(tally)
-        return tally
+    def _tally(self, name: str, text: str, *labels: str, goes_down: bool = False) -> Tally:
+        self._tallies.tallies.append(Tally(f"roost_router_{name}", text, labels, goes_down=goes_down))
+        return self._tallies.tallies[-1]
 
 
 class _ModelSeries:
@@ -324,41 +324,30 @@ class _ModelSeries:
         return self._outcomes[outcome]
 
 
-class _Tally(Collector):
-    """Plain numbers by label values, which may be of any kind that str() names; a family when somebody looks."""
-
-    def __init__(self, kind: "_Family", name: str, text: str, labels: tuple[str, ...]) -> None:
-        self._new = partial(kind, name, text, labels=labels)
-        self.values: defaultdict[tuple[Hashable, ...], float] = defaultdict(float)
-
-    def collect(self) -> Iterator[Metric]:
-        family = self._new()
-        for labels, value in self.values.items():
-            family.add_metric([str(label) for label in labels], value)
-        yield family
-
-
-class _Terms(Collector):
-    """The terms of chosen ranks, summed up by model, and how many choices that were."""
+class _Tallies(Collector):
+    """What is counted as plain numbers, as families."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, NDArray[np.float64]] = {}
-        self._counts: defaultdict[str, int] = defaultdict(int)
-
-    def add(self, model: str, terms: NDArray[np.float64]) -> None:
-        """terms: float64 [TERMS], milliseconds."""
-        if model in self._sums:
-            self._sums[model] += terms
-        else:
-            self._sums[model] = terms.copy()
-        self._counts[model] += 1
+        self.tallies: list[Tally] = []
+        self.histograms: list[Histogram] = []
+        self.sums: list[Sums] = []
 
     def collect(self) -> Iterator[Metric]:
-        family = SummaryMetricFamily("roost_router_term_seconds", "Price of the chosen rank, by term, weighted", labels=["model", "term"])
-        for model, sums in self._sums.items():
-            for term, milliseconds in zip(TERMS, sums.tolist(), strict=True):
-                family.add_metric([model, term], count_value=self._counts[model], sum_value=milliseconds / 1000.0)
-        yield family
+        for tally in self.tallies:
+            family = (GaugeMetricFamily if tally.goes_down else CounterMetricFamily)(tally.name, tally.text, labels=tally.labels)
+            for labels, value in tally.values.items():
+                family.add_metric([str(label) for label in labels], value)
+            yield family
+        for histogram in self.histograms:
+            buckets = HistogramMetricFamily(histogram.name, histogram.text, labels=histogram.names)
+            for values, spread in histogram.spreads.items():
+                buckets.add_metric(values, spread.cumulative, spread.sum)
+            yield buckets
+        for sums in self.sums:
+            summary = SummaryMetricFamily(sums.name, sums.text, labels=sums.names)
+            for names, count, total in sums.rows():
+                summary.add_metric(names, count, total)
+            yield summary
 
 
 class _Ranks(Collector):

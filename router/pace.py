@@ -6,6 +6,7 @@ from fleet.timing import EngineSpeed
 from router.decision import Decision
 from router.reservations import BLOCKS, PREFILL, SEQUENCES
 
+_DEFAULT_SPEED = EngineSpeed()
 _UNTIL_A_STEP_ENDS = 0.5
 """of a step passes on average before a request that arrives can take part in one"""
 
@@ -34,23 +35,25 @@ class FirstToken(NamedTuple):
 
 def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     """Of the chosen rank, with the load that was known."""
-    chosen, roster, target = decision.chosen, decision.roster, decision.target
-    at = int(decision.at[chosen])
-    uncached = int(decision.uncached[chosen])
-    tokens = uncached + int(decision.load[PREFILL, chosen])
-    pairs = uncached * (decision.ask.prompt_tokens - 0.5 * uncached)
-    prefill = float(roster.prefill_token_s[at]) * tokens + float(roster.prefill_pair_s[at]) * pairs
-    steps = _UNTIL_A_STEP_ENDS - (-tokens // max(target.engine.max_batch_tokens, 1))
-    return FirstToken(prefill, steps * step(decision, surcharge) + tokens * surcharge.of_token(target.rank))
+    engine, rank = decision.target.engine, decision.target.rank
+    speed = engine.speed or _DEFAULT_SPEED
+    uncached = int(decision.uncached[decision.chosen])
+    load: list[int] = decision.load[:, decision.chosen].tolist()
+    tokens = uncached + load[PREFILL]
+    prefill = speed.prefill_token * tokens + speed.prefill_pair * uncached * (decision.ask.prompt_tokens - 0.5 * uncached)
+    steps = _UNTIL_A_STEP_ENDS - (-tokens // max(engine.max_batch_tokens, 1))
+    return FirstToken(prefill, steps * _step(speed, load, surcharge, rank) + tokens * surcharge.of_token(rank))
 
 
 def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
     """Seconds of a decode step of the chosen rank, this request included, with the load that was known."""
-    chosen, roster = decision.chosen, decision.roster
-    at = int(decision.at[chosen])
-    running, blocks = int(decision.load[SEQUENCES, chosen]) + 1, int(decision.load[BLOCKS, chosen])
-    sequence = float(roster.decode_sequence_s[at]) + surcharge.of_token(decision.target.rank)
-    return float(roster.step_s[at]) + surcharge.reading + sequence * running + float(roster.decode_block_s[at]) * blocks
+    target = decision.target
+    return _step(target.engine.speed or _DEFAULT_SPEED, decision.load[:, decision.chosen].tolist(), surcharge, target.rank)
+
+
+def _step(speed: EngineSpeed, load: list[int], surcharge: Surcharge, rank: int) -> float:
+    sequence = speed.decode_sequence + surcharge.of_token(rank)
+    return speed.step + surcharge.reading + sequence * (load[SEQUENCES] + 1) + speed.decode_block * load[BLOCKS]
 
 
 class Pace:

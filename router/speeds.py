@@ -28,39 +28,37 @@ NOBODY = 0
 
 
 class _Evidence:
-    """Running means of log ratios and the evidence behind them, each float64 [2, n]."""
+    """Running means of log ratios and the evidence behind them, each [2][n]; lists, since they are written one by one."""
 
     def __init__(self) -> None:
-        self._grow_to(8)
-
-    def _grow_to(self, columns: int) -> None:
-        self.mean = np.zeros((2, columns))
-        self.weight = np.zeros((2, columns))
+        self.mean: list[list[float]] = [[], []]
+        self.weight: list[list[float]] = [[], []]
 
     def reserve(self, columns: int) -> None:
-        old = self.mean.shape[1]
-        if columns > old:
-            mean, weight = self.mean, self.weight
-            self._grow_to(max(columns, 2 * old))
-            self.mean[:, :old], self.weight[:, :old] = mean, weight
+        for rows in (*self.mean, *self.weight):
+            rows += [0.0] * (columns - len(rows))
 
     def add(self, kind: int, at: int, ratio: float, weight: float) -> None:
         """ratio: logarithm; weight: in (0, 1], how much of an observation it is."""
-        mean = float(self.mean[kind, at])
-        before = float(self.weight[kind, at])
+        mean, before = self.mean[kind][at], self.weight[kind][at]
         after = min(before + weight, MOST)
         if after:
             farthest = OUTLIER if before >= LEAST else FARTHEST  # a mean that does not count yet may be anywhere
-            self.weight[kind, at] = after
-            self.mean[kind, at] = mean + min(max(ratio - mean, -farthest), farthest) * weight / after
+            self.weight[kind][at] = after
+            self.mean[kind][at] = mean + min(max(ratio - mean, -farthest), farthest) * weight / after
 
     def clear(self, at: int) -> None:
-        self.mean[:, at] = self.weight[:, at] = 0.0
+        for rows in (*self.mean, *self.weight):
+            rows[at] = 0.0
+
+    def age(self, left: float) -> None:
+        """So much of the evidence is left."""
+        self.weight = (left * np.array(self.weight)).tolist()
 
     def trusted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """float64 [2, n]: how far the means count, in [0, 1], and the means times that."""
-        trust = np.clip((self.weight - LEAST) / (ENOUGH - LEAST), 0.0, 1.0)
-        return trust, trust * self.mean
+        trust = np.clip((np.array(self.weight) - LEAST) / (ENOUGH - LEAST), 0.0, 1.0)
+        return trust, trust * np.array(self.mean)
 
 
 class Speeds:
@@ -76,8 +74,9 @@ class Speeds:
         """columns of engines by worker_id; column NOBODY is nobody's"""
         self._free_engines: list[int] = []
         self._row_of: dict[RankKey, int] = {}
-        self._engine_of = np.full(8, NOBODY, np.intp)
-        self._factors = np.ones((2, 8))
+        self._engine_of: list[int] = []
+        self._factors = np.ones((2, 0))
+        self._engines.reserve(NOBODY + 1)
         self._refreshed_at: float | None = None
 
     def reconfigure(self, limit: float) -> None:
@@ -118,12 +117,12 @@ class Speeds:
         """Make factors of the evidence, which ages."""
         if self._refreshed_at is not None:
             left = 0.5 ** (max(now - self._refreshed_at, 0.0) / HALF_LIFE_SECONDS)
-            self._ranks.weight *= left
-            self._engines.weight *= left
+            self._ranks.age(left)
+            self._engines.age(left)
         self._refreshed_at = now
         trust, own = self._ranks.trusted()
         _, pooled = self._engines.trusted()
-        logs = own + (1.0 - trust) * pooled.take(self._engine_of, axis=1)
+        logs = own + (1.0 - trust) * pooled.take(np.array(self._engine_of, np.intp), axis=1)
         self._factors = np.exp(np.clip(logs, -self._limit, self._limit))
 
     def forget_worker(self, worker_id: int) -> None:
@@ -140,7 +139,7 @@ class Speeds:
             self._meet(key, row)
         ratio = min(max(ratio, -FARTHEST), FARTHEST)
         self._ranks.add(kind, row, ratio, weight)
-        self._engines.add(kind, int(self._engine_of[row]), ratio, weight)
+        self._engines.add(kind, self._engine_of[row], ratio, weight)
 
     def _meet(self, key: RankKey, row: int) -> None:
         self._reserve(row + 1)
@@ -160,8 +159,9 @@ class Speeds:
         self._factors[:, row] = 1.0
 
     def _reserve(self, rows: int) -> None:
-        self._ranks.reserve(rows)
-        more = self._ranks.mean.shape[1] - len(self._engine_of)
+        more = rows - len(self._engine_of)
         if more > 0:
-            self._engine_of = np.pad(self._engine_of, (0, more), constant_values=NOBODY)
+            more = max(more, len(self._engine_of))
+            self._engine_of += [NOBODY] * more
+            self._ranks.reserve(len(self._engine_of))
             self._factors = np.pad(self._factors, ((0, 0), (0, more)), constant_values=1.0)

@@ -1,0 +1,73 @@
+"""Numbers that are counted often and looked at seldom: plain, and free of the library that shows them. Pure."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Tally:
+    """One number for each combination of label values, which may be of any kind that str() names. goes_down: it is no counter."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...], *, goes_down: bool = False) -> None:
+        self.name, self.text, self.labels, self.goes_down = name, text, labels, goes_down
+        self.values: defaultdict[tuple[Hashable, ...], float] = defaultdict(float)
+
+
+class Spread:
+    """How many values fell into each bucket, and their sum. bounds: upper ends, inclusive, ascending; one more bucket is above them."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper end, values up to it), the last one of all values."""
+        return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
+
+
+class Histogram:
+    """A spread for each combination of label values."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...]) -> None:
+        self.name, self.text, self.names = name, text, labels
+        self.spreads: dict[tuple[str, ...], Spread] = {}
+        self._bounds = tuple(float(bound) for bound in bounds)
+
+    def labels(self, *values: str) -> Spread:
+        return self.spreads.setdefault(values, Spread(self._bounds))
+
+
+class Sums:
+    """Vectors of named parts, summed up by key, and how many they were."""
+
+    def __init__(self, name: str, text: str, key: str, part: str, parts: tuple[str, ...]) -> None:
+        self.name, self.text, self.names, self._parts = name, text, (key, part), parts
+        self._sums: dict[str, NDArray[Any]] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, key: str, vector: NDArray[np.float64]) -> None:
+        """vector: float64 [parts]."""
+        if key in self._sums:
+            self._sums[key] += vector
+        else:
+            self._sums[key] = vector.copy()
+        self._counts[key] += 1
+
+    def rows(self) -> Iterator[tuple[tuple[str, str], int, float]]:
+        """(key, part), count, sum."""
+        for key, sums in self._sums.items():
+            for part, total in zip(self._parts, sums.tolist(), strict=True):
+                yield (key, part), self._counts[key], total
