@@ -450,6 +450,8 @@ class RouteRequested(Event, frozen=True, kw_only=True):
     priority: str = ""
     reserve: bool = False
     """book the load at the chosen rank, until it is released or expires"""
+    wait: bool = False
+    """with `reserve`: when every rank is saturated, wait for a place (the request itself must then be allowed to take so long)"""
     without: tuple[str, ...] = ()
     """as if these terms of the cost did not count; only without `reserve`"""
     gone: tuple[str, ...] = ()

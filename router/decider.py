@@ -1,10 +1,9 @@
 """The router as a library: for Python programs that forward requests by themselves and want to be told where to."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -26,13 +25,23 @@ Body = bytes | Mapping[str, Any]
 """A chat or completions request, as JSON or as what JSON is made of."""
 
 
+class Who(TypedDict, total=False):
+    """Who asks, as the headers of an HTTP request say it; all may be left out."""
+
+    session: str
+    tenant: str
+    priority: str
+    """one of `classes`"""
+    request_id: str
+
+
 class Decider:
     """Where requests should go, decided as the router decides it for its own clients, and explained by the same record.
 
     `decide` says where a request would go now and books nothing. `reserve` also books the load, so that the next decision, of this
     router and of its replicas, knows of it; the program then forwards the request to the record's `url` and says with `release` that the
     prompt is computed (first_token=True), and that the request is over. A reservation ends by itself `reservation_seconds` after the last
-    word about it. When every rank is saturated both raise ApiError 429 at once: a decider does not make its callers wait.
+    word about it. When every rank is saturated both raise ApiError 429 at once, unless `reserve` is told to wait.
 
         async def forwarded(bus, subjects, body, forward):
             async with Decider.running(bus, subjects, RouterConfig(policy="cost")) as decider:
@@ -78,33 +87,31 @@ class Decider:
         except TimeoutError as error:
             raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
 
-    async def decide(
-        self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "", without: Sequence[str] = (), gone: Sequence[str] = ()
-    ) -> DecisionRecord:
+    async def decide(self, body: Body, *, without: Sequence[str] = (), gone: Sequence[str] = (), **who: Unpack[Who]) -> DecisionRecord:
         """Where this request would go now; as if the terms `without` did not count, and the ranks ("engine/rank") or engines `gone` were
         gone. ApiError as the HTTP face answers it: 400, 404, 429, 503."""
-        what_if = supposed(without, gone)
-        return (await self.choose(body, reserve=False, session=session, tenant=tenant, request_id=request_id, supposed=what_if)).record()
+        return (await self.choose(body, supposed=supposed(without, gone), **who)).record()
 
-    async def reserve(self, body: Body, *, session: str = "", tenant: str = "", request_id: str = "") -> ReservedRecord:
-        """Where this request shall go; its load is held there. ApiError as `decide`."""
-        decision = await self.choose(body, reserve=True, session=session, tenant=tenant, request_id=request_id)
+    async def reserve(self, body: Body, *, wait: bool = False, **who: Unpack[Who]) -> ReservedRecord:
+        """Where this request shall go; its load is held there. wait: for a place, when every rank is saturated, in turn with the requests
+        that this router forwards itself. ApiError as `decide`."""
+        decision = await self.choose(body, reserve=True, wait=wait, **who)
         return reserved(decision.record(), decision.target.url, self.service.reserved.seconds)
 
     def release(self, decision_id: str, *, first_token: bool = False) -> ReleaseRecord:
         """The request is over, or (first_token) its prompt is computed and it goes on. Idempotent; an unknown id is no error."""
         return self.service.released(decision_id, first_token=first_token)
 
-    async def choose(
-        self, body: Body, *, reserve: bool, session: str = "", tenant: str = "", request_id: str = "", supposed: Supposed = NOTHING
-    ) -> Decision:
+    async def choose(self, body: Body, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING, **who: Unpack[Who]) -> Decision:
         """The decision itself; counted and logged as a request of its own."""
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
-        exchange = Exchange(request_id or secrets.token_hex(12), service.new_decision_id(), path, service.clock())
-        exchange.session, exchange.tenant = session or None, tenant or None
+        exchange = Exchange(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
+        exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
+        exchange.asked_priority = who.get("priority") or None
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = Outcome.FAILED
         try:
-            decision = await self._edge.choose(exchange, body if isinstance(body, bytes) else msgspec.json.encode(body), reserve=reserve, supposed=supposed)
+            decision = await self._edge.choose(exchange, data, reserve=reserve, wait=wait, supposed=supposed)
         except ApiError as error:
             exchange.status, exchange.detail = error.status, error.message
             outcome = Outcome.SATURATED if error.status == 429 else Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE

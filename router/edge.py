@@ -34,7 +34,7 @@ from router.prompt import TextPrompt, TokenPrompt
 from router.record import Supposed
 from router.relay import Relay
 from router.reply import Headers, Receive, Reply, Scope, Send
-from router.reserved import ReleaseRequest, reserved
+from router.reserved import ReleaseRequest, reserved, waits
 from router.roster import Roster
 from router.service import RouterService
 from router.supposing import asked
@@ -88,8 +88,10 @@ class Edge:
         await self._serve(scope, receive, send, ROUTE_PATH, partial(self._explain, scope.get("query_string", b"")))
 
     async def reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`POST /v1/route/reserve`: as route, but the load is booked at the chosen rank until it is released or its time is up."""
-        await self._serve(scope, receive, send, RESERVE_PATH, self._reserve)
+        """`POST /v1/route/reserve`: as route, but the load is booked at the chosen rank until it is released or its time is up. With ?wait=true
+        it waits for a place, as requests that are forwarded here do."""
+        wait = waits(scope.get("query_string", b""))
+        await self._serve(scope, receive, send, RESERVE_PATH, partial(self._reserve, wait))
 
     async def release(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
@@ -178,8 +180,10 @@ class Edge:
         answer = msgspec.json.encode(decision.record())
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
-    async def _reserve(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
-        decision = await self.choose(exchange, body, reserve=True)
+    async def _reserve(self, wait: bool | None, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        if wait is None:
+            raise ApiError(400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value")
+        decision = await self.choose(exchange, body, reserve=True, wait=wait)
         answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds))
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
@@ -191,17 +195,20 @@ class Edge:
         answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token))
         await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
 
-    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False, supposed: Supposed = NOTHING) -> Decision:
+    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:
         """Where the first prompt of a chat or completions body would go now, if what is `supposed` were so; with `reserve` its load is
-        held there. ApiError says why not: 400 for what makes no sense, 404 for an unknown model, 429 at once when every rank is saturated,
-        503 when none lives."""
+        held there, and with `wait`, too, it waits its turn for that. ApiError says why not: 400 for what makes no sense, 404 for an unknown
+        model, 429 at once when every rank is saturated and it does not wait, 503 when none lives."""
         if reserve and supposed != NOTHING:
             raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
         request = self._decoder.either(body)
         self._note(exchange, request)
         need = (await self._need(exchange, request, len(body)))._replace(supposed=supposed)
         if reserve:
-            exchange.decision, booking = self.service.book(exchange, need, "", FIRST_TRY)
+            if wait:
+                exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False)
+            else:
+                exchange.decision, booking = self.service.book(exchange, need, "", FIRST_TRY)
             self.service.hold(exchange.decision, booking)
         else:
             exchange.decision = self.service.decide(need, exchange.decision_id)

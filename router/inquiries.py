@@ -44,8 +44,10 @@ class Inquiries:
             decision = await self._decider.choose(
                 message.body,
                 reserve=message.reserve,
+                wait=message.wait,
                 session=message.session,
                 tenant=message.tenant,
+                priority=message.priority,
                 request_id=message.request_id,
                 supposed=supposed(message.without, message.gone),
             )

@@ -39,6 +39,11 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     reserved, released before, or expired, which is no error"""
 
 
+def waits(query: bytes) -> bool | None:
+    """Whether a query string asks to wait for a place; None: it asks for something else."""
+    return {b"": False, b"wait=false": False, b"wait=true": True}.get(query)
+
+
 def reserved(record: DecisionRecord, url: str, expires_seconds: float) -> ReservedRecord:
     return ReservedRecord(**msgspec.structs.asdict(record), url=url, expires_seconds=expires_seconds)
 

@@ -230,6 +230,39 @@ async def test_a_saturated_fleet_refuses_at_once(street: Street) -> None:
     assert raised.value.retry_after is not None
 
 
+async def test_a_reservation_may_wait_its_turn_when_told_to(street: Street) -> None:
+    door = await street.router(max_requests_per_rank=1, queue_wait_seconds=60.0)
+    held = [(await door.post("/v1/route/reserve", chat())).json["id"] for _ in range(2)]
+    over_http = asyncio.create_task(door.post("/v1/route/reserve?wait=true", chat()))
+    as_library = asyncio.create_task(Decider(door.service).reserve(chat(), wait=True, priority="high"))
+    await until(lambda: len(door.service.waiting) == 2)
+    await door.post("/v1/route/release", {"id": held[0]})
+    assert (await asyncio.wait_for(as_library, 5)).expires_seconds == 120.0
+    assert not over_http.done()
+    await door.post("/v1/route/release", {"id": held[1]})
+    assert (await asyncio.wait_for(over_http, 5)).status == 200
+
+
+async def test_a_reservation_that_is_waited_for_no_more_is_not_made(street: Street) -> None:
+    door = await street.router(max_requests_per_rank=1, queue_wait_seconds=60.0)
+    held = [(await door.post("/v1/route/reserve", chat())).json["id"] for _ in range(2)]
+    leaver = asyncio.create_task(door.post("/v1/route/reserve?wait=true", chat()))
+    await until(lambda: len(door.service.waiting) == 1)
+    leaver.cancel()
+    await until(lambda: len(door.service.waiting) == 0)
+    for decision_id in held:
+        await door.post("/v1/route/release", {"id": decision_id})
+    assert door.load == NOTHING
+
+
+@pytest.mark.parametrize("query", ["wait", "wait=1", "without=queue", "wait=true&wait=true"])
+async def test_a_question_that_reserving_does_not_know_is_refused(street: Street, query: str) -> None:
+    door = await street.router()
+    answer = await door.post(f"/v1/route/reserve?{query}", chat())
+    assert (answer.status, answer.json["error"]["param"]) == (400, "wait")
+    assert door.load == NOTHING
+
+
 async def test_the_librarys_example_works_as_it_stands(street: Street) -> None:
     example = inspect.getdoc(Decider) or ""
     lines = example[example.index("    async def forwarded") :].split("\n\n")[0]
