@@ -7,6 +7,7 @@ import msgspec
 from router.openai import ChatRequest, TextRequest
 from router.record import DecisionRecord
 from router.reserved import ReleaseRecord, ReleaseRequest, ReservedRecord
+from router.scoring import TERMS
 
 _REFERENCE = "#/components/schemas/{name}"
 
@@ -16,23 +17,34 @@ def with_hot_routes(document: dict[str, Any], *, chat_path: str, text_path: str,
     kinds = [ChatRequest, TextRequest, DecisionRecord, ReservedRecord, ReleaseRequest, ReleaseRecord]
     (chat, text, decision, held, release, released), forms = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     document.setdefault("components", {}).setdefault("schemas", {}).update(forms)
+    either = {"anyOf": [chat, text]}
     answer = "OpenAI's answer, whole or as server-sent events; its decision's id is in the header x-roost-decision-id"
     document["paths"] |= {
         chat_path: _post("Chat completion", chat, answer, {}),
         text_path: _post("Completion", text, answer, {}),
-        route_path: _post("Decide and explain without running", {"anyOf": [chat, text]}, "The decision", decision),
-        reserve_path: _post("Decide, and hold the load for whoever forwards the request", {"anyOf": [chat, text]}, "The decision, and where to go", held),
+        route_path: _post("Decide and explain without running", either, "The decision", decision, _WITHOUT, _GONE),
+        reserve_path: _post("Decide, and hold the load for whoever forwards the request", either, "The decision, and where to go", held, _WAIT),
         release_path: _post("Say that a reserved request computed its prompt, or is over", release, "What became of it; unknown ids are no error", released),
     }
     return document
 
 
-def _post(summary: str, body: dict[str, Any], answer: str, form: dict[str, Any]) -> dict[str, Any]:
+def _query(name: str, about: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "description": about, "schema": schema}
+
+
+_WITHOUT = _query("without", "Terms that shall not count, to see what would come of it", {"type": "array", "items": {"type": "string", "enum": list(TERMS)}})
+_GONE = _query("gone", "Ranks (engine/rank) or engines to be supposed gone", {"type": "array", "items": {"type": "string"}})
+_WAIT = _query("wait", "Wait for a place when every rank is saturated", {"type": "boolean", "default": False})
+
+
+def _post(summary: str, body: dict[str, Any], answer: str, form: dict[str, Any], *query: dict[str, Any]) -> dict[str, Any]:
     errors = {"400": "Bad request, with the field's name", "401": "No valid API key", "404": "Unknown model", "413": "Body too large"}
     errors |= {"429": "Every rank is saturated", "503": "No engine lives"}
     return {
         "post": {
             "summary": summary,
+            "parameters": list(query),
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
             "responses": {"200": {"description": answer, "content": {"application/json": {"schema": form}}}}
             | {status: {"description": said} for status, said in errors.items()},
