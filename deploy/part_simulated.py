@@ -86,6 +86,8 @@ async def hosted(
     """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
     (perhaps in a group) when that is impossible."""
     async with AsyncExitStack() as stack:
+        for door in doors:
+            stack.enter_context(door)
         engine = SimulatedEngine(config, placement)
         agents = [Agent(bus, subjects, rank, who, agent_config) for rank in engine.ranks]
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]

@@ -13,7 +13,15 @@ from deploy.gathering import GatheringProtocol
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process's own handlers."""
+    """Leaves signals to the process's own handlers, and sleeps until it is to stop instead of looking ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,6 +60,7 @@ class HttpFace:
         if self._task is None:
             return
         self._server.should_exit = True
+        self._server.stopping.set()
         await asyncio.wait([self._task], timeout=self._drain_seconds + 2.0)
         if not self._task.done():
             self._task.cancel()

@@ -4,6 +4,7 @@ POST /simulate takes a `faults.FaultOrder` as JSON, e.g. {"fault": "slow", "rank
 tells what lasts. Faults of requests (refused, failed, broken in the middle) happen here, those of steps and reports in the engine.
 """
 
+import asyncio
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,8 @@ from engine_adapter.simulated.faults import FaultOrder
 from fleet.completions import ApiError
 
 _RETRY_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.02
+"""from the order to die to the death, for the answer to get out"""
 _LATEST_BREAK = 16
 """pieces of an answer after which a connection breaks at the latest"""
 _ORDERS = msgspec.json.Decoder(FaultOrder)
@@ -53,20 +56,19 @@ class SimulatedDoor:
     async def _simulate(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("GET", "POST"):
             raise ApiError(405, f"/simulate takes GET and POST, not {scope['method']}")
-        order = None
         if scope["method"] == "POST":
-            order = _order(await read_body(scope, receive))
-            if order.fault != "die":
-                self._obey(order)
+            self._obey(_order(await read_body(scope, receive)))
         await respond(send, 200, msgspec.json.encode({"faults": self._active()}))
-        if order is not None and order.fault == "die":  # once the answer is out
-            self._obey(order)
 
     def _obey(self, order: FaultOrder) -> None:
         try:
-            self._engine.order(order)
+            self._engine.faults.check(order)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+        if order.fault == "die":
+            asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._engine.order, order)
+        else:
+            self._engine.order(order)
 
     def _active(self) -> list[dict[str, Any]]:
         now = self._engine.now

@@ -53,7 +53,7 @@ class Faults:
 
     def order(self, order: FaultOrder, now: float) -> None:
         """Begin a fault, in place of an earlier one of the same kind and rank. ValueError says what is wrong with the order."""
-        self._check(order)
+        self.check(order)
         if order.fault == "heal":
             self._active.clear()
             return
@@ -61,6 +61,17 @@ class Faults:
         factor = _FACTORS.get(order.fault, 1.0) if order.factor is None else order.factor
         same = [one for one in self._active if (one.kind, one.rank) != (order.fault, order.rank)]
         self._active = [*same, Fault(order.fault, order.rank, until, order.share, factor)]
+
+    def check(self, order: FaultOrder) -> None:
+        """ValueError unless the order can be followed."""
+        _need(order.fault in KINDS, "fault", order.fault, f"use one of {', '.join(KINDS)}")
+        _need(order.rank is None or 0 <= order.rank < self._ranks, "rank", order.rank, f"ranks run from 0 to {self._ranks - 1}")
+        _need(order.rank is None or order.fault not in _ENGINE_WIDE, "rank", order.rank, f"{order.fault} is the whole engine's: its ranks step together")
+        _need(order.seconds is None or 0 < order.seconds < float("inf"), "seconds", order.seconds, "use a positive number, or leave it out to last until heal")
+        _need(order.seconds is not None or order.fault != "handover", "seconds", None, "a handover announces how long it takes")
+        _need(0 <= order.share <= 1, "share", order.share, "use 0 to 1")
+        _need(order.factor is None or 0 <= order.factor < float("inf"), "factor", order.factor, "use 0 or more")
+        _need(order.factor is None or order.fault in _FACTORS, "factor", order.factor, f"only {' and '.join(_FACTORS)} have one")
 
     def active(self, now: float) -> list[Fault]:
         """What lasts still."""
@@ -86,16 +97,6 @@ class Faults:
 
     def _at(self, kind: str, rank: int, now: float) -> list[Fault]:
         return [one for one in self.active(now) if one.kind == kind and one.rank in (None, rank)] if self._active else []
-
-    def _check(self, order: FaultOrder) -> None:
-        _need(order.fault in KINDS, "fault", order.fault, f"use one of {', '.join(KINDS)}")
-        _need(order.rank is None or 0 <= order.rank < self._ranks, "rank", order.rank, f"ranks run from 0 to {self._ranks - 1}")
-        _need(order.rank is None or order.fault not in _ENGINE_WIDE, "rank", order.rank, f"{order.fault} is the whole engine's: its ranks step together")
-        _need(order.seconds is None or 0 < order.seconds < float("inf"), "seconds", order.seconds, "use a positive number, or leave it out to last until heal")
-        _need(order.seconds is not None or order.fault != "handover", "seconds", None, "a handover announces how long it takes")
-        _need(0 <= order.share <= 1, "share", order.share, "use 0 to 1")
-        _need(order.factor is None or 0 <= order.factor < float("inf"), "factor", order.factor, "use 0 or more")
-        _need(order.factor is None or order.fault in _FACTORS, "factor", order.factor, f"only {' and '.join(_FACTORS)} have one")
 
 
 def _need(holds: bool, key: str, value: object, remedy: str) -> None:
