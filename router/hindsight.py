@@ -38,10 +38,12 @@ _A_FEW_TOKENS = 16.0
 class _Watched:
     """One open booking that was made here."""
 
-    __slots__ = ("decision", "share", "told_at")
+    __slots__ = ("decision", "share", "told_at", "undisturbed")
 
-    def __init__(self, decision: Decision, share: Share | None) -> None:
+    def __init__(self, decision: Decision, share: Share | None, *, waited: bool) -> None:
         self.decision = decision
+        self.undisturbed = decision.ask.attempt == 1 and not waited
+        """a first attempt that got its place at once: its first token's time says something of its rank"""
         self.share = share
         self.told_at: float | None = None
         """when tokens came last, seconds on the router's clock; None: none has come"""
@@ -82,19 +84,20 @@ class Hindsight:
 
     # What happens to requests
 
-    def booked(self, decision: Decision, booking: Booking) -> None:
-        self._open[booking] = _Watched(decision, self._mixing.booked(decision))
+    def booked(self, decision: Decision, booking: Booking, *, waited: bool = False) -> None:
+        """waited: it did, for a place; what its rank is at then is hardly what is known of it."""
+        self._open[booking] = _Watched(decision, self._mixing.booked(decision), waited=waited)
         if self._probe is None:
             self._probe = self._look_at(decision, booking.booked_at)
 
     def first_token(self, booking: Booking, now: float) -> None:
-        """The first token came; only an undisturbed first attempt says something of its rank's speed."""
+        """The first token came."""
         watched = self._open.get(booking)
         if watched is None or watched.told_at is not None:
             return
         watched.told_at = now
         decision = watched.decision
-        if decision.ask.attempt == 1:
+        if watched.undisturbed:
             surcharge = self._mixing.surcharge(decision.target.key[0])
             expected, observed, row = first_token(decision, surcharge), now - booking.booked_at, self._row(decision)
             prefill, decode = self._picker.speeds.of(row)

@@ -188,7 +188,7 @@ class RouterService:
         started, lap = time.perf_counter(), self.metrics.lap()
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
         booking = self.picker.book(decision, need.prompt, self.clock())
-        self.hindsight.booked(decision, booking)
+        self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
         if self.peers is not None:
             self.peers.booked(decision.id, decision.target.key, booking)
         if attempt.number == 1:

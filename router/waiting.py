@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
 """While anybody waits, room is looked for at least so often, whether or not anything was heard of it; deadlines are kept as exactly."""
-_MOST_AT_ONCE = 64
-"""Places given between two turns of the event loop."""
+_MOST_AT_ONCE = 32
+"""Places given between two turns of the event loop; some ten milliseconds."""
 _MOST_IN_VAIN = 32
 """So many are tried in vain before the others wait for the next occasion."""
 _HELD_BYTES = 8192
@@ -102,8 +102,9 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def admit(self, exchange: Exchange, need: Need, suffix: str, attempt: Try, *, begun: bool) -> Admitted:
-        """Decide and book: at once where there is room and nobody as urgent waits. begun: the client has part of its answer already.
+    async def admit(self, exchange: Exchange, need: Need, suffix: str, attempt: Try, *, begun: bool, wait: bool = True) -> Admitted:
+        """Decide and book: at once where there is room and nobody as urgent waits. begun: the client has part of its answer already; wait:
+        False refuses the request where it would have to.
 
         ApiError as `Picker.decide` says, or with one of `Refusal`'s codes when there is no place; those have Retry-After. Cancelled while
         it waits, a request leaves the queue at once and nothing stays booked for it.
@@ -119,6 +120,8 @@ class WaitingRoom:
                 self._rate(need.model).count(self._desk.clock())
                 return admitted
         waiting = self._newcomer(exchange, need.model, urgency, need.prompt.tokens)
+        if not wait:
+            raise self._unplaced(waiting, full)
         waiting.need, waiting.suffix, waiting.attempt = need, suffix, attempt
         found = await self._wait(waiting, full)
         assert found is not None
@@ -151,7 +154,9 @@ class WaitingRoom:
 
     def _newcomer(self, exchange: Exchange, model: str, urgency: int, tokens: int) -> _Waiting:
         now = self._desk.clock()
-        until = min(now + self._desk.config.queue_wait_seconds, exchange.give_up_at)
+        until = now + self._desk.config.queue_wait_seconds
+        if urgency != CONTINUES:
+            until = min(until, exchange.give_up_at)
         return _Waiting(exchange, model, urgency, now, until, _HELD_BYTES + exchange.body_bytes + _TOKEN_BYTES * tokens)
 
     async def _wait(self, waiting: _Waiting, full: NoRoom | None) -> Admitted | None:
@@ -185,8 +190,7 @@ class WaitingRoom:
             raise self._refusal(waiting, Refusal.STOPPING)
         accepted, shed = self._queue.offer(waiting, Room(config.queue_requests, config.queue_bytes))
         if not accepted:
-            dead = full is not None and full.code == Refusal.NO_ENGINE
-            raise self._refusal(waiting, Refusal.NO_ENGINE if dead else Refusal.SATURATED, full)
+            raise self._unplaced(waiting, full)
         for one in shed:
             self._refuse(one, Refusal.SHED)
         if full is None:
@@ -293,6 +297,8 @@ class WaitingRoom:
             self._queue.remove(waiting)
             return True
         assert waiting.need is not None
+        exchange = waiting.exchange
+        exchange.queued_seconds = max(exchange.queued_seconds, self._desk.clock() - waiting.came)  # known to whoever hears of the booking
         try:
             admitted = self._desk.book(waiting.exchange, waiting.need, waiting.suffix, waiting.attempt)
         except NoRoom:
@@ -312,6 +318,11 @@ class WaitingRoom:
         """It has left the queue already."""
         if not waiting.done.done():
             waiting.done.set_exception(self._refusal(waiting, why))
+
+    def _unplaced(self, waiting: _Waiting, full: NoRoom | None) -> ApiError:
+        """It may not even wait. full: why there is no place for it now; None: others are before it."""
+        dead = full is not None and full.code == Refusal.NO_ENGINE
+        return self._refusal(waiting, Refusal.NO_ENGINE if dead else Refusal.SATURATED, full)
 
     def _refusal(self, waiting: _Waiting, why: Refusal, full: NoRoom | None = None) -> ApiError:
         now = self._desk.clock()

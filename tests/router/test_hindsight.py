@@ -119,11 +119,14 @@ async def test_a_restarted_engine_is_believed_anew(town: Town) -> None:
 
 
 @pytest.mark.looptime
-async def test_retried_and_continued_requests_say_nothing_of_speed(town: Town) -> None:
+@pytest.mark.parametrize(("attempt", "queued"), [(Try(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"])
+async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Try, queued: float) -> None:
     liar = await town.engine("liar", speed=SPEED, capabilities=PLAIN)
     service = await town.ready_router()
     for _ in range(40):
-        _, booking = book(service, need(200), Try(2))
+        exchange = Exchange("r", service.new_decision_id(), "/v1/completions", 0.0)
+        exchange.queued_seconds = queued
+        _, booking = service.book(exchange, need(200), "", attempt)
         await asyncio.sleep(3.0)
         service.first_token(booking)
         service.release(booking)
