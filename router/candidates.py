@@ -54,9 +54,7 @@ def candidates(
     """
     if not avoid and not barred and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
-    queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
-    small = roster.max_context < needed_context
-    busy = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
+    small, busy = roster.max_context < needed_context, saturated(roster, load, limits)
     unfit = [barred.get(target.key) or (FAILED if target.key in avoid else None) for target in roster.targets]
     failed = np.array([reason is not None for reason in unfit], np.bool_)
     out = small | busy | failed
@@ -67,8 +65,15 @@ def candidates(
             Excluded(roster.targets[at].engine.engine, roster.targets[at].rank, unfit[at] or _reason(roster, load, needed_context, limits, int(at), small[at]))
             for at in np.flatnonzero(out)
         )
-    wait = float(queue[only_busy].min()) if only_busy.any() else 0.0
+    wait = float(queue_seconds(roster.prefill_token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
+
+
+def saturated(roster: Roster, load: Amounts, limits: Limits) -> NDArray[np.bool_]:
+    """bool [targets]: which ranks take no more requests. load: int64 [AMOUNTS, targets]."""
+    queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
+    busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
+    return busy
 
 
 def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:

@@ -15,7 +15,7 @@ from fleet.prediction import Query
 from router.admission import NoRoom
 from router.affinity import Affinity
 from router.batch import order_of
-from router.candidates import Candidates, Limits, candidates
+from router.candidates import Candidates, Limits, candidates, saturated
 from router.config import RouterConfig
 from router.course import Failure, to_avoid
 from router.decision import NOTHING, Ask, Conditions, Decision, Outlook, decide
@@ -159,10 +159,12 @@ class Picker:
         if not roster.targets:
             return None
         load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
+        free = np.where(saturated(roster, load, self._limits), 0, self._limits.requests - load[SEQUENCES])
         for barred in (bars.every, bars.hard):
-            open_to = candidates(roster, load, 0, self._limits, barred=barred).at
-            if len(open_to):
-                return int((self._limits.requests - load[SEQUENCES, open_to]).sum())
+            allowed = np.ones(len(free), np.bool_)
+            allowed[[roster.index[key] for key in barred if key in roster.index]] = False
+            if allowed.any():
+                return int(free[allowed].sum())
         return 0
 
     def arranged(self, decisions: Sequence[Decision], now: float) -> list[int]:

@@ -488,3 +488,51 @@ def test_whatever_comes_leaves_or_breaks_nobody_is_lost_and_nothing_stays_booked
         loop.run_until_complete(story())
     finally:
         loop.close()
+
+
+async def test_who_does_not_want_to_wait_passes_nobody_who_does(opened: Opened) -> None:
+    front = opened()
+    await front.admit("running")
+    waiting = front.begin("b")
+    await settled()
+    front.service.picker.reservations.release(front.open["running"])  # room that nobody was told of
+    need = Need("demo", TextPrompt(b"x"), 0, 10, None)
+    for priority, code in (("normal", "saturated"), ("low", "saturated")):
+        asked = front.service.waiting.admit(front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False)
+        assert await refusal(asked) == (code, 429)
+    await front.service.waiting.admit(front.exchange("now", "high"), need, "", FIRST_TRY, begun=False, wait=False)
+    waiting.cancel()
+
+
+async def test_a_clients_deadline_is_for_the_beginning_of_its_answer(opened: Opened) -> None:
+    front = opened(queue_wait_seconds=3.0)
+    await front.admit("running")
+    await asyncio.sleep(0)
+    assert await refusal(front.admit("b", begun=True, timeout=0.5)) == ("queue_timeout", 503)
+    assert front.now == pytest.approx(3.0, abs=0.1 + NOTHING)
+
+
+async def test_ranks_that_are_left_alone_have_no_places_unless_nobody_else_is_left(opened: Opened) -> None:
+    front = opened(ranks=3, max_requests_per_rank=5)
+    picker = front.service.picker
+    assert picker.places("demo", 0.0) == 15
+    picker.health.drain(1, 0, "maintenance")
+    assert picker.places("demo", 0.0) == 10
+    for rank in range(3):
+        picker.reservations.book((1, rank), (0, 5 if rank == 1 else 1, 0, 0), 0.0)
+    assert picker.places("demo", 0.0) == 4
+    picker.health.drain(1, None, "all of it")
+    assert picker.places("demo", 0.0) == 0
+    front.service.view.leave(1)
+    assert picker.places("demo", 0.0) is None
+
+
+async def test_a_drain_that_is_undone_wakes(opened: Opened) -> None:
+    front = opened(ranks=2)
+    front.service.picker.health.drain(1, 1, "maintenance")
+    await front.admit("running")
+    waiting = front.begin("b")
+    await settled()
+    front.service.picker.health.undrain(1, 1)
+    await waiting
+    assert front.now <= 0.1 + NOTHING
