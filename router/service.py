@@ -298,8 +298,11 @@ class RouterService:
         if kept is not None:
             return msgspec.json.encode(kept.record())
         tag = decision_id[:4]
-        if tag == self.tag or self.peers is None or not _TAG.fullmatch(tag):
+        if tag == self.tag or not _TAG.fullmatch(tag):
             said = f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the answer's header {DECISION_HEADER}"
+            raise ApiError(404, said, code="decision_not_found")
+        if self.peers is None:
+            said = f"decision {decision_id!r} was made by another router ({tag}), which cannot be asked: there is no bus"
             raise ApiError(404, said, code="decision_not_found")
         try:
             return await self.peers.decision(tag, decision_id)
