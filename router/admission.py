@@ -206,6 +206,11 @@ class Queue(Generic[Kind]):
         line = self._lines.get(model)
         return [] if line is None else [waiter for waiting in line.lists.values() for waiter in waiting]
 
+    def passes_over(self, model: str, urgency: int, aged_before: float) -> bool:
+        """Whether a newcomer of this urgency, given a place now, would pass over one as urgent or aged."""
+        line = self._lines.get(model)
+        return line is not None and any(other <= urgency or waiting[0].came <= aged_before for other, waiting in line.lists.items())
+
     def ahead(self, model: str, urgency: int) -> int:
         """Requests that a newcomer of this urgency would have to let go first, ageing aside."""
         line = self._lines.get(model)

@@ -171,7 +171,7 @@ class Picker:
         """In which order to decide anew for requests that get their places together, given what would be decided for each alone. Whom
         there would be no place for in this order is left out."""
         roster = self.view.roster(decisions[0].ask.model)
-        if len(decisions) < 2 or self._rules.policy != "cost" or any(decision.roster is not roster for decision in decisions):
+        if len(decisions) < 2 or any(decision.roster is not roster for decision in decisions):
             return list(range(len(decisions)))
         factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
         return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, factors)

@@ -103,15 +103,15 @@ class WaitingRoom:
         return len(self._queue)
 
     async def admit(self, exchange: Exchange, need: Need, suffix: str, attempt: Try, *, begun: bool, wait: bool = True) -> Admitted:
-        """Decide and book: at once where there is room and nobody as urgent waits. begun: the client has part of its answer already; wait:
-        False refuses the request where it would have to.
+        """Decide and book: at once where there is room and nobody waits that is as urgent or aged. begun: the client has part of its answer
+        already; wait: False refuses the request where it would have to.
 
         ApiError as `Picker.decide` says, or with one of `Refusal`'s codes when there is no place; those have Retry-After. Cancelled while
         it waits, a request leaves the queue at once and nothing stays booked for it.
         """
         urgency = CONTINUES if begun else exchange.urgency
         full: NoRoom | None = None
-        if not self._queue or not self._queue.ahead(need.model, urgency):
+        if not self._queue or not self._queue.passes_over(need.model, urgency, self._aged_before(self._desk.clock())):
             try:
                 admitted = self._desk.book(exchange, need, suffix, attempt)
             except NoRoom as error:
@@ -149,6 +149,10 @@ class WaitingRoom:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _aged_before(self, now: float) -> float:
+        """Who came until then is aged: it has waited for half of the longest wait."""
+        return now - self._desk.config.queue_wait_seconds / 2
 
     # One request that waits
 
@@ -258,7 +262,7 @@ class WaitingRoom:
 
     def _give(self, model: str, places: int, now: float) -> None:
         """Up to so many places, to those whose turn it is."""
-        aged_before = now - self._desk.config.queue_wait_seconds / 2
+        aged_before = self._aged_before(now)
         vain: set[_Waiting] = set()
         too_long = math.inf
         given = 0
@@ -278,7 +282,7 @@ class WaitingRoom:
 
     def _arranged(self, turn: list[_Waiting]) -> Sequence[_Waiting]:
         """In the order in which to decide for them. Whom there would be no room for in that order comes last: it may be, after all."""
-        if len(turn) < 2:
+        if len(turn) < 2 or self._desk.config.policy != "cost":
             return turn
         alone: list[tuple[_Waiting, Decision]] = []
         for waiting in turn:

@@ -94,6 +94,13 @@ def test_an_aged_request_gets_one_place_in_four_whatever_comes() -> None:
     assert list(queue.in_order("m", aged_before=-1.0)).index(old) == 20
 
 
+def test_a_newcomer_passes_over_nobody_as_urgent_or_aged() -> None:
+    queue = queue_of(waiter(1, 5.0))
+    assert [queue.passes_over("m", urgency, NEVER_AGED) for urgency in (CONTINUES, 0, 1, 2)] == [False, False, True, True]
+    assert queue.passes_over("m", 0, aged_before=5.0)
+    assert not queue.passes_over("other", 2, aged_before=9.0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 2), min_size=60, max_size=60), st.data())
 def test_nobody_starves(aged: list[int], later: list[int], data: st.DataObject) -> None:

@@ -412,6 +412,22 @@ async def test_an_aged_request_gets_its_place_among_more_urgent_ones(opened: Ope
         task.cancel()
 
 
+async def test_urgent_newcomers_do_not_keep_an_aged_request_from_its_place(opened: Opened) -> None:
+    front = opened(queue_wait_seconds=10.0)
+    await front.admit("r0")
+    old = front.begin("old", "low")
+    await asyncio.sleep(5.1)
+    tasks = []
+    for number in range(2 * AGED_EVERY):  # each comes in the moment in which a place is free and nobody was told of it yet
+        front.service.picker.reservations.release(front.open.pop(front.order[-1]))
+        tasks.append(front.begin(f"high-{number}", "high"))
+        await settled()
+    assert front.order.index("old") == AGED_EVERY
+    assert old.done()
+    for task in tasks:
+        task.cancel()
+
+
 async def test_a_burst_of_a_thousand_is_answered_in_class_order_and_nobody_twice(opened: Opened) -> None:
     front = opened(ranks=4, max_requests_per_rank=4, queue_wait_seconds=1e4, queue_requests=1000)
     chance = random.Random(3)
