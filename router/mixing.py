@@ -61,7 +61,7 @@ class Mixing:
         for key, engines in due.items():
             found = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, readings[key], [tokens for _, tokens in engines])
             for (state, _), reads, added in zip(engines, found.now, found.added, strict=True):
-                self._tell(state, float(reads), added)
+                self._tell(state, readings[key], float(reads), added)
 
     def _sending(self, state: EngineState) -> None:
         """What it costs each rank to send a token of the traffic's mix to other ranks and nodes."""
@@ -92,8 +92,10 @@ class Mixing:
             known = self._misses[key] = reading, reading.misses()
         return read(known[1], mixes)
 
-    def _tell(self, state: EngineState, reads: float, added: NDArray[np.float64]) -> None:
+    def _tell(self, state: EngineState, reading: Reading, reads: float, added: NDArray[np.float64]) -> None:
         worker_id, speed = state.joined.worker_id, state.joined.speed
         if speed is not None and self._view.engine(worker_id) is state:
             self._view.set_distinct(worker_id, added)
-            self._surcharges[worker_id] = self.surcharge(worker_id)._replace(reading=speed.expert_read * state.reads * reads)
+            shape, seconds = reading.clusters.profiles.shape, speed.expert_read * state.reads
+            everything, hit = seconds * (shape[1] - reading.boundary) * shape[2], reading.top_k / shape[2]
+            self._surcharges[worker_id] = self.surcharge(worker_id)._replace(reading=seconds * reads, all_experts=everything, hit=hit)

@@ -12,11 +12,21 @@ _UNTIL_A_STEP_ENDS = 0.5
 
 
 class Surcharge(NamedTuple):
-    """What experts add to an engine's times, in seconds, as its traffic is at present. reading: to each step, for the distinct experts that
-    it reads. token: by rank, to each token that is computed there, for sending it to other ranks; empty: nothing."""
+    """What experts add to an engine's times, in seconds, as its traffic is at present.
+
+    reading: to each decode step, for the distinct experts that it reads. all_experts: to a step that reads all there are. hit: share of a
+    layer's experts that one token goes to. token: by rank, to each token that is computed there, for sending it to other ranks;
+    empty: nothing.
+    """
 
     reading: float = 0.0
+    all_experts: float = 0.0
+    hit: float = 0.0
     token: tuple[float, ...] = ()
+
+    def of_chunk(self, tokens: int) -> float:
+        """Of a step that computes so many prompt tokens of no particular kind, for what it reads."""
+        return max(self.reading, self.all_experts * (1.0 - (1.0 - self.hit) ** tokens))
 
     def of_token(self, rank: int) -> float:
         return self.token[rank] if rank < len(self.token) else 0.0
@@ -41,8 +51,10 @@ def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     load: list[int] = decision.load[:, decision.chosen].tolist()
     tokens = uncached + load[PREFILL]
     prefill = speed.prefill_token * tokens + speed.prefill_pair * uncached * (decision.ask.prompt_tokens - 0.5 * uncached)
-    steps = _UNTIL_A_STEP_ENDS - (-tokens // max(engine.max_batch_tokens, 1))
-    return FirstToken(prefill, steps * _step(speed, load, surcharge, rank) + tokens * surcharge.of_token(rank))
+    chunks = -(-tokens // max(engine.max_batch_tokens, 1))
+    reading = chunks * (surcharge.of_chunk(min(tokens, engine.max_batch_tokens)) - surcharge.reading)
+    steps = (chunks + _UNTIL_A_STEP_ENDS) * _step(speed, load, surcharge, rank)
+    return FirstToken(prefill, steps + reading + tokens * surcharge.of_token(rank))
 
 
 def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
