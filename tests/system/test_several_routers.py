@@ -13,7 +13,7 @@ from tests.system.fleets import Fleet, leave_nothing, new_home, until
 
 @pytest.fixture(scope="module")
 def twins() -> Iterator[Fleet]:
-    fleet = Fleet(new_home(), "--ranks", "1", "--processes", "2")
+    fleet = Fleet(new_home(), "--engine", "simulated", "--ranks", "1", "--processes", "2")
     yield fleet
     leave_nothing(fleet)
 
@@ -28,11 +28,10 @@ def asked(fleet: Fleet, url: str) -> dict[str, float]:
 def test_connections_spread_and_every_process_knows_every_decision(twins: Fleet) -> None:
     assert len(twins.routers) == 2
     assert json.loads(twins.home.told("status", "--json"))["routers"] == twins.routers
-    assert " ".join(twins.routers) in twins.home.told("status").replace("\n", " ")
     decisions = []
-    for number in range(24):
+    for number in range(20):
         with httpx.Client(base_url=twins.router, timeout=60, trust_env=False) as client:  # a connection of its own
-            answer = client.post("/v1/chat/completions", json=twins.body(f"Number {number}?", max_tokens=1))
+            answer = client.post("/v1/chat/completions", json=twins.body(f"Number {number}?", max_tokens=1, model="demo"))
             assert answer.status_code == 200, answer.text
             decisions.append(answer.headers["x-roost-decision-id"])
     assert all(asked(twins, url).get("answered", 0) >= 1 for url in twins.routers)
@@ -48,7 +47,7 @@ def test_one_process_dies_and_it_alone_is_started_again(twins: Fleet) -> None:
     psutil.wait_procs([before["router-0"]], timeout=10)
     for number in range(12):
         with httpx.Client(base_url=twins.router, timeout=60, trust_env=False) as client:
-            assert client.post("/v1/chat/completions", json=twins.body(f"Still there, {number}?", max_tokens=1)).status_code == 200
+            assert client.post("/v1/chat/completions", json=twins.body(f"Still there, {number}?", max_tokens=1, model="demo")).status_code == 200
     until(lambda: "router-0" in twins.processes(), "the process to be there again", 20)
     until(lambda: httpx.get(f"{twins.routers[0]}/ready", trust_env=False).status_code == 200, "it to be ready", 20)
     after = twins.processes()
