@@ -4,11 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fleet.experts import ExpertId
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
-from fleet.timing import EngineSpeed, expected_local_share, expected_remote_ranks
+from fleet.timing import EngineSpeed, expected_local_share, expected_remote_nodes, expected_remote_ranks, running_seconds
 
 
 def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws() -> None:
@@ -49,6 +51,61 @@ def test_many_profiles_are_priced_at_once_as_each_alone_and_by_the_definition(ex
         assert expected_remote_ranks(profiles[at], share, 4)[home] == pytest.approx(remote[at, home])
 
 
+@pytest.mark.parametrize("nodes", [(0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 0, 0)])
+def test_expected_remote_nodes_equal_the_exhaustive_count_of_independent_draws(nodes: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(5)
+    wanted = rng.dirichlet(np.ones(5), size=2)
+    placement = linear(layers=2, experts=5, ranks=3)
+    found = expected_remote_nodes(wanted, placement.share, 3, np.array(nodes))
+    for home in range(3):
+        exact = 0.0
+        for layer, draws in itertools.product(range(2), itertools.product(range(5), repeat=3)):
+            reached = {nodes[placement.holders(ExpertId(layer, e))[0]] for e in draws} - {nodes[home]}
+            exact += float(np.prod([wanted[layer, e] for e in draws])) * len(reached)
+        assert found[home] == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None:
+    """Tokens are drawn expert by expert, and each expert's holder by its share; what the home rank holds it serves itself."""
+    rng = np.random.default_rng(extra)
+    node, ranks, top_k, tokens = np.array([0, 0, 1, 1, 2, 2]), 6, 4, 40_000
+    share = _with_replicas(rng, 1, 12, ranks, extra).share
+    wanted = rng.dirichlet(np.ones(12), size=1)
+    drawn = rng.choice(12, size=(tokens, top_k), p=wanted[0])
+    served = (rng.random((tokens, top_k, 1)) > share[0].cumsum(axis=0).T[drawn]).sum(axis=2)
+    found = expected_remote_nodes(wanted, share, top_k, node)
+    for home in range(ranks):
+        at = node[np.where(share[0, home][drawn] > 0, home, served)]
+        reached = sum((at == other).any(axis=1) for other in range(3) if other != node[home])
+        assert found[home] == pytest.approx(float(np.mean(reached)), abs=0.02)
+
+
+def test_nodes_are_reached_less_often_than_ranks_and_one_node_reaches_nobody() -> None:
+    rng = np.random.default_rng(1)
+    profiles, share = rng.dirichlet(np.ones(12), size=(5, 3)), _with_replicas(rng, 3, 12, 4, 1).share
+    remote = expected_remote_ranks(profiles, share, 4)
+    assert (expected_remote_nodes(profiles, share, 4, np.array([0, 0, 1, 1])) < remote).all()
+    assert expected_remote_nodes(profiles, share, 4, np.arange(4)) == pytest.approx(remote)
+    assert (expected_remote_nodes(profiles, share, 4, np.zeros(4, np.intp)) == 0).all()
+
+
+def test_uniform_demand_over_nodes_reaches_about_the_published_number_of_them() -> None:
+    """k = 8 of E = 256: one remote node of two, 2.71 of four."""
+    for ranks, nodes, published in ((16, 2, 1.00), (32, 4, 2.71)):
+        found = expected_remote_nodes(uniform(1, 256), linear(layers=1, experts=256, ranks=ranks).share, 8, np.repeat(np.arange(nodes), ranks // nodes))
+        assert found == pytest.approx(np.full(ranks, published), rel=0.01)
+
+
+@settings(deadline=None, max_examples=50)
+@given(alike=st.integers(1, 9), left=st.integers(0, 30), blocks=st.integers(0, 40), output=st.integers(1, 30))
+def test_what_runs_adds_to_each_step_until_it_is_done(alike: int, left: int, blocks: int, output: int) -> None:
+    """Sequences that are alike, step by step."""
+    step_by_step = sum(alike * (2e-3 + 1e-5 * blocks) for step in range(output) if step < left)
+    columns = (np.array([float(value)]) for value in (2e-3, 1e-5, alike, alike * blocks, alike * left))
+    assert running_seconds(*columns, output)[0] == pytest.approx(step_by_step)
+
+
 def test_one_rank_reaches_nobody_and_more_ranks_cost_more() -> None:
     assert expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=1).share, 4).max() == 0
     two, four = (expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=r).share, 4)[0] for r in (2, 4))
@@ -61,7 +118,7 @@ def test_uniform_demand_over_eight_ranks_reaches_about_the_published_number_of_r
     assert remote == pytest.approx(4.63, rel=0.015)
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), 2e6])
 def test_speeds_that_cannot_be_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="prefill_token"):
         EngineSpeed(prefill_token=bad)
