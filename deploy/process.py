@@ -17,6 +17,8 @@ from typing import Any
 
 import uvloop
 
+from deploy.gathered_lines import GatheredLines
+
 FAILURE = 1
 FINAL = 2
 """Status of a process that its supervisor need not start again."""
@@ -33,10 +35,8 @@ def set_up_logging(level: str) -> None:
     # What no line shows need not be looked up for each of them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    lines = logging.StreamHandler(sys.stdout)
-    lines.setFormatter(logging.Formatter("%(message)s"))
     access = logging.getLogger(ACCESS)
-    access.addHandler(lines)
+    access.addHandler(GatheredLines(sys.stdout))
     access.propagate = False
 
 
