@@ -71,15 +71,15 @@ class Generation:
             decision, failed = await self._try(course, attempt, replaces)
             if failed is None:
                 return
-            if attempt >= self._service.config.max_attempts:
-                said = f"{attempt} ranks failed this request, the last with {failed.how.value}"
-                raise ApiError(503, said, code="upstream_failed", retry_after=2.0) from failed
             if course.exhausted:
                 tokenizer = self._service.tokenizer(self._digest)
                 whole_text = "" if tokenizer is None else tokenizer.decode(course.emitted)
                 await self._emit(course, [course.finish_with(whole_text)])
                 await self._finished(course)
                 return
+            if attempt >= self._service.config.max_attempts:
+                said = f"{attempt} ranks failed this request, the last with {failed.how.value}"
+                raise ApiError(503, said, code="upstream_failed", retry_after=2.0) from failed
             self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id
 

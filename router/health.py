@@ -113,6 +113,11 @@ class Health:
             for key in list(self._ejected):
                 self._return(key, -inf)
 
+    @property
+    def open_visits(self) -> int:
+        """Attempts that have begun and not ended."""
+        return len(self._visits)
+
     # Drains
 
     def drain(self, worker_id: int, rank: int | None, reason: str) -> None:

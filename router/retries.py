@@ -1,7 +1,8 @@
 """How many requests may be tried again: a share of those that came lately, so that a fleet in trouble is not asked twice as much. Pure.
 
 The budget of Finagle (`RetryBudget`) and of Google's "Site Reliability Engineering", chapter 22: retries are counted against the
-requests of a sliding window, with a floor for quiet times.
+requests of a sliding window, with a floor for quiet times. What is no second try of the same work needs no budget: an attempt for which
+no connection could be made (gRPC calls such retries transparent), and the continuation of an answer that a client has part of already.
 """
 
 WINDOW_SECONDS = 10.0
@@ -29,11 +30,10 @@ class RetryBudget:
         """A request came."""
         self._requests[self._at(now)] += 1
 
-    def may_retry(self, now: float, *, begun: bool) -> bool:
-        """Whether one of them may be tried once more; the attempt is counted if so. `begun`: a client has part of the answer already,
-        and what it was given would be lost: such an answer is always continued, and counted."""
+    def may_retry(self, now: float, still_open: int) -> bool:
+        """Whether one of them may be tried once more; that is counted if so. still_open: requests that may have come before the window."""
         at = self._at(now)
-        allowed = begun or sum(self._retries) < max(self.least, self.share * sum(self._requests))
+        allowed = sum(self._retries) < max(self.least, self.share * (sum(self._requests) + still_open))
         self._retries[at] += allowed
         return allowed
 

@@ -280,9 +280,9 @@ class RouterService:
             self.view.unreachable(decision.target.key[0])
 
     def may_retry(self, how: Failure, *, begun: bool) -> None:
-        """Ask before a request is tried once more; begun: its client has part of the answer. ApiError 503 (429 after a rank that was
-        busy), with Retry-After, when too many of the last requests were tried again already."""
-        if self.retries.may_retry(self.clock(), begun=begun):
+        """Ask before a request is tried once more; begun: its client has part of the answer, which would be lost. ApiError 503 (429 after
+        a rank that was busy), with Retry-After, when too many of the last requests were tried again already."""
+        if begun or how is Failure.CONNECT or self.retries.may_retry(self.clock(), self.picker.health.open_visits):
             return
         self.metrics.retries_refused.inc()
         said = f"a rank failed this request ({how.value}), and too many of the last requests were tried again already; ask again"
