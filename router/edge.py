@@ -205,10 +205,7 @@ class Edge:
         self._note(exchange, request)
         need = (await self._need(exchange, request, len(body)))._replace(supposed=supposed)
         if reserve:
-            if wait:
-                exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False)
-            else:
-                exchange.decision, booking = self.service.book(exchange, need, "", FIRST_TRY)
+            exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False, wait=wait)
             self.service.hold(exchange.decision, booking)
         else:
             exchange.decision = self.service.decide(need, exchange.decision_id)
