@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import typer
 
-from benchmarks.rig.decisions import CLUSTERS, EXPERTS, KNOWN_BLOCKS, LAYERS, OUTPUT, RANKS, SHAPE, VOCABULARY, Prompts, Roost, clusters, prompts, tables
+from benchmarks.rig.decisions import CLUSTERS, EXPERTS, KNOWN_BLOCKS, LAYERS, OUTPUT, RANKS, SHAPE, VOCABULARY, Prompts, Roost, clusters, fresh, prompts, tables
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median, percentile
 from benchmarks.rig.selection import Selection
 from fleet.layout import EP
@@ -60,11 +60,11 @@ async def in_turns(roost: Roost, selection: Selection, asked: Prompts, rounds: i
     for turn in range(-1, rounds * count // TURN):
         part = [asked.ids[(turn * TURN + at) % count] for at in range(TURN)]
         ours, theirs = [], []
-        for ids in part:
+        for ids in map(fresh, part):
             began = clock()
             roost.decide(ids)
             ours.append(1e6 * (clock() - began))
-        for ids in part:
+        for ids in map(fresh, part):
             began = clock()
             await selection.select(ids)
             theirs.append(1e6 * (clock() - began))
@@ -125,7 +125,7 @@ def added(roost: Roost, asked: Prompts, turns: int) -> float:
     for turn in range(turns):
         on = bool(turn % 2)
         roost.predict(on=on)
-        for ids in asked.ids[:TURN]:
+        for ids in map(fresh, asked.ids[:TURN]):
             began = time.perf_counter()
             roost.decide(ids)
             taken[on].append(1e6 * (time.perf_counter() - began))

@@ -196,8 +196,9 @@ def _heard(tables: Tables, source: int, held: bytes) -> tuple[float, NDArray[np.
     """What a row says: its evidence and log-ratios. Remembered, since a session's and above all a tenant's row is asked again and again."""
     *packed, tokens = _ROW.unpack(held)
     found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
-    if len(tables.heard) < MOST_HEARD:
-        tables.heard[source, held] = found
+    if len(tables.heard) >= MOST_HEARD:
+        tables.heard.clear()  # else rows that are asked for once would keep out those that are asked for again
+    tables.heard[source, held] = found
     return found
 
 

@@ -76,7 +76,7 @@ class Holders:
         """slots whose bits the present sweep takes away"""
         self.entries = 0
         """(block, rank) pairs that count"""
-        self._runs = Runs()
+        self.runs = Runs()
         self._rosters: dict[str, tuple[Roster, int, NDArray[np.intp]]] = {}
         """by model, the slots of its targets at one version"""
 
@@ -193,7 +193,7 @@ class Holders:
         step = 1
         while at < total and held:
             asked = min(total, at + step)
-            chained = prompt.reach(asked, self._runs)
+            chained = prompt.reach(asked, self.runs)
             step = 1 if len(chained) > asked else min(2 * step, _WIDEST_STEP)  # a run that was never hashed before is hardly held
             masks = list(map(look_up, chained[at:]))
             if masks.count(last) < len(masks):

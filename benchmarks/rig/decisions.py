@@ -1,5 +1,6 @@
 """Fleets that decide: engines of eight ranks of a 58 x 256 model, prompts of which some part lies in ranks' caches, prediction tables that know as much."""
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class Prompts:
 def prompts(chance: np.random.Generator, length: int, share: float, count: int) -> Prompts:
     shared = chance.integers(0, VOCABULARY, SHARED_TOKENS).tolist()
     return Prompts(length, share, [shared + chance.integers(0, VOCABULARY, length - SHARED_TOKENS).tolist() for _ in range(count)])
+
+
+def fresh(ids: list[int]) -> list[int]:
+    """The same ids as a tokenizer leaves them: new, and near the processor."""
+    return array("I", ids).tolist()
 
 
 def clusters(chance: np.random.Generator) -> ClusterModel:
