@@ -26,8 +26,15 @@ _TAIL_BYTES = 4096
 """Kept of a stream, to read its usage from."""
 
 
+_LAST_EVENTS = 4
+"""Usage stands in the last event of a stream, or in the one before its end is said."""
+
+
 class _Counted(msgspec.Struct):
     usage: SaidUsage | None = None
+
+
+_COUNTED: msgspec.json.Decoder[_Counted] = msgspec.json.Decoder(_Counted)
 
 
 class Relay:
@@ -149,9 +156,11 @@ class Relay:
 
     def _count(self, events: list[bytes]) -> None:
         """Token counts for log and metrics, where the server gives any."""
-        for event in reversed(events):
+        for event in reversed(events[-_LAST_EVENTS:]):
+            if b'"usage"' not in event:
+                continue
             try:
-                usage = msgspec.json.decode(event.strip().removeprefix(b"data:"), type=_Counted).usage
+                usage = _COUNTED.decode(event.strip().removeprefix(b"data:")).usage
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
             if usage is not None:
