@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Seconds = NDArray[np.float64]
+_CELLS = 1 << 21
+"""Numbers that are worked on at once."""
 Amounts = NDArray[np.float64] | NDArray[np.int64]
 MOST_SECONDS = 1e6
 """Nothing that is taken seriously takes longer; sums of it stay far from infinity."""
@@ -111,46 +113,61 @@ def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output
     return output_tokens * (read_s * added_experts)
 
 
-def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    """Expected number of distinct remote ranks a token must reach, summed over layers, per home rank: float64 [..., ranks].
+def expected_remote(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, node: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Expected numbers of distinct remote ranks and of distinct remote nodes a token must reach, summed over layers, per home rank:
+    float64 [..., ranks] each.
 
     profile: [..., layers, experts] probability of an expert per routed pair. share: [layers, ranks, experts] of an expert's
-    tokens that a rank serves. A rank that holds a replica serves its own tokens itself (local first). A token's k
-    experts are taken as independent draws, so a rank of mass m is reached with probability 1 - (1 - m)^k.
+    tokens that a rank serves. node: int [ranks], numbers from 0. A rank that holds a replica serves its own tokens itself (local
+    first); what the other ranks of its node serve crosses no machine. A token's k experts are taken as independent draws, so a rank, or
+    a node, of mass m is reached with probability 1 - (1 - m)^k.
     """
-    return _expected_remote(profile, share, top_k, np.arange(share.shape[1]))
-
-
-def expected_remote_nodes(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, node: NDArray[np.intp]) -> NDArray[np.float64]:
-    """The same of distinct remote nodes; node: int [ranks], numbers from 0. What is served on the home rank's own node crosses no machine."""
-    if node.max() == 0:
-        return np.zeros((*profile.shape[:-2], share.shape[1]))
-    return _expected_remote(profile, share, top_k, node)
-
-
-def _expected_remote(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, place: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Distinct places other than a rank's own, per home rank; place: int [ranks], that of each rank."""
     layers, ranks, experts = share.shape
     wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
-    member = (place == np.arange(int(place.max()) + 1)[:, None]).astype(np.float64)
-    served = member @ share
+    member = (node[:, None] == np.arange(int(node.max()) + 1)).astype(np.float64)
     several = (share > 0).sum(axis=1) > 1
-    remote = np.zeros((len(wanted), ranks))
+    found = np.zeros((2, len(wanted), ranks))
+    most = max(1, _CELLS // (len(wanted) * ranks))
     for layer in range(layers):
-        mass = wanted[:, layer] @ served[layer].T
-        if not several[layer].any():  # nobody's own experts are served by others: the mass of a place is the same for every home
-            reached = _reached(mass, top_k)
-            remote += (reached.sum(axis=1, keepdims=True) - reached)[:, place]
+        mass = wanted[:, layer] @ share[layer].T
+        if not several[layer].any():  # nobody's own experts are served by others: the mass of a rank is the same for every home
+            found[0] += _others(_reached(mass, top_k))
+            if member.shape[1] > 1:
+                found[1] += _others(_reached(mass @ member, top_k))[:, node]
             continue
-        for home in range(ranks):
-            here = np.flatnonzero(several[layer] & (share[layer, home] > 0))
-            away = _reached(mass - wanted[:, layer, here] @ served[layer][:, here].T, top_k)
-            remote[:, home] += away.sum(axis=1) - away[:, place[home]]
-    return remote.reshape(*profile.shape[:-2], ranks)
+        for start in range(0, ranks, most):
+            homes = np.arange(start, min(start + most, ranks))
+            away = np.repeat(mass[:, None], len(homes), axis=1)
+            for at, home in enumerate(homes):
+                here = np.flatnonzero(several[layer] & (share[layer, home] > 0))
+                away[:, at] -= wanted[:, layer, here] @ share[layer][:, here].T
+            found[0][:, homes] += _elsewhere(_reached(away, top_k), homes)
+            if member.shape[1] > 1:
+                found[1][:, homes] += _elsewhere(_reached(away @ member, top_k), node[homes])
+    remote_ranks, remote_nodes = found.reshape(2, *profile.shape[:-2], ranks)
+    return remote_ranks, remote_nodes
+
+
+def _others(reached: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[n, places]: of all places but each."""
+    return np.asarray(reached.sum(axis=1, keepdims=True) - reached)
+
+
+def _elsewhere(reached: NDArray[np.float64], own: NDArray[np.intp]) -> NDArray[np.float64]:
+    """[n, homes] of [n, homes, places]: of all places but each home's own."""
+    return np.asarray(reached.sum(axis=2) - reached[:, np.arange(len(own)), own])
 
 
 def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    return np.asarray(1.0 - (1.0 - np.clip(mass, 0.0, 1.0)) ** top_k)
+    """1 - (1 - mass)^k, the power by squaring: k is small, and numpy's own takes ten times as long."""
+    square, power = 1.0 - mass.clip(0.0, 1.0), np.ones(1)
+    while top_k:
+        if top_k & 1:
+            power = power * square
+        top_k >>= 1
+        if top_k:
+            square = square * square
+    return np.asarray(1.0 - power)
 
 
 def expected_local_share(profile: NDArray[Any], share: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from fleet.timing import expected_local_share, expected_remote_nodes, expected_remote_ranks
+from fleet.timing import expected_local_share, expected_remote
 
 Matrix = NDArray[np.float64]
 
@@ -85,5 +85,5 @@ def _prices(clusters: ClusterModel, share: NDArray[np.float64], boundary: int, t
     profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])[:, boundary:]
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
-    found = expected_remote_ranks(profiles, share, top_k), expected_remote_nodes(profiles, share, top_k, node), expected_local_share(profiles, share)
+    found = *expected_remote(profiles, share, top_k, node), expected_local_share(profiles, share)
     return Prices(*(np.ascontiguousarray(table[which].T) for table in found))

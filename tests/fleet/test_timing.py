@@ -1,16 +1,26 @@
 """The time model against brute force."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fleet.experts import ExpertId
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
-from fleet.timing import EngineSpeed, expected_local_share, expected_remote_nodes, expected_remote_ranks, running_seconds
+from fleet.timing import EngineSpeed, expected_local_share, expected_remote, running_seconds
+
+
+def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
+    return expected_remote(profile, share, top_k, np.zeros(share.shape[1], np.intp))[0]
+
+
+def expected_remote_nodes(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, node: NDArray[np.intp]) -> NDArray[np.float64]:
+    return expected_remote(profile, share, top_k, node)[1]
 
 
 def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws() -> None:
