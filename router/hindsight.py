@@ -201,7 +201,7 @@ class Hindsight:
     def _profiled(self, message: RequestsProfiled) -> None:
         for profile in message.requests:
             decision = self._picker.kept(profile.decision)
-            if decision is None or decision.target.key != (message.worker_id, message.rank):
+            if decision is None or decision.target.key[0] != message.worker_id:
                 self._metrics.profiled("unknown")
                 continue
             self._metrics.profiled("ours")

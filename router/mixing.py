@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.layout import EP
+from fleet.signatures import ClusterModel
 from router.decision import Decision
 from router.distinct import Mixes, Read, Reading, Share, Tokens, read
+from router.locality import Prices
 from router.pace import NONE, Surcharge
 from router.reservations import SEQUENCES, Reservations
 from router.view import EngineState, View
@@ -28,6 +30,8 @@ class Mixing:
         self._misses: dict[tuple[str, int, int], tuple[Reading, Misses]] = {}
         """by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32 clusters"""
         self._surcharges: dict[int, Surcharge] = {}
+        self._sent: dict[int, tuple[Prices | None, ClusterModel | None]] = {}
+        """which prices and clusters a surcharge for sending is of"""
 
     def booked(self, decision: Decision) -> Share | None:
         """A request runs from now on, until its share ends. None: what it activates makes no difference, or is unknown."""
@@ -39,6 +43,7 @@ class Mixing:
     def forget_worker(self, worker_id: int) -> None:
         self._mixes.forget_worker(worker_id)
         self._surcharges.pop(worker_id, None)
+        self._sent.pop(worker_id, None)
 
     def surcharge(self, worker_id: int) -> Surcharge:
         """What experts add to an engine's times now."""
@@ -51,7 +56,9 @@ class Mixing:
         for state in self._view.engines():
             self._sending(state)
             reading = self._reading(state)
-            if reading is not None:
+            if reading is None:
+                self._surcharges[state.joined.worker_id] = Surcharge(token=self.surcharge(state.joined.worker_id).token)
+            else:
                 key = (state.joined.model, reading.top_k, reading.boundary)
                 readings[key] = reading
                 tokens = self._changed(state, reading, now)
@@ -65,11 +72,16 @@ class Mixing:
 
     def _sending(self, state: EngineState) -> None:
         """What it costs each rank to send a token of the traffic's mix to other ranks and nodes."""
-        joined, clusters = state.joined, self._view.clusters(state.joined.model)
+        worker_id, speed, clusters = state.joined.worker_id, state.joined.speed, self._view.clusters(state.joined.model)
         prices = None if state.locality is None else state.locality.prices
-        if prices is not None and clusters is not None and joined.speed is not None and prices.remote.shape[1] == clusters.clusters:
-            seconds = (joined.speed.dispatch * prices.remote + joined.speed.dispatch_node * prices.nodes) @ clusters.shares
-            self._surcharges[joined.worker_id] = self.surcharge(joined.worker_id)._replace(token=tuple(seconds.tolist()))
+        known = self._sent.get(worker_id)
+        if known is not None and known[0] is prices and known[1] is clusters:
+            return
+        self._sent[worker_id] = prices, clusters
+        seconds: tuple[float, ...] = ()
+        if prices is not None and clusters is not None and speed is not None and prices.remote.shape[1] == clusters.clusters:
+            seconds = tuple(((speed.dispatch * prices.remote + speed.dispatch_node * prices.nodes) @ clusters.shares).tolist())
+        self._surcharges[worker_id] = self.surcharge(worker_id)._replace(token=seconds)
 
     def _reading(self, state: EngineState) -> Reading | None:
         """None: the engine's distinct experts have no price."""

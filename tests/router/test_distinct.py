@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fleet.layout import EP, Layout
+from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 from router.distinct import Mixes, Reading, Share, read
 from router.mixing import Mixing
+from router.pace import NONE
 from tests.router.learnt import halves
 from tests.router.test_deciding import decided, foretold, view_of
 
@@ -172,3 +175,19 @@ async def test_an_engine_that_introduces_itself_again_is_priced_again(threads: T
     assert again is not None
     assert again.distinct is not None
     assert again.distinct.tolist() == before.tolist()
+
+
+async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_nothing_of_its_own_any_more(threads: ThreadPoolExecutor) -> None:
+    running = Running(threads)
+    await running.mixing.refresh(0.0)
+    before = running.mixing.surcharge(1)
+    assert before.reading > 0
+    assert before.token[0] > 0
+    state = running.view.engine(1)
+    assert state is not None
+    assert state.placement is not None
+    placement = Placement.from_record(structs.replace(state.placement.record(), epoch=state.placement.epoch + 1))
+    assert running.view.place(1, placement, Layout(attention="tp", boundary=2))
+    await running.mixing.refresh(1.0)
+    assert running.mixing.surcharge(1) == NONE
+    assert running.mixing.surcharge(2).token == before.token

@@ -239,10 +239,10 @@ async def test_profiles_of_others_are_ignored_and_a_request_that_tells_nothing_i
     voice = town.bus.publisher(town.subjects.requests_profiled)
     decision, booking = book(service, need(100))
     service.release(booking)
-    wrong_rank = profiled(joined, decision, [1.0, 0.0], 0.9)
+    elsewhere = profiled(joined, decision, [1.0, 0.0], 0.9)
     unknown = profiled(joined, decision, [1.0, 0.0], 0.9)
     for message in (
-        RequestsProfiled(**{**_fields(wrong_rank), "rank": 1 - decision.target.rank}),
+        RequestsProfiled(**{**_fields(elsewhere), "worker_id": 5}),
         RequestsProfiled(**{**_fields(unknown), "requests": (RequestProfile(decision="ffff", tokens=1, cached_tokens=0, signature=b""),)}),
     ):
         await voice.publish(message)

@@ -109,6 +109,24 @@ def test_what_a_booking_has_left_is_known_better_than_a_report_guesses_it() -> N
     assert loads(reservations, row, 9.0)[STEPS] == 0
 
 
+def test_what_the_first_report_after_a_moment_changes_is_noted_and_no_later_one() -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    rows = np.array([reservations.add_rank("a"), reservations.add_rank("b")])
+    reservations.report("a", (100, 1, 8, 10), 0.0)
+    assert reservations.surprise(rows).tolist() == [[0, 0]] * AMOUNTS
+    reservations.watch()
+    reservations.book("a", (50, 1, 4, 7), 0.1)
+    reservations.report("a", (500, 3, 9, 30), 1.0)  # believed were 150, 2, 12 and 17; two of the three are strangers, with 20 tokens left
+    reservations.report("a", (0, 0, 0, 0), 2.0)
+    assert reservations.surprise(rows).T.tolist() == [[350, 1, -3, 10], [0, 0, 0, 0]]
+    reservations.watch()
+    assert not reservations.surprise(rows).any()
+    reservations.report("b", (9, 0, 0, 0), 2.0)
+    reservations.remove_rank("b")
+    assert reservations.add_rank("c") == rows[1]
+    assert not reservations.surprise(rows).any()
+
+
 def test_a_rank_that_left_takes_its_bookings_with_it() -> None:
     reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
     row = reservations.add_rank("a")
