@@ -56,6 +56,8 @@ class Feeds:
         self._changed = changed
         self.behind = {subjects.membership(): "joins", subjects.placements(): "placements", subjects.drains(): "drains"}
         """what is stored under these subjects has not all been heard yet"""
+        self.acquainted = asyncio.Event()
+        """set once the stored joins have been heard"""
         self.listening = asyncio.Event()
         """set once nothing said on the bus is missed any more"""
         self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
@@ -91,7 +93,8 @@ class Feeds:
                 if subject in self.behind:
                     async for received in self._bus.replay(subject, latest=True, follow=False):
                         self._heard(received.message)
-                    self.behind.pop(subject)
+                    if self.behind.pop(subject) == "joins":
+                        self.acquainted.set()
                 async for received in self._bus.replay(subject, latest=True):
                     self._heard(received.message)
             except BusError as error:

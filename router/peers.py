@@ -4,6 +4,7 @@ Every router says something at least every half second, and hears itself: so it 
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -26,6 +27,8 @@ ECHO_SECONDS = 1.5
 """Not to hear oneself for so long means that the bus carries nothing."""
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
+ACQUAINTED_SECONDS = 2.0
+"""Then others are listened to although it is not known which ranks there are."""
 MEETING_SECONDS = 0.25
 """A router that is there answers a newcomer's first word at once; whoever has not by then is not there."""
 
@@ -49,8 +52,9 @@ class Peers:
         clock: Callable[[], float],
         passed: Passed,
         freed: Callable[[], None],
+        acquainted: asyncio.Event,
     ) -> None:
-        """freed: called when something that others booked is over."""
+        """freed: called when something that others booked is over. acquainted: set once the ranks are known that bookings are about."""
         self.router = secrets.randbits(64)
         """identity of this process among routers"""
         self._bus = bus
@@ -61,6 +65,7 @@ class Peers:
         self._clock = clock
         self._passed = passed
         self._freed = freed
+        self._acquainted = acquainted
         self._diary = Diary(self.router, config.reservation_seconds / 2)
         self._ledger = Ledger(reservations, config.reservation_seconds)
         self._voice = bus.publisher(subjects.reservations)
@@ -124,6 +129,9 @@ class Peers:
 
     async def run(self) -> None:
         """Tell and listen until cancelled."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ACQUAINTED_SECONDS):
+                await self._acquainted.wait()
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             said = await stack.enter_async_context(self._bus.subscribe(subjects.reservations))

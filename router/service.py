@@ -93,7 +93,10 @@ class RouterService:
         most = WHOLE_EVENTS * config.max_event_bytes
         self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
         self.reserved = Reserved(config.reservation_seconds)
-        self.peers = None if bus is None else Peers(bus, subjects, config, reservations, self.metrics, clock, self.end_reserved, self.waiting.wake)
+        self.peers: Peers | None = None
+        if bus is not None and self.feeds is not None:
+            others = self.end_reserved, self.waiting.wake, self.feeds.acquainted
+            self.peers = Peers(bus, subjects, config, reservations, self.metrics, clock, *others)
         self.tag = secrets.token_hex(2)
         """what the ids of this router's decisions begin with"""
         self.warmup = Warmup(self.view, self.feeds, self.peers)

@@ -102,7 +102,7 @@ async def street() -> AsyncIterator[Street]:
         yield street
 
 
-OF_ITS_OWN = {"id", "request_id", "seed", "chosen", "runner_up", "url", "expires_seconds", "candidates"}
+OF_ITS_OWN = {"id", "request_id", "seed", "chosen", "runner_up", "if_gone", "without", "url", "expires_seconds", "candidates"}
 
 
 def alike(record: dict[str, Any]) -> dict[str, Any]:

@@ -108,6 +108,7 @@ async def test_ten_seconds_without_nats_lose_no_request_and_double_none(how: str
             over.set()
         assert excluded == Counter()
         assert all(not service.bus_silent for service, _ in routers)
+        assert all(b"roost_router_peers 1.0" in service.metrics.exposition() for service, _ in routers)
     assert sorted(answered) == list(range(next(numbers)))
     assert max(answered.values()) == 1
     assert sum(len(rank.requests) for rank in ranks) == len(answered) > 500

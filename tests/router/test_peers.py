@@ -339,3 +339,22 @@ async def test_one_silent_engine_among_others_is_dead(town: Town) -> None:
     town.engines.remove(lost)
     await asyncio.sleep(4.5)
     assert standings(service) == ["b: dead"]
+
+
+@pytest.mark.looptime
+async def test_bookings_of_others_are_asked_for_only_when_the_ranks_are_known_that_they_are_about(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus's store may take its time."""
+    joined = await town.engine("a")
+    one = await town.ready_router()
+    book(one, need(100))
+    replay = MemoryBus.replay
+
+    async def slowly(bus: MemoryBus, subject: str, **how: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.7)
+        async for received in replay(bus, subject, **how):
+            yield received
+
+    monkeypatch.setattr(MemoryBus, "replay", slowly)
+    newcomer = await town.ready_router()
+    assert load(newcomer, joined) == load(one, joined)
+    assert load(newcomer, joined)[PREFILL] == 100
