@@ -23,6 +23,8 @@ from engine_adapter.simulated.ranks import SimulatedRank
 from engine_adapter.simulated.words import WordTokenizer
 from fleet.placement import Placement
 
+_CLOCK_SECONDS = 1e-4
+"""so much too early a timer may fire; no need to wait again for the rest"""
 _LAG_SECONDS = 0.25
 """behind the clock; beyond, a busy machine's lost time is not caught up with"""
 
@@ -139,7 +141,7 @@ class SimulatedEngine:
     async def _until(self, due: float) -> None:
         """Until the step is over, however long faults hold it; or until the engine fails. Lets others run in any case."""
         await asyncio.sleep(0)
-        while self.failure is None and (end := max(due, self.faults.held_until(self.now))) > self.now:
+        while self.failure is None and (end := max(due, self.faults.held_until(self.now))) > self.now + _CLOCK_SECONDS:
             self._alarm.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(end if end < float("inf") else None):

@@ -1,0 +1,205 @@
+"""Which experts simulated tokens want, where those are, and what the words are: against plain loops."""
+
+import dataclasses
+import io
+import itertools
+import json
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_adapter.rank.scheduler import Generation, Slice, identify
+from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.demand import BUCKETS, Routes, Tastes, aligned, place
+from engine_adapter.simulated.pace import Plan, plan, seconds, tokens_of_row
+from engine_adapter.simulated.presets import PRESETS, SHAPES, speed_of
+from engine_adapter.simulated.words import END, VOCABULARY, Script, WordTokenizer
+from fleet.placement import Placement, linear
+from fleet.routings import count_pairs
+from fleet.timing import EngineSpeed
+
+CONFIG = SimulatedConfig(shape="demo", ranks=4, node_ranks=2, domains=3, domain_blocks=2)
+TASTES = Tastes(CONFIG)
+TOKENIZER = WordTokenizer()
+tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90)
+
+
+@given(tokens, st.data())
+@settings(max_examples=40)
+def test_a_position_wants_the_same_experts_however_its_prompt_is_cut_and_goes_on(prompt, data):
+    blocks = identify(prompt, 16)
+    rows = TASTES.rows_of(prompt, 0, blocks)
+    assert rows.tolist() == [TASTES.row(token, at, blocks) for at, token in enumerate(prompt)]
+    begin = data.draw(st.integers(0, len(prompt) - 1))
+    assert TASTES.rows_of(prompt[begin:], begin, blocks).tolist() == rows[begin:].tolist()
+    shorter = prompt[: begin + 1]
+    assert TASTES.rows_of(shorter, 0, identify(shorter, 16)).tolist() == rows[: begin + 1].tolist()
+
+
+def test_the_first_blocks_choose_the_domain_and_the_rest_keeps_it():
+    dice = np.random.default_rng(3)
+    prompts = [dice.integers(0, 1000, 160).tolist() for _ in range(60)]
+    domains = [(TASTES.rows_of(prompt, 0, identify(prompt, 16)) // BUCKETS).reshape(-1, 16) for prompt in prompts]
+    for found in domains:
+        assert (found[0] == CONFIG.domains).all()
+        assert len(set(found[CONFIG.domain_blocks :].ravel().tolist())) == 1
+    assert {int(found[-1, 0]) for found in domains} == set(range(CONFIG.domains))
+
+
+def test_counts_are_those_of_the_tables():
+    by_row = np.random.default_rng(1).integers(0, 4, TASTES.rows)
+    rows = np.repeat(np.arange(TASTES.rows, dtype=np.int16), by_row)
+    assert np.array_equal(TASTES.counts(by_row), count_pairs(TASTES.chosen(rows), TASTES.shape.experts))
+
+
+def test_engines_of_one_seed_agree_and_of_another_do_not():
+    assert np.array_equal(TASTES.table, Tastes(dataclasses.replace(CONFIG, ranks=2)).table)
+    assert not np.array_equal(TASTES.table, Tastes(dataclasses.replace(CONFIG, seed=1)).table)
+
+
+def with_replicas() -> Placement:
+    """Six experts of each layer have a second home, on the next rank but one."""
+    slots = np.full((4, 4, 10), -1, np.int16)
+    slots[:, :, :8] = linear(layers=4, experts=32, ranks=4).expert_of_slot.reshape(4, 4, 8)
+    for layer, expert in itertools.product(range(4), (0, 5, 9, 17, 25, 31)):
+        rank = (expert // 8 + 2) % 4
+        slots[layer, rank, 8 + (slots[layer, rank, 8] >= 0)] = expert
+    return Placement(slots.reshape(4, -1), experts=32, ranks=4)
+
+
+@pytest.mark.parametrize("placement", [place(TASTES, CONFIG), aligned(TASTES, 4), with_replicas()], ids=["linear", "aligned", "replicas"])
+def test_traffic_is_what_counting_token_by_token_gives(placement):
+    by_row = np.random.default_rng(2).integers(0, 3, (4, TASTES.rows)) * (np.arange(TASTES.rows) % 17 == 0)
+    node = CONFIG.node_of_rank
+    ranks, nodes = np.zeros(4), np.zeros(4)
+    read: list[set[tuple[int, int]]] = [set() for _ in range(4)]
+    for home, row in zip(*np.nonzero(by_row), strict=True):
+        for layer, experts in enumerate(TASTES.table[row]):
+            servers = {int(expert): server(placement, layer, int(expert), int(home), node) for expert in experts}
+            ranks[home] += by_row[home, row] * len(set(servers.values()) - {home})
+            nodes[home] += by_row[home, row] * len({node[one] for one in servers.values()} - {node[home]})
+            for expert, rank in servers.items():
+                read[rank].add((layer, expert))
+    found = Routes(TASTES, placement, node).traffic(by_row)
+    assert found.remote_ranks.tolist() == ranks.tolist()
+    assert found.remote_nodes.tolist() == nodes.tolist()
+    assert found.distinct_experts.tolist() == [len(one) for one in read]
+
+
+def server(placement: Placement, layer: int, expert: int, home: int, node: tuple[int, ...]) -> int:
+    """The holder on the home rank, else one on its node, else any; the next one after home among equals."""
+    held = np.flatnonzero(placement.replicas_on_rank[layer, :, expert]).tolist()
+    return min(held, key=lambda rank: (rank != home, node[rank] != node[home], (rank - home) % placement.ranks))
+
+
+def test_alignment_keeps_domains_at_home_and_ranks_balanced():
+    config = SimulatedConfig(shape="demo", ranks=4, domains=4, domain_skew=1.5)
+    tastes = Tastes(config)
+    shares, loads = [], []
+    for placement in (linear(layers=4, experts=32, ranks=4), aligned(tastes, 4)):
+        held = placement.replicas_on_rank > 0
+        local = [
+            np.mean([held[layer, domain, tastes.table[domain * BUCKETS : (domain + 1) * BUCKETS, layer]].mean() for layer in range(4)]) for domain in range(4)
+        ]
+        wanted = tastes.counts(np.ones(tastes.rows, np.int64))
+        shares.append(np.mean(local))
+        loads.append((held * wanted[:, None, :]).sum(axis=2).max(axis=1) / wanted.sum(axis=1) * 4)
+    assert shares[0] < 0.32
+    assert shares[1] > shares[0] + 0.1
+    assert loads[1].max() < 1.3
+
+
+def test_a_step_costs_what_its_slices_say():
+    prompt, running = list(range(50)), Generation(list(range(100, 140)), 9)
+    running.blocks = identify(running.tokens, 16)
+    running.table.pages = [4, 5, 6]
+    begun = Generation(prompt, 9, blocks=identify(prompt, 16))
+    found = plan([Slice(running, 39, 1, last=True), Slice(begun, 16, 20, last=False)], TASTES)
+    assert (found.prefill_tokens, found.sequences, found.blocks) == (20, 1, 3)
+    assert found.prefill_pairs == sum(position + 1 for position in range(16, 36))
+    by_row = np.stack([tokens_of_row(found.parts, TASTES.rows), np.zeros(TASTES.rows, np.int64)])
+    assert by_row.sum() == 21
+    speed = EngineSpeed(
+        prefill_token=1.0, prefill_pair=1e-3, step=100.0, decode_sequence=7.0, decode_block=0.5, dispatch=1e-4, dispatch_node=1e-5, expert_read=1e-6
+    )
+    routes = Routes(TASTES, linear(layers=4, experts=32, ranks=2), (0, 1))
+    cause = routes.traffic(by_row)
+    busy, idle = seconds(speed, [found, Plan([], 0, 0.0, 0, 0)], by_row, routes)
+    experts = 1e-4 * cause.remote_ranks[0] + 1e-5 * cause.remote_nodes[0] + 1e-6 * cause.distinct_experts[0]
+    assert busy == pytest.approx(20 + 1e-3 * found.prefill_pairs + 100 + 7 + 1.5 + experts)
+    assert idle == pytest.approx(100 + 1e-6 * cause.distinct_experts[1])
+
+
+def test_speeds_of_the_presets_are_those_of_the_cost_model():
+    speed = speed_of("deepseek-v3", 16)
+    assert SHAPES["deepseek-v3"].expert_bytes == pytest.approx(44.04e6, rel=1e-3)
+    assert speed.dispatch_node * 50e9 == pytest.approx(7392 + 14336, rel=2e-3)
+    assert speed.decode_block == pytest.approx(16 * 70_272 / 2.7e12)
+    assert 0.008 < speed.step < 0.02
+    assert 5_000 < 1 / speed.prefill_token < 20_000
+    assert all(getattr(speed_of(name, 16), field) > 0 for name in PRESETS for field in EngineSpeed.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"shape": "gpt"}, "shape = 'gpt': use one of deepseek-v3"),
+        ({"ranks": 33}, "ranks = 33: use 1 to 32"),
+        ({"max_batch_tokens": 128}, "must exceed max_running"),
+        ({"max_context": 1 << 20}, "what fits into kv_blocks"),
+        ({"time_scale": 0.0}, "time_scale = 0.0"),
+        ({"break_share": 1.1}, "break_share = 1.1: use 0 to 1"),
+        ({"dispatch": -1.0}, "dispatch = -1.0: use seconds"),
+        ({"placement": "random"}, "use one of linear, aligned"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(wrong, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        SimulatedConfig(**wrong)
+
+
+def test_set_speeds_win_and_real_ones_are_scaled():
+    config = SimulatedConfig(shape="deepseek-v3", time_scale=0.1, step=0.02)
+    assert config.speed.step == 0.02
+    assert config.real_speed.step == pytest.approx(0.002)
+    assert config.speed.prefill_token == speed_of("deepseek-v3", 16).prefill_token
+
+
+@given(tokens, st.integers(0, 2**63), st.integers(0, 200))
+@settings(max_examples=60)
+def test_what_is_said_is_text_that_reads_back_as_it_was_said(prompt, seed, skipped):
+    script = Script(TOKENIZER, prompt, seed, 0)
+    said = [script.token(len(prompt) + at) for at in range(skipped, skipped + 30)]
+    stream = TOKENIZER.detokenizer()
+    text = "".join(map(stream.feed, said)) + stream.finish()
+    assert TOKENIZER.encode(text) == said
+    again = Script(TOKENIZER, list(prompt), seed, 0)
+    assert [again.token(len(prompt) + at) for at in range(skipped, skipped + 30)] == said
+
+
+def test_another_prompt_or_seed_says_something_else():
+    said = {tuple(Script(TOKENIZER, prompt, seed, 0).token(3 + at) for at in range(20)) for prompt in ([1, 2, 3], [1, 2, 4]) for seed in (0, 1)}
+    assert len(said) == 4
+
+
+def test_answers_that_end_by_themselves_have_the_mean_length_asked_for():
+    def length(number: int) -> int:
+        script = Script(TOKENIZER, [number], 0, 50)
+        return next(at for at in itertools.count() if script.token(1 + at) == TOKENIZER.end)
+
+    lengths = [length(number) for number in range(400)]
+    assert 42 < np.mean(lengths) < 58
+    assert min(lengths) >= 1
+
+
+def test_the_archive_is_what_routers_read():
+    with zipfile.ZipFile(io.BytesIO(TOKENIZER.archive)) as files:
+        told = json.loads(files.read("tokenizer_config.json"))
+        assert told["eos_token"] == END
+        assert "assistant:" in told["chat_template"]
+        assert len(json.loads(files.read("tokenizer.json"))["model"]["vocab"]) == TOKENIZER.end
+    assert WordTokenizer().archive == TOKENIZER.archive
+    assert [TOKENIZER.piece(token) for token in (TOKENIZER.words[0], TOKENIZER.full_stop, TOKENIZER.end, VOCABULARY - 1)] == [" the", ".", "", ""]
