@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
-from fleet.blocks import BLOCK_SIZE
 from fleet.completions import ApiError
 from fleet.events import Capabilities, EngineJoined
 from router.proxy import Upstream
@@ -19,6 +18,8 @@ log = logging.getLogger(__name__)
 _LIST_BYTES = 1024 * 1024
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
 _UNKNOWN_CONTEXT = 2**31 - 1
+_BLOCK_SIZE = 64
+"""Tokens, or 256 bytes of text: what is cached there is a guess from prompts sent, and finer blocks would cost more than they tell."""
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -97,7 +98,7 @@ def _as_engine(url: str, model: _Model) -> EngineJoined:
         model=model.id,
         node=urlsplit(url).hostname or url,
         urls=(url,),
-        block_size=BLOCK_SIZE,
+        block_size=_BLOCK_SIZE,
         kv_blocks=0,
         max_context=model.max_model_len or _UNKNOWN_CONTEXT,
         max_batch_tokens=_UNKNOWN_CONTEXT,
