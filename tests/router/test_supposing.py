@@ -1,10 +1,14 @@
 """What would be decided if: terms that do not count, and ranks that are gone; asked over HTTP, of the bus's word and of the command."""
 
+import asyncio
+import re
 from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from deploy.cli import app
 from fleet.completions import ApiError
 from fleet.events import RouteRequested
 from fleet.timing import EngineSpeed
@@ -96,3 +100,29 @@ def test_names_count_once_and_too_many_are_refused() -> None:
 def test_the_buss_question_may_suppose_as_well() -> None:
     said = msgspec.msgpack.decode(msgspec.msgpack.encode(RouteRequested(body=b"{}", without=("experts",), gone=("e/0",))), type=RouteRequested)
     assert supposed(said.without, said.gone) == Supposed(without=("experts",), gone=("e/0",))
+
+
+async def explain(house: House, *arguments: str) -> str:
+    """What `roost explain` prints; lines are not broken."""
+    found = await asyncio.to_thread(CliRunner(env={"COLUMNS": "300"}).invoke, app, ["explain", "hello there", "--router", house.url, *arguments])
+    assert found.exit_code == (1 if "nowhere/9" in arguments else 0), found.output
+    return found.output
+
+
+async def test_the_command_says_why_and_what_would_have_been(open_house: OpenHouse, byte_archive: bytes) -> None:
+    house = await two_engines(open_house, byte_archive)
+    said = await explain(house)
+    assert "why: the lowest score; policy cost" in said
+    assert re.search(r"otherwise: stepper/\d without decode", said)
+    assert re.search(r"if thinker/0 were gone: stepper/\d", said)
+    said = await explain(house, "--without", "decode", "--gone", "stepper/1", "--session", "s", "--tenant", "t")
+    assert "supposed: decode does not count, stepper/1 is gone" in said
+    assert "gone, as supposed" in said
+    assert "no rank or engine 'nowhere/9' serves the model 'demo'" in await explain(house, "--gone", "nowhere/9")
+
+
+def test_the_command_supposes_nothing_of_a_decision_that_was_made() -> None:
+    for option in (["--without", "queue"], ["--gone", "e/0"], ["--session", "s"], ["--tenant", "t"]):
+        found = CliRunner().invoke(app, ["explain", "--id", "1", *option])
+        assert found.exit_code == 2
+        assert "a served decision is read back as it was made" in found.output
