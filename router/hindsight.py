@@ -97,7 +97,7 @@ class Hindsight:
             return
         watched.told_at = now
         decision = watched.decision
-        if watched.undisturbed:
+        if watched.undisturbed and self._known(decision):
             surcharge = self._mixing.surcharge(decision.target.key[0])
             expected, observed, row = first_token(decision, surcharge), now - booking.booked_at, self._row(decision)
             prefill, decode = self._picker.speeds.of(row)
@@ -109,7 +109,7 @@ class Hindsight:
         watched = self._open.get(booking)
         if watched is None or watched.decision.target.key[0] in self._paces:
             return
-        if watched.told_at is not None and tokens > 0:
+        if watched.told_at is not None and tokens > 0 and self._known(watched.decision):
             decision, seconds = watched.decision, (now - watched.told_at) / tokens
             expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
             self._picker.speeds.stepped(decision.target.key, self._row(decision), expected, seconds, min(tokens / _A_FEW_TOKENS, 1.0))
@@ -211,6 +211,10 @@ class Hindsight:
             probe = self._waiting.take(profile.decision)
             if probe is not None:
                 self._settle(probe, profile, message.clusters)
+
+    def _known(self, decision: Decision) -> bool:
+        """Whether its engine is not forgotten yet: afterwards its row may be another's."""
+        return self._view.engine(decision.target.key[0]) is not None
 
     def _row(self, decision: Decision) -> int:
         return int(decision.roster.rows[decision.at[decision.chosen]])

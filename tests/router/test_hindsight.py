@@ -119,6 +119,23 @@ async def test_a_restarted_engine_is_believed_anew(town: Town) -> None:
 
 
 @pytest.mark.looptime
+async def test_a_request_that_outlives_its_engine_says_nothing_of_the_next_one(town: Town) -> None:
+    await town.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await town.ready_router()
+    outliving = [book(service, need(100))[1] for _ in range(2)]
+    service.first_token(outliving[0])
+    await town.engine("e", speed=SPEED, capabilities=PLAIN, worker_id=77)
+    await asyncio.sleep(1.1)
+    for _ in range(20):
+        await serve(service, 2.0, 200, town.engines[-1], reports=False)
+    service.first_token(outliving[1])
+    for _ in range(40):
+        service.emitted(outliving[0], 16)
+    await asyncio.sleep(TICK_SECONDS)
+    assert series(service, "speed_factor", worker_id="77", of="prefill") == pytest.approx(2.0, rel=0.15)
+
+
+@pytest.mark.looptime
 @pytest.mark.parametrize(("attempt", "queued"), [(Try(2), 0.0), (FIRST_TRY, 0.5)], ids=["retried or continued", "queued"])
 async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Try, queued: float) -> None:
     liar = await town.engine("liar", speed=SPEED, capabilities=PLAIN)
