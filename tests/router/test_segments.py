@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from deploy.demo_model import checkpoint_path
+from router.openai import ChatRequest, prompt_bytes
 from router.segments import MOST_SEGMENTS, Cutter, SegmentCache
 from router.tokenizer import ModelTokenizer, first_difference
-from tests.router.houses import SCRIPT
+from tests.router.houses import SCRIPT, MockRank, OpenHouse, Serve, archive
 
 MARKS = ("<|start|>", "<|end|>", "<|start|>x", "</s>")
 CHATML = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|start|>assistant\n"
@@ -69,6 +70,13 @@ def known(kind: str) -> Tokenizer:
     }[kind]()
 
 
+@cache
+def small_memory(kind: str) -> ModelTokenizer:
+    """Whose memory forgets a lot from one conversation to the next."""
+    template = CHATML.replace("<|start|>", "\x00") if kind == "demo" else CHATML
+    return ModelTokenizer(known(kind), {}, template, SegmentCache(4096))
+
+
 EXACT = ("demo", "bytes", "bytes, prefix space", "pieces of words", "unigram, first", "unigram, always")
 REFUSED = ("unigram, strips", "bytes, normalised", "words only")
 
@@ -92,8 +100,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 @settings(max_examples=25, deadline=None)
 @given(talks=st.lists(TALKS, min_size=1, max_size=3))
 def test_ids_made_in_pieces_are_those_of_the_whole_conversation(kind: str, talks: list[list[tuple[str, str]]]) -> None:
-    template = CHATML.replace("<|start|>", "\x00") if kind == "demo" else CHATML
-    model = ModelTokenizer(known(kind), {}, template, SegmentCache(4096))
+    model = small_memory(kind)
     for turns in talks:
         for length in range(1, len(turns) + 1):
             text = model.render(talk(turns[:length]))
@@ -213,3 +220,32 @@ def test_many_threads_get_the_same_ids() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(open_house: OpenHouse, serve_rank: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = archive(known("bytes"), {"chat_template": CHATML})
+    house = await open_house(long_prompt_characters=1000)
+    rank = await serve_rank(MockRank(packed))
+    await house.join("alone", [rank.url], packed)
+    left = 0
+    submit = house.service.threads.submit
+
+    def counted(*work: Any) -> Any:
+        nonlocal left
+        left += 1
+        return submit(*work)
+
+    monkeypatch.setattr(house.service.threads, "submit", counted)
+    turns = [("system", "words in a row " * 100)]
+    for words, leaves in (("hi", 1), ("and now", 1), ("so " * 400, 2), ("bye", 2)):
+        turns += [("user", words)]
+        assert (await house.post("/v1/chat/completions", {"model": "demo", "messages": talk(turns), "max_tokens": 1})).status == 200
+        assert left == leaves
+        assert rank.requests[-1].prompt == whole(known("bytes"), rank.tokenizer.render(talk(turns)))
+
+
+@settings(max_examples=30)
+@given(turns=TALKS, later=TALKS)
+def test_the_text_of_a_conversation_is_a_prefix_of_its_next_turn(turns: list[tuple[str, str]], later: list[tuple[str, str]]) -> None:
+    before, after = (prompt_bytes(ChatRequest(model="demo", messages=talk(some), tools=[{"type": "function"}])) for some in (turns, turns + later))
+    assert after.startswith(before)

@@ -1,0 +1,73 @@
+"""Clients that hang up: noticed late enough to cost nothing, early enough to matter, and never after the answer."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.clients import WATCH_AFTER_SECONDS, Watch, Watches
+
+
+class Client:
+    """Says nothing until it hangs up."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.asked = 0
+
+    async def receive(self) -> dict[str, Any]:
+        self.asked += 1
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+async def answer(watches: Watches, watch: Watch, seconds: float) -> str:
+    watches.start(watch, "r")
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        return "left" if watch.client_left() else "cancelled"
+    finally:
+        watch.stop()
+    return "answered"
+
+
+@pytest.mark.looptime
+async def test_a_client_that_hangs_up_cancels_its_answer_alone() -> None:
+    watches, clients = Watches(), [Client(), Client()]
+    answers = [asyncio.create_task(answer(watches, Watch(client.receive), 1.0)) for client in clients]
+    asyncio.get_running_loop().call_later(0.5, clients[0].left.set)
+    assert await asyncio.gather(*answers) == ["left", "answered"]
+
+
+@pytest.mark.looptime
+async def test_short_answers_are_never_watched() -> None:
+    watches, client = Watches(), Client()
+    for _ in range(3):
+        assert await answer(watches, Watch(client.receive), WATCH_AFTER_SECONDS / 2) == "answered"
+    await asyncio.sleep(1.0)
+    assert client.asked == 0
+
+
+@pytest.mark.looptime
+async def test_each_watch_begins_in_its_own_time() -> None:
+    watches, clients = Watches(), [Client(), Client()]
+    loop = asyncio.get_running_loop()
+    first = asyncio.create_task(answer(watches, Watch(clients[0].receive), 1.0))
+    await asyncio.sleep(WATCH_AFTER_SECONDS / 2)
+    second = asyncio.create_task(answer(watches, Watch(clients[1].receive), 1.0))
+    began = loop.time()
+    await asyncio.sleep(WATCH_AFTER_SECONDS * 0.6)
+    assert [client.asked for client in clients] == [1, 0]
+    await asyncio.sleep(WATCH_AFTER_SECONDS * 0.5)
+    assert [client.asked for client in clients] == [1, 1]
+    assert await asyncio.gather(first, second) == ["answered", "answered"]
+    assert loop.time() - began == pytest.approx(1.0)
+
+
+@pytest.mark.looptime
+async def test_being_cancelled_by_somebody_else_is_told_apart() -> None:
+    task = asyncio.create_task(answer(Watches(), Watch(Client().receive), 1.0))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    assert await task == "cancelled"
