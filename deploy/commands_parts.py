@@ -173,6 +173,8 @@ def worker(
         *(WorkerConfig, BusConfig, AgentConfig, UpConfig),
     )
     if not own:
+        if model_shape is not None:
+            fail("--model-shape belongs to --engine simulated", USAGE)
         _plain_worker(settings, api_key_file, url=url, model=model, layers=layers, experts=experts, top_k=top_k)
     for option, value in (("--url", url), ("--layers", layers), ("--experts", experts), ("--top-k", top_k)):
         if value is not None:

@@ -14,7 +14,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.orders import RankOrder, tell
-from deploy.process import alongside, first_failure, until_ready
+from deploy.process import alongside, until_ready
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
@@ -55,20 +55,13 @@ class Host:
 
     async def watch(self, serving: Sequence[asyncio.Task[None]], speaking: Sequence[asyncio.Task[None]]) -> None:
         """Wait for the engine's end, and let go of everything in the manner of it."""
-        try:
-            await first_failure([*serving, *speaking])
-        except EngineDied as death:
-            self._failure = death
-            self._leave(None, speaking)
-        except (EngineFailed, BaseExceptionGroup, BusError, NameTaken, RuntimeError) as failure:
-            self._failure = failure
-            self._leave(str(failure), speaking)
-        self.gone.set()
-
-    def _leave(self, reason: str | None, speaking: Sequence[asyncio.Task[None]]) -> None:
+        ended, _ = await asyncio.wait([*serving, *speaking], return_when=asyncio.FIRST_COMPLETED)
+        self._failure = next((task.exception() for task in ended if not task.cancelled()), None)
+        died = isinstance(self.engine.failure, EngineDied)
         for agent, task in zip(self._agents, speaking, strict=True):
-            agent.leaving(reason)
+            agent.leaving(None if died else str(self._failure))
             task.cancel()
+        self.gone.set()
 
 
 @asynccontextmanager

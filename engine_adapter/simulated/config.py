@@ -61,7 +61,7 @@ class SimulatedConfig:
     """sigma by which a token's taste differs from its domain's"""
     placement: str = "linear"
     """linear: experts in order; aligned: each where a domain wants it most, ranks kept balanced"""
-    profiled_tokens_per_second: int = 20_000
+    profiled_tokens_per_second: int = 4_000
     """of ended requests whose experts a rank reports one by one; what exceeds it is left out"""
     activity_seconds: float = 0.5
     """least time between two counts of a rank's activated experts while it is busy"""
@@ -73,6 +73,8 @@ class SimulatedConfig:
     """share of the requests that fails before the first token"""
     break_share: float = 0.0
     """share of the requests whose connection breaks in the middle of the answer"""
+    lose_kv_share: float = 0.0
+    """share of the KV events that is never reported"""
 
     def __post_init__(self) -> None:
         _need(self.shape in SHAPES, "shape", self.shape, f"use one of {', '.join(SHAPES)}")
@@ -88,7 +90,7 @@ class SimulatedConfig:
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number")
         for key in ("popularity_skew", "domain_skew", "token_skew"):
             _need(0 <= getattr(self, key) <= 10, key, getattr(self, key), "use 0 to 10")
-        for key in ("refuse_share", "error_share", "break_share"):
+        for key in ("refuse_share", "error_share", "break_share", "lose_kv_share"):
             _need(0 <= getattr(self, key) <= 1, key, getattr(self, key), "use 0 to 1")
         _need(0 <= self.seed < 1 << 63, "seed", self.seed, "use 0 or more")
         for key in EngineSpeed.__struct_fields__:

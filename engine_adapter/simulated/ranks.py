@@ -253,7 +253,8 @@ class SimulatedRank:
 
     def _kept(self, changes: list[Change]) -> list[Change]:
         """Without those that are to be lost."""
-        share = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
+        told = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
+        share = max(told, self._config.lose_kv_share)
         return [one for one in changes if not self._engine.chance(share)] if share else changes
 
     def _count(self, now: float) -> None:
