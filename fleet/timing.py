@@ -105,7 +105,7 @@ def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds, tokens: Amounts, remo
     return seconds
 
 
-def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output_tokens: int) -> Seconds:
+def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output_tokens: float) -> Seconds:
     """Time that O steps take longer because they read experts that nobody else in the batch wants: O * read_s * added_experts.
 
     added_experts: of the whole engine, per step, summed over layers; read_s: of one expert, divided by the ranks that read at once.

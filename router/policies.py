@@ -98,7 +98,7 @@ def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Col
     then by the seed, u32 of chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with
     exp(-d / temperature_ms) of the probability of the lowest.
     """
-    lowest = float(score.min())
+    lowest = float(score[score.argmin()])
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
     if len(score) == 1:
         return Choice(0, 1, "only")

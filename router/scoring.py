@@ -105,9 +105,9 @@ def score(
     terms[_DECODE] = work[1] + added[1] + steps
     if expected is not None:
         tokens += output_tokens
+        tokens *= expected.gain
         terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, roster.dispatch_node_s, tokens, expected.remote_ranks, expected.remote_nodes)
-        terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, output_tokens)
-        terms[_EXPERTS : _DISTINCT + 1] *= expected.gain
+        terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, expected.gain * output_tokens)
     if roster.together is not None:
         terms[_LOCKSTEP] = roster.together * lockstep_seconds(work, added, roster.group_first, roster.group)
     if handover is not None:

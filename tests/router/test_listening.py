@@ -176,6 +176,19 @@ async def test_load_reports_enter_the_next_decision(fleet: Fleet) -> None:
     await until(lambda: reservations.load(roster.rows, fleet.clock()).tolist() == [[0, 200], [0, 3], [0, 30], [0, 3 * 64]])
 
 
+async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_it_is_over(fleet: Fleet) -> None:
+    joined = await fleet.join(text_engine("a"))
+    await fleet.beat(joined)
+    await until(lambda: fleet.names())
+    view, roster = fleet.service.view, fleet.service.view.roster("demo")
+    heartbeats = fleet.bus.publisher(fleet.subjects.heartbeats)
+    for seconds, told in ((0.75, [0.75, 0.75]), (float("nan"), [0.75, 0.75]), (0.0, None)):
+        await heartbeats.publish(EngineHeartbeat(engine="a", worker_id=joined.worker_id, epoch=0, handover_seconds=seconds))
+        await until(lambda told=told: (None if (found := view.handovers(roster)) is None else found.tolist()) == told)
+    await until(lambda: "roost_router_bus_messages_refused_total 1.0" in fleet.service.metrics.exposition().decode())
+    assert view.roster("demo") is roster, "nothing is built anew every second"
+
+
 async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> None:
     joined = await fleet.join(text_engine("a"))
     await fleet.beat(joined)
