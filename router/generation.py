@@ -7,7 +7,7 @@ import asyncio
 
 import msgspec
 
-from fleet.completions import DECISION_HEADER, ApiError, Choice, Completion, PromptDetails, Usage
+from fleet.completions import DECISION_HEADER, Choice, Completion, PromptDetails, Usage
 from router.answers import Answer
 from router.course import Course, Failure
 from router.decision import Decision
@@ -78,8 +78,7 @@ class Generation:
                 await self._finished(course)
                 return
             if attempt >= self._service.config.max_attempts:
-                said = f"{attempt} ranks failed this request, the last with {failed.how.value}"
-                raise ApiError(503, said, code="upstream_failed", retry_after=2.0) from failed
+                raise failed.refusal(attempt) from failed
             self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id
 

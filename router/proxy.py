@@ -27,6 +27,12 @@ class UpstreamFailed(Exception):
         super().__init__(f"{how.value}: {detail}")
         self.how = how
 
+    def refusal(self, attempts: int) -> ApiError:
+        """What the client is told when nobody else is asked: 429 after ranks that were busy, else 503."""
+        if self.how is Failure.BUSY:
+            return ApiError(429, f"{attempts} ranks are saturated; try again later", code="saturated", retry_after=2.0)
+        return ApiError(503, f"{attempts} ranks failed this request, the last with {self.how.value}", code="upstream_failed", retry_after=2.0)
+
 
 class _ErrorBody(msgspec.Struct):
     message: str = ""

@@ -62,7 +62,7 @@ class Relay:
             if self._reply.status:
                 raise ApiError(502, f"the server broke off its answer ({failed.how.value}); ask again", code="upstream_failed") from failed
             if attempt >= self._service.config.max_attempts:
-                raise _nobody(failed, attempt) from failed
+                raise failed.refusal(attempt) from failed
             self._service.may_retry(failed.how, begun=False)
             attempt, replaces = attempt + 1, decision.id
 
@@ -168,9 +168,3 @@ class Relay:
                 self._exchange.output_tokens = usage.completion_tokens
                 self._exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
                 return
-
-
-def _nobody(failed: UpstreamFailed, attempts: int) -> ApiError:
-    if failed.how is Failure.BUSY:
-        return ApiError(429, f"{attempts} servers are saturated; try again later", code="saturated", retry_after=2.0)
-    return ApiError(503, f"{attempts} servers failed this request, the last with {failed.how.value}", code="upstream_failed", retry_after=2.0)
