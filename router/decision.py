@@ -168,9 +168,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held)
         return int(left[choice.chosen])
 
-    def record(self) -> DecisionRecord:
-        """The decision for readers, candidates with the lowest score first (the chosen one before its equals)."""
-        order = sorted(range(len(self.at)), key=lambda at: (self.score[at], at))
+    def record(self, most: int | None = None) -> DecisionRecord:
+        """The decision for readers, candidates with the lowest score first (the chosen one before its equals). most: as many candidates
+        are enough; each takes some microseconds."""
+        order: list[int] = self.score.argsort(kind="stable").tolist()
         if self.choice.why in ("cheapest", "tie"):  # equals may differ by rounding
             order.remove(self.chosen)
             order.insert(0, self.chosen)
@@ -194,7 +195,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if_gone=None if gone is None else self.name(gone),
             supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
             session_rank=None if self.held is None else self.name(self.held),
-            candidates=[self._candidate(at) for at in order],
+            candidates=self._candidates(order[:most]),
             excluded=list(self.excluded),
             ignored=list(self.ignored),
             weights=weights,
@@ -210,25 +211,40 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             cause=self.ask.cause,
         )
 
-    def _candidate(self, at: int) -> Candidate:
-        target = self.roster.targets[int(self.at[at])]
+    def _candidates(self, at: list[int]) -> list[Candidate]:
+        """Of these, in this order."""
         outlook = self.outlook
-        priced = outlook if outlook is not None and outlook.priced[at] else None
-        load = self.load[:, at]
+        foretold = None if outlook is None else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
+        experts = [(None,) * 4] * len(at) if foretold is None else np.stack(foretold)[:, at].T.tolist()
+        columns = zip(
+            at,
+            self.score[at].tolist(),
+            self.scores.terms[:, at].T.tolist(),
+            self.load[:, at].T.tolist(),
+            np.stack([self.overlap_blocks, self.uncached])[:, at].T.tolist(),
+            experts,
+            strict=True,
+        )
+        return [self._candidate(*column) for column in columns]
+
+    def _candidate(self, at: int, score: float, terms: list[float], load: list[int], tokens: list[int], experts: "list[float] | tuple[None, ...]") -> Candidate:
+        target = self.roster.targets[int(self.at[at])]
+        remote_ranks, remote_nodes, local, added = experts
+        priced = self.outlook is not None and bool(self.outlook.priced[at])
         return Candidate(
             engine=target.engine.engine,
             rank=target.rank,
             worker_id=str(target.key[0]),
-            score=float(self.score[at]),
-            terms_ms=Terms(**dict(zip(TERMS, self.scores.terms[:, at].tolist(), strict=True))),
-            overlap_blocks=int(self.overlap_blocks[at]),
+            score=score,
+            terms_ms=Terms(**dict(zip(TERMS, terms, strict=True))),
+            overlap_blocks=tokens[0],
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
-            uncached_tokens=int(self.uncached[at]),
-            load=Load(prefill_tokens=int(load[PREFILL]), requests=int(load[SEQUENCES]), blocks=int(load[BLOCKS]), steps=int(load[STEPS])),
-            remote_ranks=None if priced is None else float(priced.remote_ranks[at]),
-            remote_nodes=None if priced is None else float(priced.remote_nodes[at]),
-            local_share=None if priced is None else float(priced.local[at]),
-            added_experts=None if outlook is None else float(outlook.added[at]),
+            uncached_tokens=tokens[1],
+            load=Load(prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]),
+            remote_ranks=remote_ranks if priced else None,
+            remote_nodes=remote_nodes if priced else None,
+            local_share=local if priced else None,
+            added_experts=added,
             experts_note=self._note(at),
         )
 

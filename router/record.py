@@ -9,7 +9,7 @@ from router.policies import Unit, Why
 from router.roster import Excluded
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Predicted milliseconds, weighted; under the policy cost their sum in this order is the score exactly. Fields: `scoring.TERMS`."""
 
     prefill: float
@@ -21,7 +21,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     handover: float
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the rank was already promised."""
 
     prefill_tokens: int
@@ -31,7 +31,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """tokens that its requests are expected to emit yet"""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One rank as it was priced. `worker_id` is a u64 and therefore text."""
 
     engine: str

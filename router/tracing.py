@@ -84,9 +84,9 @@ class RequestTrace:
         """The decision as a span of its own: every candidate with its terms in milliseconds, cheapest first, one event each."""
         span = self._tracing.child("roost.decide", self._within, SpanKind.INTERNAL, start_ns)
         if span.is_recording():
-            record = decision.record()
-            span.set_attributes(_decision_attributes(record))
-            for candidate in record.candidates[:MOST_CANDIDATES]:
+            record = decision.record(MOST_CANDIDATES)
+            span.set_attributes(_decision_attributes(decision, record))
+            for candidate in record.candidates:
                 span.add_event("roost.candidate", _candidate_attributes(candidate), timestamp=end_ns)
         span.end(end_ns)
 
@@ -154,16 +154,16 @@ def _candidate_attributes(candidate: Candidate) -> dict[str, Value]:
     }
 
 
-def _decision_attributes(record: DecisionRecord) -> dict[str, Value]:
+def _decision_attributes(decision: Decision, record: DecisionRecord) -> dict[str, Value]:
     found: dict[str, Value] = {
         "roost.decision.id": record.id,
         "roost.chosen": record.chosen,
         "roost.policy": record.policy,
         "roost.unit": record.unit,
         "roost.why": record.why,
-        "roost.score": next(one.score for one in record.candidates if f"{one.engine}/{one.rank}" == record.chosen),
+        "roost.score": float(decision.score[decision.chosen]),
         "roost.tied": record.tied,
-        "roost.candidates": len(record.candidates),
+        "roost.candidates": len(decision.at),
         "roost.prompt_tokens": record.prompt_tokens,
         "roost.expected_output_tokens": record.expected_output_tokens,
         "roost.attempt": record.attempt,
