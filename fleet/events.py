@@ -390,7 +390,7 @@ class ConfigChanged(Event, frozen=True, kw_only=True):
     """why the new settings are not used; None: they are"""
 
 
-class BookedLoad(msgspec.Struct, frozen=True, kw_only=True):
+class BookedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Load that one router promised one rank for one request."""
 
     id: str
@@ -404,6 +404,11 @@ class BookedLoad(msgspec.Struct, frozen=True, kw_only=True):
     """tokens still expected to be emitted"""
     age_seconds: float
     """since it was booked"""
+    session: int = 0
+    """hash of the conversation it belongs to, which is now at this rank; 0: nobody said"""
+    prefix: bytes = b""
+    """u64 little endian [n]: sequence hashes of the prompt's first blocks, which this rank will have cached. Told once, and only of ranks that do
+    not report their KV cache"""
 
 
 class ReservationsChanged(Event, frozen=True, kw_only=True):

@@ -15,10 +15,11 @@ from bus.subjects import Subjects
 from fleet.events import DecisionDescribed, DescribeDecision, DescribeReservations, ReservationsChanged, ReservationsDescribed
 from router.chores import Chores
 from router.config import RouterConfig
+from router.decision import Decision
 from router.metrics import RouterMetrics
-from router.replication import MOST_ROUTERS, Diary, Ledger
+from router.prompt import Prompt
+from router.replication import MOST_PREFIX_BLOCKS, MOST_ROUTERS, Diary, Learnt, Ledger, Word
 from router.reservations import Booking, Reservations
-from router.roster import RankKey
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,13 @@ class Peers:
         reservations: Reservations,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        learnt: Learnt,
         passed: Passed,
         freed: Callable[[], None],
         acquainted: asyncio.Event,
     ) -> None:
-        """freed: called when something that others booked is over. acquainted: set once the ranks are known that bookings are about."""
+        """learnt: told what comes with others' bookings. freed: called when something that others booked is over. acquainted: set once the
+        ranks are known that bookings are about."""
         self.router = secrets.randbits(64)
         """identity of this process among routers"""
         self._bus = bus
@@ -67,7 +70,7 @@ class Peers:
         self._freed = freed
         self._acquainted = acquainted
         self._diary = Diary(self.router, config.reservation_seconds / 2)
-        self._ledger = Ledger(reservations, config.reservation_seconds)
+        self._ledger = Ledger(reservations, config.reservation_seconds, learnt)
         self._voice = bus.publisher(subjects.reservations)
         self._due: Chores[int] = Chores(MOST_ROUTERS)
         self._news = asyncio.Event()
@@ -79,10 +82,14 @@ class Peers:
 
     # What happens here
 
-    def booked(self, decision_id: str, key: RankKey, booking: Booking) -> None:
-        if self._replicas:
-            self._diary.booked(decision_id, key, booking)
-            self._news.set()
+    def booked(self, decision: Decision, booking: Booking, prompt: Prompt) -> None:
+        if not self._replicas:
+            return
+        target = decision.target
+        tell_prefix = bool(self._ledger.routers) and not target.engine.capabilities.kv_events
+        prefix = prompt.chained(target.engine.block_size)[:MOST_PREFIX_BLOCKS] if tell_prefix else ()
+        self._diary.booked(decision.id, target.key, booking, Word(decision.ask.keys.session, prefix))
+        self._told()
 
     def first_token(self, booking: Booking) -> None:
         self._diary.first_token(booking)
@@ -151,6 +158,8 @@ class Peers:
             except TimeoutError:
                 pass  # nothing new: a sign of life is due
             self._news.clear()
+            if self._alone:
+                self._diary.hush(self._clock())
             try:
                 await self._voice.publish(self._diary.take(self._clock()) or ReservationsChanged(router=self.router))
             except BusError as error:
@@ -180,7 +189,8 @@ class Peers:
         if said.ended:
             self._freed()
         if heard.newcomer:
-            self._news.set()  # it shall know at once who is there
+            self._diary.tell_all()  # it shall know at once who is there; and while we were alone, nothing was told
+            self._news.set()
         if heard.incomplete:
             self._metrics.peer_gaps.inc()
             self._due.ask(said.router)
@@ -208,6 +218,12 @@ class Peers:
         voice = self._voice
         return ReservationsDescribed(router=self.router, publisher_id=voice.publisher_id, sequence=voice.sequence - 1, booked=self._diary.all(self._clock()))
 
+    @property
+    def _alone(self) -> bool:
+        """Nobody listens, as far as is known."""
+        return self._replicas and not self._ledger.routers
+
     def _told(self) -> None:
-        if self._diary.has_news:
+        """Wake whoever tells, if there is something to tell, and somebody."""
+        if self._diary.has_news and not self._alone:
             self._news.set()

@@ -190,6 +190,13 @@ class Picker:
         self.health.began(booking, target.key, _first_token_seconds(decision), now)
         return booking
 
+    def went(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
+        """Another router sent a request of a session (0: of none) there, with a prompt that begins with these blocks (none: KV events will tell)."""
+        state = self.view.engine(rank[0])
+        if prefix and state is not None and not state.joined.capabilities.kv_events:
+            self.prefixes.routed(rank, prefix, state.joined.kv_blocks or None)
+        self._affinity.went(session, rank, now)
+
     def kept(self, decision_id: str) -> Decision | None:
         """A decision that was booked, if it is among the last ones."""
         return self._kept.get(decision_id)

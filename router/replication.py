@@ -3,11 +3,17 @@
 Bookings of others are counted as ours are, so that routers do not all fill the rank that looks empty to each of them. Nothing of
 it is promised: messages may be lost, doubled or overtaken. A router numbers its messages; a jump in the numbers says that its
 whole list must be asked for. What it booked ends with it: when it falls silent, or when it has not named a booking for long.
+
+With a booking comes what else its router alone would know: where a conversation went, and which blocks a rank that does not report
+its KV cache will have. While there is no other router nothing is told.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
 from router.reservations import BLOCKS, PREFILL, STEPS, Booking, Reservations
@@ -23,6 +29,8 @@ MOST_BOOKINGS = 200_000
 MOST_ENDED = 20_000
 """Endings remembered while a router's whole list is awaited."""
 MOST_PER_MESSAGE = 1000
+MOST_PREFIX_BLOCKS = 4096
+"""told of one prompt"""
 LONGEST_ID = 128
 """characters"""
 _ABSURD = 2**62
@@ -55,6 +63,17 @@ class _Router:
     doubtful: bool = False
 
 
+class Word(NamedTuple):
+    """What is told with a new booking, beyond its load. session: hash, 0: nobody said; prefix: sequence hashes of blocks that the rank will have."""
+
+    session: int = 0
+    prefix: Sequence[int] = ()
+
+
+NOTHING = Word()
+Learnt = Callable[[RankKey, Word], None]
+
+
 class Heard(NamedTuple):
     """What a message changes beyond the bookings."""
 
@@ -64,10 +83,12 @@ class Heard(NamedTuple):
 
 
 class Ledger:
-    """What others booked, entered into `reservations` until it ends. `keep_seconds`: for so long a booking counts unnamed."""
+    """What others booked, entered into `reservations` until it ends. `keep_seconds`: for so long a booking counts unnamed. `learnt` is
+    called with what is told of a new one."""
 
-    def __init__(self, reservations: Reservations, keep_seconds: float) -> None:
+    def __init__(self, reservations: Reservations, keep_seconds: float, learnt: Learnt) -> None:
         self._reservations = reservations
+        self._learnt = learnt
         self._keep = keep_seconds
         self._routers: dict[int, _Router] = {}
         self.open = 0
@@ -171,13 +192,17 @@ class Ledger:
 
     def _book(self, load: BookedLoad, now: float) -> Booking | None:
         amounts = (load.prefill_tokens, 1, load.blocks, load.steps)
-        if min(amounts) < 0 or max(amounts) >= _ABSURD or len(load.id) > LONGEST_ID or self.open >= MOST_BOOKINGS or not load.age_seconds >= 0:
+        if min(amounts) < 0 or max(amounts) >= _ABSURD or not load.age_seconds >= 0 or len(load.id) > LONGEST_ID or self.open >= MOST_BOOKINGS:
+            return None
+        if not 0 <= load.session < 2**64 or len(load.prefix) % 8 or len(load.prefix) > 8 * MOST_PREFIX_BLOCKS:
             return None
         try:
             booking = self._reservations.book((load.worker_id, load.rank), amounts, now - load.age_seconds)
         except KeyError:
             return None  # its engine has not introduced itself here yet, or has left
         self.open += 1
+        if load.session or load.prefix:
+            self._learnt((load.worker_id, load.rank), Word(load.session, np.frombuffer(load.prefix, "<u8").tolist()))
         return booking
 
     def _end(self, router: _Router, decision_id: str) -> None:
@@ -202,12 +227,18 @@ class _Own:
     key: RankKey
     booking: Booking
     steps: int
+    session: int
+    prefix: Sequence[int]
+    """until it was told"""
+    over: bool = False
+    """it ended before it was told, and is told for what others should remember of it"""
     told_at: float | None = None
     """None: never yet"""
 
 
 class Diary:
-    """What this router has booked, and what of it others have not been told yet. A booking that ends untold is never told."""
+    """What this router has booked, and what of it others have not been told yet. A booking that ends untold is never told, unless there is
+    something to remember of it."""
 
     def __init__(self, router: int, refresh_seconds: float) -> None:
         """refresh_seconds: an open booking is named again after so long, so that it does not expire elsewhere."""
@@ -225,8 +256,8 @@ class Diary:
     def has_news(self) -> bool:
         return bool(self._news or self._ended or self._forgotten or self._computed)
 
-    def booked(self, decision_id: str, key: RankKey, booking: Booking) -> None:
-        own = _Own(decision_id, key, booking, booking.amounts[STEPS])
+    def booked(self, decision_id: str, key: RankKey, booking: Booking, word: Word = NOTHING) -> None:
+        own = _Own(decision_id, key, booking, booking.amounts[STEPS], word.session, word.prefix)
         self._open[booking] = self._news[booking] = own
 
     def first_token(self, booking: Booking) -> None:
@@ -243,10 +274,15 @@ class Diary:
 
     def ended(self, booking: Booking) -> None:
         own = self._open.pop(booking, None)
-        if own is not None:
+        if own is None:
+            return
+        if self._told.pop(booking, None) is not None:
             self._news.pop(booking, None)
-            if self._told.pop(booking, None) is not None:
-                self._ended[own.id] = None
+            self._ended[own.id] = None
+        elif own.session or own.prefix:
+            own.over = True
+        else:
+            self._news.pop(booking, None)
 
     def pass_on(self, decision_id: str, *, first_token: bool) -> None:
         """Something another router booked is over, or its prompt is computed: that router is to be told."""
@@ -267,20 +303,37 @@ class Diary:
         booked = []
         for booking in [booking for booking, _ in zip(self._news, range(MOST_PER_MESSAGE), strict=False)]:
             own = self._news.pop(booking)
-            own.told_at, own.steps = now, booking.amounts[STEPS]
-            self._told[booking] = own
-            self._told.move_to_end(booking)
-            booked.append(_load(own, now))
+            booked.append(_load(own, now, own.prefix))
+            self._note_told(own, now)
         return ReservationsChanged(
             router=self.router, booked=tuple(booked), ended=_some(self._ended), forgotten=_some(self._forgotten), computed=_some(self._computed)
         )
+
+    def hush(self, now: float) -> None:
+        """There is nobody to tell: what is new counts as told."""
+        for own in self._news.values():
+            self._note_told(own, now)
+        for waiting in (self._news, self._ended, self._forgotten, self._computed):
+            waiting.clear()
+
+    def tell_all(self) -> None:
+        """Somebody is there who may know nothing: every open booking is told again."""
+        self._news |= self._open
 
     def all(self, now: float) -> tuple[BookedLoad, ...]:
         """Every open booking."""
         return tuple(_load(own, now) for own in self._open.values())
 
+    def _note_told(self, own: _Own, now: float) -> None:
+        if own.over:
+            self._ended[own.id] = None
+            return
+        own.told_at, own.steps, own.prefix = now, own.booking.amounts[STEPS], ()
+        self._told[own.booking] = own
+        self._told.move_to_end(own.booking)
 
-def _load(own: _Own, now: float) -> BookedLoad:
+
+def _load(own: _Own, now: float, prefix: Sequence[int] = ()) -> BookedLoad:
     amounts, (worker_id, rank) = own.booking.amounts, own.key
     return BookedLoad(
         id=own.id,
@@ -290,6 +343,8 @@ def _load(own: _Own, now: float) -> BookedLoad:
         blocks=amounts[BLOCKS],
         steps=amounts[STEPS],
         age_seconds=max(now - own.booking.booked_at, 0.0),
+        session=own.session,
+        prefix=np.array(prefix, "<u8").tobytes(),
     )
 
 

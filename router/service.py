@@ -37,9 +37,11 @@ from router.prefixes import Prefixes
 from router.prompt import Prompt
 from router.proxy import Upstream
 from router.reload import refused, reloaded
+from router.replication import Word
 from router.reservations import Booking, Reservations
 from router.reserved import ReleaseRecord, Reserved
 from router.retries import RetryBudget
+from router.roster import RankKey
 from router.tokenizer import ModelTokenizer
 from router.view import View
 from router.waiting import WaitingRoom
@@ -95,7 +97,7 @@ class RouterService:
         self.reserved = Reserved(config.reservation_seconds)
         self.peers: Peers | None = None
         if bus is not None and self.feeds is not None:
-            others = self.end_reserved, self.waiting.wake, self.feeds.acquainted
+            others = self._heard_elsewhere, self.end_reserved, self.waiting.wake, self.feeds.acquainted
             self.peers = Peers(bus, subjects, config, reservations, self.metrics, clock, *others)
         self.tag = secrets.token_hex(2)
         """what the ids of this router's decisions begin with"""
@@ -193,7 +195,7 @@ class RouterService:
         booking = self.picker.book(decision, need.prompt, self.clock())
         self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
         if self.peers is not None:
-            self.peers.booked(decision.id, decision.target.key, booking)
+            self.peers.booked(decision, booking, need.prompt)
         if attempt.number == 1:
             self.retries.asked(self.clock())
         if lap is not None:
@@ -256,6 +258,9 @@ class RouterService:
         else:
             self.release(booking)
         return True
+
+    def _heard_elsewhere(self, rank: RankKey, word: Word) -> None:
+        self.picker.went(rank, word.session, word.prefix, self.clock())
 
     def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
         """A choice was answered to its end by this decision's rank; `prompt` is what was decided on. reported: the answer named its experts."""

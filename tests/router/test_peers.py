@@ -24,6 +24,7 @@ from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.decision import Decision
 from router.exchange import Exchange
+from router.foresight import Keys
 from router.picker import FIRST_TRY, Need
 from router.prompt import TokenPrompt
 from router.reservations import PREFILL, Booking
@@ -162,7 +163,9 @@ async def test_what_one_router_books_the_other_counts_until_it_is_over(town: Tow
 @pytest.mark.looptime
 async def test_bookings_are_told_together_and_silence_is_kept_short(town: Town) -> None:
     await town.engine("a")
-    service = await town.ready_router()
+    service, _ = await town.ready_router(), await town.ready_router()
+    peers = service.peers
+    assert peers is not None
     async with town.bus.subscribe(town.subjects.reservations) as said:
         await asyncio.sleep(1.01)  # two signs of life at most
         began = asyncio.get_running_loop().time()
@@ -171,7 +174,8 @@ async def test_bookings_are_told_together_and_silence_is_kept_short(town: Town) 
             await asyncio.sleep(0.0002)
         await asyncio.sleep(0.02)
         heard = [received async for received in _now(said)]
-    messages = [received.message for received in heard if isinstance(received.message, ReservationsChanged)]
+    said_by_all = [received.message for received in heard if isinstance(received.message, ReservationsChanged)]
+    messages = [message for message in said_by_all if message.router == peers.router]
     assert sum(len(message.booked) for message in messages) == 50
     assert sum(bool(message.booked) for message in messages) <= 4
     assert sum(not message.booked for message in messages) in (2, 3)
@@ -184,6 +188,38 @@ async def _now(said: Any) -> AsyncIterator[Any]:
         async with asyncio.timeout(0.001):
             async for received in said:
                 yield received
+
+
+@pytest.mark.looptime
+async def test_a_router_alone_gives_signs_of_life_and_nothing_more(town: Town) -> None:
+    await town.engine("a")
+    service = await town.ready_router()
+    async with town.bus.subscribe(town.subjects.reservations) as said:
+        for _ in range(50):
+            service.release(book(service, need(10))[1])
+            book(service, need(10))
+            await asyncio.sleep(0.02)
+        messages = [received.message async for received in _now(said)]
+    assert len(messages) in (2, 3)
+    assert not any(message.booked or message.ended for message in messages)
+
+
+@pytest.mark.looptime
+async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_whichever_router_is_asked(town: Town) -> None:
+    """The ranks report no KV events: what they have cached is known by what was sent there."""
+    for name in ("a", "b", "c", "d"):
+        await town.engine(name)
+    settings: dict[str, Any] = {"session_affinity_seconds": 60.0}
+    one, other = await town.ready_router(**settings), await town.ready_router(**settings)
+    told = need(400)._replace(keys=Keys(session=7, tenant=0))
+    first, booking = book(one, told)
+    one.release(booking)
+    await asyncio.sleep(0.02)
+    second, booking = book(other, need(400, 9000)._replace(keys=Keys(session=7, tenant=0)))
+    other.release(booking)
+    assert second.target == first.target
+    third, _ = book(other, need(400))
+    assert (third.target, third.cached_tokens > 300) == (first.target, True)
 
 
 @pytest.mark.looptime

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
-from router.replication import MOST_PER_MESSAGE, SILENT_SECONDS, Diary, Ledger
+from router.replication import MOST_PER_MESSAGE, MOST_PREFIX_BLOCKS, SILENT_SECONDS, Diary, Ledger, Word
 from router.reservations import PREFILL, SEQUENCES, STEPS, Booking, Reservations
 
 RANK = (7, 0)
@@ -26,7 +26,8 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.rows = np.array([self.reservations.add_rank(key) for key in RANKS])
-        self.ledger = Ledger(self.reservations, keep_seconds=60.0)
+        self.learnt: list[tuple[tuple[int, int], Word]] = []
+        self.ledger = Ledger(self.reservations, 60.0, lambda rank, word: self.learnt.append((rank, word)))
         self.diary = Diary(self.name, refresh_seconds=20.0)
         self.open: dict[str, Booking] = {}
 
@@ -185,6 +186,7 @@ def test_a_booking_that_is_not_named_any_more_ends_by_itself_and_one_that_is_goe
     "load",
     [
         *({"prefill_tokens": -1}, {"blocks": 2**63}, {"steps": -5}, {"rank": 9}, {"worker_id": 99}),
+        *({"session": -1}, {"session": 2**64}, {"prefix": b"1234567"}, {"prefix": bytes(8 * MOST_PREFIX_BLOCKS + 8)}),
         *({"age_seconds": -1.0}, {"age_seconds": float("nan")}, {"id": "x" * 129}),
     ],
 )
@@ -206,6 +208,43 @@ def test_very_much_is_told_in_parts(pair: tuple[Peer, Peer]) -> None:
         other.ledger.hear(1, sequence, message, 0.0)
     assert sizes == [MOST_PER_MESSAGE, MOST_PER_MESSAGE, 1]
     assert other.load(0.0) == one.load(0.0)
+
+
+def test_where_a_conversation_went_and_what_a_rank_will_have_is_told_once(pair: tuple[Peer, Peer]) -> None:
+    one, other = pair
+    booking = one.reservations.book(RANK, (100, 1, 8, 40), 0.0)
+    one.diary.booked("a", RANK, booking, Word(77, [1, 2**64 - 1]))
+    tell(one, other, 0.0)
+    one.diary.first_token(booking)
+    sequence, again = one.said(0.1)
+    other.ledger.hear(1, sequence, again, 0.1)
+    assert other.learnt == [(RANK, Word(77, [1, 2**64 - 1]))]
+    assert (again.booked[0].session, again.booked[0].prefix) == (77, b"")
+
+
+def test_a_short_request_is_remembered_and_leaves_no_load(pair: tuple[Peer, Peer]) -> None:
+    one, other = pair
+    booking = one.reservations.book(RANK, (100, 1, 8, 40), 0.0)
+    one.diary.booked("a", RANK, booking, Word(77))
+    one.reservations.release(booking)
+    one.diary.ended(booking)
+    tell(one, other, 0.0)
+    assert other.learnt == [(RANK, Word(77, []))]
+    assert other.ledger.open == 0
+    assert not one.diary.has_news
+
+
+def test_what_happened_while_nobody_listened_is_told_to_who_comes(pair: tuple[Peer, Peer]) -> None:
+    one, other = pair
+    one.book("a", 0.0)
+    one.book("b", 0.0)
+    one.diary.hush(0.0)
+    one.end("b")
+    one.diary.hush(0.1)
+    assert one.diary.take(0.1) is None
+    one.diary.tell_all()
+    tell(one, other, 0.2)
+    assert other.load(0.2) == one.load(0.2)
 
 
 STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "tell", "list", "restart", "pass", "report"]), st.integers(0, 2), st.integers(0, 2**16))
