@@ -38,7 +38,7 @@ class Booking:
 class _Rank:
     """One rank's sums, each [AMOUNTS]."""
 
-    __slots__ = ("open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "watched", "young")
+    __slots__ = ("beside", "open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "watched", "young")
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -58,10 +58,12 @@ class _Rank:
         self.watched = 0
         """which call of `watch` its last noted report came after"""
         self.open: set[Booking] = set()
+        self.beside: set[Booking] = set()
+        """those of them that are counted beside the report"""
 
-    def steps_of_others(self, sequences: int, steps: int, contained: int) -> int:
-        """What is left to the reported sequences but those that are booked here, `contained` or perhaps so, if all were alike."""
-        self.others = max(sequences - contained - self.young[SEQUENCES], 0)
+    def steps_of_others(self, sequences: int, steps: int) -> int:
+        """What is left to the reported sequences but those that are booked here, if all were alike."""
+        self.others = max(sequences - self.own[SEQUENCES], 0)
         return self.others * steps // sequences if self.others else 0
 
     def count_late(self, booking: Booking, settle_seconds: float) -> None:
@@ -118,16 +120,16 @@ class Reservations:
         rank = self._ranks.get(key)
         if rank is None:
             return False
-        rank.since, rank.young, contained = [0] * AMOUNTS, [0] * AMOUNTS, 0
-        for booking in rank.open:
-            if booking.counted_in is not None and now - booking.booked_at < self._settle:
+        rank.since, rank.young = [0] * AMOUNTS, [0] * AMOUNTS
+        for booking in list(rank.beside):
+            if now - booking.booked_at < self._settle:
                 booking.counted_in = rank.young
                 _add(rank.young, booking.amounts)
             else:
                 booking.counted_in = None
-                contained += booking.amounts[SEQUENCES]
+                rank.beside.remove(booking)
         reported = rank.reported = [max(amount, 0) for amount in amounts]
-        reported[STEPS] = rank.steps_of_others(reported[SEQUENCES], reported[STEPS], contained)
+        reported[STEPS] = rank.steps_of_others(reported[SEQUENCES], reported[STEPS])
         rank.reported_at, rank.stale_at = now, now + self._stale
         self._first_stale = min(self._first_stale, rank.stale_at)
         if rank.watched == self._watched:
@@ -157,6 +159,7 @@ class Reservations:
             rank.count_late(booking, self._settle)
         if booking.counted_in is not None:
             _add(booking.counted_in, amounts)
+            rank.beside.add(booking)
         _add(rank.own, amounts)
         rank.open.add(booking)
         self._write(rank)
@@ -184,6 +187,7 @@ class Reservations:
         rank = booking.rank
         if rank is not None:
             rank.open.discard(booking)
+            rank.beside.discard(booking)
             booking.rank = None
             self._subtract(booking, rank, tuple(booking.amounts))
 
