@@ -113,7 +113,7 @@ class Fleet:
         return next((self.home.state / "roost").glob(f"run-*/{name}.log"))
 
     def processes(self) -> dict[str, psutil.Process]:
-        """By name: nats, router, tracker, planner, engine-0/1 ..."""
+        """By name: nats, router, tracker, planner, engine-0/1 ... (simulated: engine-0 ...)"""
         found: dict[str, psutil.Process] = {}
         for process in self.up.children():
             try:
@@ -125,6 +125,8 @@ class Fleet:
                 found["nats"] = process
             elif order["part"] == "rank":
                 found[f"{order['rank']['engine']}/{order['rank']['rank']}"] = process
+            elif order["part"] == "simulated":
+                found[order["rank"]["engine"]] = process
             else:
                 found[order["part"] if order.get("number") is None else f"{order['part']}-{order['number']}"] = process
         return found
