@@ -122,9 +122,10 @@ class SimulatedEngine:
                 continue
             began = self.now
             by_row = np.stack([tokens_of_row(one.parts, self.tastes.rows) for one in plans])
-            due = max(due, began - _LAG_SECONDS) + self._seconds(plans, by_row)
+            lasts = self._seconds(plans, by_row)
+            due = max(due, began - _LAG_SECONDS) + lasts
             await self._until(due)
-            self._book(plans, by_row, began)
+            self._book(plans, by_row, max(lasts, self.now - began))
 
     def _seconds(self, plans: Sequence[Plan], by_row: NDArray[np.int64]) -> float:
         needed = seconds(self.config.speed, plans, by_row, self._routes)
@@ -147,18 +148,15 @@ class SimulatedEngine:
                 async with asyncio.timeout_at(end if end < float("inf") else None):
                     await self._alarm.wait()
 
-    def _book(self, plans: Sequence[Plan], by_row: NDArray[np.int64], began: float) -> None:
-        """The step is over; of one in which the engine failed nothing came out."""
+    def _book(self, plans: Sequence[Plan], by_row: NDArray[np.int64], lasted: float) -> None:
+        """The step is over; of one in which the engine failed nothing came out. lasted: as simulated, or longer on a busy machine."""
         if self.failure is not None:
             return
         self.steps += 1
-        self._note_step(plans, began)
+        if not any(one.prefill_tokens for one in plans):
+            self._decoding.note(self.now, lasted)
         for rank, done, rows in zip(self.ranks, plans, by_row, strict=True):
             rank.book(done, rows)
-
-    def _note_step(self, plans: Sequence[Plan], began: float) -> None:
-        if not any(one.prefill_tokens for one in plans):
-            self._decoding.note(self.now, self.now - began)
 
     def _fail(self, failure: EngineFailed) -> None:
         """The first failure counts; every open request ends with it."""
