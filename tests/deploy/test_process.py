@@ -1,8 +1,11 @@
 """One process: its signals, its errors, its exit status."""
 
 import asyncio
+import os
+import pty
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +46,45 @@ async def test_a_signal_stops_a_part_cleanly(number: signal.Signals) -> None:
 
 async def test_a_second_signal_ends_it_at_once() -> None:
     assert await told("stuck", signal.SIGINT, signal.SIGTERM) == (-signal.SIGTERM, "up\ncleaning\n")
+
+
+RELOADING = """
+import asyncio, sys
+from deploy.process import on_hangup, run
+async def part():
+    with on_hangup(lambda: print("again", flush=True)):
+        print("up", flush=True)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            open(sys.argv[1], "w").write("clean")
+sys.exit(run(part(), expected=()))
+"""
+
+
+async def test_a_part_that_can_takes_a_hangup_for_a_wish_to_read_its_settings_again(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", RELOADING, tmp_path / "end", stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"up\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        assert await process.stdout.readline() == b"again\n"
+    process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0
+    assert (tmp_path / "end").read_text() == "clean"
+
+
+async def test_a_hangup_because_the_terminal_was_closed_stops_it_all_the_same(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", RELOADING, str(tmp_path / "end")])
+    said = b""
+    while not said.endswith(b"\n"):
+        said += os.read(terminal, 100)
+    os.close(terminal)
+    _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (tmp_path / "end").read_text() == "clean"
 
 
 class Refusal(Exception):
