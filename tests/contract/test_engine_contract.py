@@ -16,6 +16,7 @@ import pytest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.machine import build_machine
+from engine_adapter.embedded.runner import Runner
 from engine_adapter.engine import EngineFailed, Facts
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest
 from engine_adapter.rank.sampling import Sampling
@@ -26,6 +27,7 @@ from engine_adapter.simulated.faults import FaultOrder
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvChange
 from fleet.routings import UNKNOWN
+from fleet.timing import EngineSpeed
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"kv_blocks": 24, "max_batch_tokens": 48, "max_running": 4, "max_waiting": 4}
@@ -152,6 +154,7 @@ def start(request: pytest.FixtureRequest) -> Starter:
     """`async with start(kv_blocks=8) as tried:` a rank that serves until the block ends."""
     if request.param == "simulated":
         return simulated
+    request.getfixturevalue("monkeypatch").setattr(Runner, "measure_speed", lambda _: EngineSpeed())  # most of the time that a tiny engine needs to start
     return functools.partial(embedded, request.getfixturevalue("tiny_checkpoint"))
 
 
@@ -300,10 +303,10 @@ async def test_overload_is_refused_and_over_when_somebody_leaves(tried: Tried) -
 
 
 async def test_more_sequences_than_pages_are_all_answered_in_turn(start: Starter) -> None:
-    async with start(kv_blocks=9, max_context=128) as tried:
-        prompts = [[1 + one] * (5 + 7 * one) for one in range(8)]
-        alone = [await tried.ask(prompt, 40) for prompt in prompts]
-        together = await asyncio.gather(*(tried.ask(prompt, 40) for prompt in prompts))
+    async with start(kv_blocks=6, max_context=96) as tried:
+        prompts = [[1 + one] * (5 + 9 * one) for one in range(5)]
+        alone = [await tried.ask(prompt, 24) for prompt in prompts]
+        together = await asyncio.gather(*(tried.ask(prompt, 24) for prompt in prompts))
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert sum(one.outcome.preemptions for one in together if one.outcome is not None) > 0
 
