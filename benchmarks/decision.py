@@ -2,7 +2,8 @@
 
 Ours: hashing, prefix index, prediction (tables of 300,000 blocks, 50,000 tokens, 32 clusters, loaded), the whole cost, booking, and the release of an
 older booking. Theirs: `select`, which books nothing. `nothing cached`: no blocks are indexed on either side. `half cached`, `all cached`: identical
-blocks are indexed on both, ours by our KV events, theirs by vLLM's over ZMQ; both are asked what they found, and must say the same.
+blocks are indexed on both, ours by our KV events, theirs by vLLM's over ZMQ; both are asked what they found, and must say the same. Ids are fresh
+lists for each decision, as a tokenizer leaves them. Beginnings of cached prompts were hashed before, by the requests that brought them there.
 
     python -m benchmarks.decision --quick
 """
@@ -12,13 +13,14 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import typer
 
 from benchmarks.rig.decisions import CLUSTERS, EXPERTS, KNOWN_BLOCKS, LAYERS, OUTPUT, RANKS, SHAPE, VOCABULARY, Prompts, Roost, clusters, fresh, prompts, tables
+from benchmarks.rig.kv_router import KvRouter
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median, percentile
 from benchmarks.rig.selection import Selection
 from fleet.layout import EP
@@ -53,7 +55,7 @@ class Taken(NamedTuple):
         return ours / theirs
 
 
-async def in_turns(roost: Roost, selection: Selection, asked: Prompts, rounds: int) -> Taken:
+async def in_turns(roost: Roost, select: Callable[[list[int]], Awaitable[None]], asked: Prompts, rounds: int) -> Taken:
     """Both sides decide on the same prompts, TURN of them at a time."""
     taken = Taken([], [])
     count, clock = len(asked.ids), time.perf_counter
@@ -66,7 +68,7 @@ async def in_turns(roost: Roost, selection: Selection, asked: Prompts, rounds: i
             ours.append(1e6 * (clock() - began))
         for ids in map(fresh, part):
             began = clock()
-            await selection.select(ids)
+            await select(ids)
             theirs.append(1e6 * (clock() - began))
         if turn >= 0:
             taken.ours.extend(ours)
@@ -133,6 +135,17 @@ def added(roost: Roost, asked: Prompts, turns: int) -> float:
     return median(taken[True]) - median(taken[False])
 
 
+def unremembered(roost: Roost, asked: Prompts) -> float:
+    """Median microseconds of a decision about a prompt whose beginning this router never hashed."""
+    taken = []
+    for ids in map(fresh, asked.ids):
+        roost.forget_runs()
+        began = time.perf_counter()
+        roost.decide(ids)
+        taken.append(1e6 * (time.perf_counter() - began))
+    return median(taken)
+
+
 def pricing(model: ClusterModel, ranks: int, extra: int) -> float:
     """Milliseconds to price all clusters for an engine whose ranks hold `extra` replicas each, at random."""
     chance = np.random.default_rng(1)
@@ -177,6 +190,7 @@ class Measured:
                     await self._setting(ranks, name, roost, selection)
             finally:
                 selection.close()
+        await self.beside_kv_router()
 
     async def _setting(self, ranks: int, name: str, roost: Roost, selection: Selection) -> None:
         for length in RATIOS:
@@ -185,14 +199,30 @@ class Measured:
         gc.collect()
         gc.freeze()  # as a router does once it has started
         for length in RATIOS:
-            taken = self.taken[ranks, name, length] = await in_turns(roost, selection, self.asked[name, length], self.rounds)
+            taken = self.taken[ranks, name, length] = await in_turns(roost, selection.select, self.asked[name, length], self.rounds)
             (ours, theirs), (ours_99, theirs_99) = taken.at(0.5), taken.at(0.99)
             self.report.add(f"{ranks}, {name}, {length} tokens", ours, ours_99, theirs, theirs_99, taken.ratio(0.5), taken.ratio(0.99))
         if ranks == 64:
             self.rates[name] = rate(roost, self.asked[name, 4096], self.seconds)
             self.adds[name] = added(roost, self.asked[name, 1024 if name == "nothing" else 4096], self.turns // 16)
+            self.report.notes.append(f"64 ranks, {name} cached, 4,096 tokens, never hashed before: {unremembered(roost, self.asked[name, 4096]):.0f} us")
         if name == "half":
             self.scored[ranks] = scoring(roost, self.asked[name, 4096], self.turns)
+
+    async def beside_kv_router(self, ranks: int = 64) -> None:
+        """The same beside KvRouter, with nothing cached: a note, for it is not what decides."""
+        roost, peer = Roost(ranks, self.model, self.foretold), KvRouter(ranks)
+        try:
+            await peer.start()
+            for length in RATIOS:
+                taken = await in_turns(roost, peer.best_worker, self.asked["nothing", length], self.rounds)
+                (ours, theirs), (ours_99, theirs_99) = taken.at(0.5), taken.at(0.99)
+                said = f"ours {ours:.0f} / {ours_99:.0f}, theirs {theirs:.0f} / {theirs_99:.0f} us"
+                self.report.notes.append(f"KvRouter.best_worker, {ranks} ranks, nothing cached, {length} tokens, p50 / p99: {said}")
+        except TimeoutError:
+            self.report.notes.append("KvRouter.best_worker: its workers did not register here in time, and it is left out")
+        finally:
+            peer.close()
 
     def conclude(self) -> Report:
         """What was measured, and whether it is enough."""

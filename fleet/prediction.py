@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log
+from math import log, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ MOST_HEARD = 1024
 FLOOR = 0.01
 """Share of a source's weights that is replaced by the mix, so that nothing is ever called impossible."""
 
+_INDEPENDENT = tuple(np.full(count, SHRINK[TOKENS] / (SHRINK[TOKENS] + count), np.float32) for count in range(MOST_TOKENS + 1))
+"""By number of tokens, what each of them counts for."""
 _ROW = struct.Struct(f"<{PACKED}BI")
 ROW = _ROW.size
 """Bytes of a row: a packed signature and the tokens behind it (u32)."""
@@ -111,12 +113,31 @@ class Known(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """weights: float32 [K]. confidence: in [0, 1], by source and of all together."""
+    """weights: float32 [K]. reliabilities: by source, as `Tables` has them."""
 
     weights: Weights
     known: Known
-    confidences: tuple[float, ...]
-    confidence: float
+    reliabilities: list[float]
+
+    @property
+    def confidences(self) -> tuple[float, ...]:
+        """In [0, 1], by source."""
+        return confidences(self.reliabilities, self.known.evidence)
+
+    @property
+    def confidence(self) -> float:
+        """In [0, 1], of all sources together."""
+        return together(self.confidences)
+
+
+def confidences(reliabilities: Sequence[float], evidence: Sequence[float]) -> tuple[float, ...]:
+    """How far each source is trusted, in [0, 1]: what it was found to be worth, shrunk where it has little evidence (tokens)."""
+    return tuple(reliability * seen / (seen + half) for reliability, seen, half in zip(reliabilities, evidence, SHRINK, strict=True))
+
+
+def together(confidences: Sequence[float]) -> float:
+    """How far sources are trusted that all have something to say, in [0, 1]."""
+    return 1.0 - prod(1.0 - confidence for confidence in confidences)
 
 
 def predict(tables: Tables, query: Query) -> Prediction:
@@ -128,11 +149,7 @@ def predict(tables: Tables, query: Query) -> Prediction:
     likely -= np.maximum.reduce(likely)
     np.exp(likely, out=likely)
     likely /= np.add.reduce(likely)
-    confidences, doubt = [], 1.0
-    for reliability, seen, half in zip(tables.reliabilities, known.evidence, SHRINK, strict=True):
-        confidences.append(reliability * seen / (seen + half))
-        doubt *= 1.0 - confidences[-1]
-    return Prediction(likely, known, tuple(confidences), 1.0 - doubt)
+    return Prediction(likely, known, tables.reliabilities)
 
 
 def pattern(evidence: Sequence[float]) -> int:
@@ -157,8 +174,7 @@ def know(tables: Tables, query: Query) -> Known:
     ids = query.tokens[looked_up]
     if len(ids) and len(tables.tokens):
         evidence[TOKENS] = len(ids)
-        independent = SHRINK[TOKENS] / (SHRINK[TOKENS] + len(ids))
-        ratios[TOKENS] = np.full(len(ids), independent, np.float32) @ _rows_of(tables.tokens, ids)
+        ratios[TOKENS] = _INDEPENDENT[len(ids)] @ _rows_of(tables.tokens, ids)
     return Known(ratios, tuple(evidence), blocks, query.prefix[blocks - 1] if blocks else 0, looked_up)
 
 
@@ -215,7 +231,8 @@ def _shrunk(inverse_shares: Sequence[float], packed: Sequence[int], share: float
     weights: dict[int, int] = {}
     for cluster, weight in named:
         weights[cluster] = weights.get(cluster, 0) + weight
-    ratios = np.full(len(inverse_shares), log(unnamed), np.float32)
+    ratios = np.empty(len(inverse_shares), np.float32)
+    ratios.fill(log(unnamed))
     for cluster, weight in weights.items():
         ratios[cluster] = log(unnamed + believed * weight * scale * inverse_shares[cluster])
     return ratios

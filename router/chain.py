@@ -101,6 +101,8 @@ class Chain(Sequence[int]):
             wanted = range(*at.indices(self._length))
             reached = self.reach(max(wanted[0], wanted[-1]) + 1) if wanted else []
             return reached[wanted.start : wanted.stop] if wanted.step == 1 else [reached[one] for one in wanted]
+        if 0 <= at < len(self._chained):
+            return self._chained[at]
         if not 0 <= at < self._length:
             raise IndexError(f"block {at} of a prompt of {self._length}")
         return self.reach(at + 1)[at]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from fleet.prediction import SOURCES, Query, predict
+from fleet.prediction import SOURCES, Query, confidences, predict, together
 from fleet.signatures import Weights
 from router.replica import Change, Replica
 
@@ -46,7 +46,7 @@ def _hash(*parts: str) -> int:
 class Forecast(NamedTuple):
     """A prediction as a decision keeps it: no reference to the tables it came from, so that old ones may go.
 
-    weights, shares: float32 [K]; evidence (tokens) and confidences by source, in the order of `SOURCES`.
+    weights, shares: float32 [K]; evidence (tokens) by source, in the order of `SOURCES`.
     """
 
     weights: Weights
@@ -61,13 +61,23 @@ class Forecast(NamedTuple):
     looked_up: slice
     """prompt tokens that the token table was asked about"""
     evidence: tuple[float, ...]
-    confidences: tuple[float, ...]
-    confidence: float
+    reliabilities: list[float]
+    """by source"""
+
+    @property
+    def confidences(self) -> tuple[float, ...]:
+        return confidences(self.reliabilities, self.evidence)
+
+    @property
+    def confidence(self) -> float:
+        """In [0, 1], of all sources together."""
+        return together(self.confidences)
 
     @property
     def best(self) -> str:
         """The source with the most confidence (before any is earned, the first with evidence), or "mix"."""
-        best = max(range(len(SOURCES)), key=lambda at: (self.confidences[at], self.evidence[at] > 0, -at))
+        sure = self.confidences
+        best = max(range(len(SOURCES)), key=lambda at: (sure[at], self.evidence[at] > 0, -at))
         return SOURCES[best] if self.evidence[best] > 0 else "mix"
 
     def record(self) -> "PredictionRecord":
@@ -127,7 +137,7 @@ class Foresight:
         tables = replica.tables
         found = predict(tables, query)
         known = found.known
-        said = known.blocks, known.hash, known.looked_up, known.evidence, found.confidences, found.confidence
+        said = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
         return Forecast(found.weights, tables.shares, tables.gain, tables.version, tables.clusters, *said)
 
     def replica(self, model: str) -> Replica | None:

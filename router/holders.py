@@ -27,6 +27,9 @@ _FEW_LEFT = 1024
 """Entries and slots left behind that are not worth a sweep."""
 _FEW_SLOTS = 64
 _MOST_MODELS = 256
+_MOST_UNPACKED = 1024
+_FEW_BITS = 4
+"""Bits of a mask that are faster taken one by one."""
 
 
 class Reachable(Protocol):
@@ -77,6 +80,7 @@ class Holders:
         self.entries = 0
         """(block, rank) pairs that count"""
         self.runs = Runs()
+        self._unpacked: dict[int, NDArray[np.intp]] = {}
         self._rosters: dict[str, tuple[Roster, int, NDArray[np.intp]]] = {}
         """by model, the slots of its targets at one version"""
 
@@ -217,22 +221,29 @@ class Holders:
 
     def _spread(self, ends: list[tuple[int, int]]) -> NDArray[np.int64] | None:
         """What `leading` returns, of (depth, mask of those whose blocks end there)."""
-        width = self._numbers
-        depths: NDArray[np.int64] | None = None
+        if not ends or not ends[-1][0]:
+            return None
+        depths = np.zeros(self._numbers, np.int64)
         for depth, mask in ends:
-            if not depth:
-                continue
-            if depths is None:
-                depths = np.zeros(width, np.int64)
-            if mask.bit_count() > 4:
-                bits = np.frombuffer(mask.to_bytes(width + 7 >> 3, "little"), np.uint8)
-                depths[np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)] = depth
-                continue
-            while mask:
-                highest = mask.bit_length() - 1
-                depths[highest] = depth
-                mask ^= 1 << highest
+            if depth and mask.bit_count() > _FEW_BITS:
+                depths[self._bits(mask)] = depth
+            elif depth:
+                while mask:
+                    highest = mask.bit_length() - 1
+                    depths[highest] = depth
+                    mask ^= 1 << highest
         return depths
+
+    def _bits(self, mask: int) -> NDArray[np.intp]:
+        """The slots of a mask, ascending. Remembered: many prompts begin alike."""
+        found = self._unpacked.get(mask)
+        if found is None:
+            raw = np.frombuffer(mask.to_bytes(self._numbers + 7 >> 3, "little"), np.uint8)
+            found = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+            if len(self._unpacked) >= _MOST_UNPACKED:
+                self._unpacked.clear()
+            self._unpacked[mask] = found
+        return found
 
     def sweep(self, blocks: int) -> bool:
         """Look at so many blocks, at most, for bits that were left behind; returns whether there is more to do."""

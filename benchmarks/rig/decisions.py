@@ -17,6 +17,7 @@ from fleet.layout import EP
 from fleet.placement import linear
 from fleet.prediction import PATTERNS, SOURCES
 from fleet.signatures import ClusterModel, pack
+from router.chain import Runs
 from router.config import RouterConfig
 from router.foresight import keys_of
 from router.locality import locality
@@ -161,6 +162,10 @@ class Roost:
         blocks = tuple(KvBlock(chained, own) for chained, own in zip(sequence_hashes(local), local, strict=True))
         event = KvChange(stored=KvStored(blocks=blocks))
         self.router.picker.kv.apply(RoutedKvEvent(worker_id=worker, event=KvEvent(event_id=1, dp_rank=rank, data=event)) for worker, rank in held.ranks)
+
+    def forget_runs(self) -> None:
+        """As if no prompt had been hashed yet."""
+        self.router.picker.kv.holders.runs = Runs()
 
     def overlap(self, ids: list[int]) -> dict[Rank, int]:
         """Blocks that each rank has of a prompt."""

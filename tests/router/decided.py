@@ -66,9 +66,7 @@ def foretold(remote: Any, gain: float = 1.0, local: Any = None, priced: Any = No
     """An outlook with these expected remote ranks per target, and so on."""
     remote = np.asarray(remote, np.float64)
     local = np.zeros(len(remote)) if local is None else np.asarray(local, np.float64)
-    forecast = Forecast(
-        np.array([0.8, 0.2], np.float32), np.full(2, 0.5, np.float32), gain, 7, 3, 2, 2**64 - 5, slice(8, 264), (8.0, 0, 0, 0), (0.4, 0, 0, 0), 0.4
-    )
+    forecast = Forecast(np.array([0.8, 0.2], np.float32), np.full(2, 0.5, np.float32), gain, 7, 3, 2, 2**64 - 5, slice(8, 264), (8.0, 0, 0, 0), [0.75, 0, 0, 0])
     nodes, added = (np.zeros(len(remote)) if table is None else np.asarray(table, np.float64) for table in (nodes, added))
     priced = np.ones(len(remote), np.bool_) if priced is None else np.asarray(priced)
     return Outlook(forecast, remote, nodes, local, local, added, priced)

@@ -284,7 +284,7 @@ def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
     assert record.prediction is not None
     assert [(one.cluster, round(one.weight, 3)) for one in record.prediction.clusters] == [(0, 0.8), (1, 0.2)]
     assert record.prediction.prefix == str(2**64 - 5)
-    assert [(one.source, one.evidence_tokens, one.confidence) for one in record.prediction.sources] == [("prefix", 8.0, 0.4)]
+    assert [(one.source, one.evidence_tokens, one.confidence) for one in record.prediction.sources] == [("prefix", 8.0, 0.25)]
     assert (record.prediction.best, record.prediction.known_blocks, record.prediction.gain) == ("prefix", 2, 0.5)
 
 
