@@ -1,8 +1,9 @@
 """Which ranks may take a request: a filter that gives a reason for each it leaves out. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +29,36 @@ class Limits(NamedTuple):
         return np.full(len(roster.targets), np.inf) if self.kv_share >= 1 else np.asarray(self.kv_share * roster.kv_blocks)
 
 
+class Reasons(Sequence[Excluded]):
+    """Who was left out, put into words when somebody reads it: under load that is most ranks, with every decision."""
+
+    def __init__(self, tell: Callable[[], tuple[Excluded, ...]]) -> None:
+        self._tell: Callable[[], tuple[Excluded, ...]] | None = tell
+        self._told: tuple[Excluded, ...] = ()
+
+    @property
+    def told(self) -> tuple[Excluded, ...]:
+        if self._tell is not None:
+            self._told, self._tell = self._tell(), None
+        return self._told
+
+    @overload
+    def __getitem__(self, at: int) -> Excluded: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Excluded]: ...
+    def __getitem__(self, at: int | slice) -> Excluded | Sequence[Excluded]:
+        return self.told[at]
+
+    def __len__(self) -> int:
+        return len(self.told)
+
+
 class Candidates(NamedTuple):
     """`at`: int [candidates], indices into the roster. `busy`: some ranks were left out for saturation alone.
     `wait_seconds`: the shortest queue among those, 0.0 without any. `ignored`: reasons that were not heeded because nobody else was left."""
 
     at: NDArray[np.intp]
-    excluded: tuple[Excluded, ...]
+    excluded: Sequence[Excluded]
     busy: bool
     wait_seconds: float
     ignored: tuple[Excluded, ...] = ()
@@ -55,16 +80,11 @@ def candidates(
     if not avoid and not barred and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
     small, busy = roster.max_context < needed_context, saturated(roster, load, limits)
-    unfit = [barred.get(target.key) or (FAILED if target.key in avoid else None) for target in roster.targets]
-    failed = np.array([reason is not None for reason in unfit], np.bool_)
+    failed = np.zeros(len(small), np.bool_)
+    failed[[roster.index[key] for key in {*barred, *avoid} if key in roster.index]] = True
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
-    excluded = roster.excluded
-    if out.any():
-        excluded += tuple(
-            Excluded(roster.targets[at].engine.engine, roster.targets[at].rank, unfit[at] or _reason(roster, load, needed_context, limits, int(at), small[at]))
-            for at in np.flatnonzero(out)
-        )
+    excluded = Reasons(partial(_told, roster, load, needed_context, limits, avoid, barred, np.flatnonzero(out))) if out.any() else roster.excluded
     wait = float(queue_seconds(roster.prefill_token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
 
@@ -88,8 +108,26 @@ def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:
     )
 
 
-def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int, small: np.bool_) -> str:
-    if small:
+def _told(
+    roster: Roster,
+    load: Amounts,
+    needed_context: int,
+    limits: Limits,
+    avoid: frozenset[RankKey],
+    barred: Mapping[RankKey, str],
+    out: NDArray[np.intp],
+) -> tuple[Excluded, ...]:
+    """The roster's own, and those at `out`."""
+    found = list(roster.excluded)
+    for at in out.tolist():
+        target = roster.targets[at]
+        reason = barred.get(target.key, FAILED) if target.key in barred or target.key in avoid else _reason(roster, load, needed_context, limits, at)
+        found.append(Excluded(target.engine.engine, target.rank, reason))
+    return tuple(found)
+
+
+def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int) -> str:
+    if roster.max_context[at] < needed_context:
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
     if load[SEQUENCES, at] >= limits.requests:
         return f"saturated: {load[SEQUENCES, at]} requests of at most {limits.requests}"

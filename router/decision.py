@@ -1,5 +1,6 @@
 """One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -99,7 +100,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     choice: Choice
     held: int | None
     """index of the rank that the conversation was at"""
-    excluded: tuple[Excluded, ...]
+    excluded: Sequence[Excluded]
     ignored: tuple[Excluded, ...]
     """reasons to leave ranks alone that were not heeded, because nobody else was left"""
     rules: Rules
