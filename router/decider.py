@@ -58,9 +58,10 @@ class Decider:
     Used on one event loop.
     """
 
-    def __init__(self, service: RouterService) -> None:
-        """Over a service that somebody else runs."""
+    def __init__(self, service: RouterService, running: "asyncio.Task[None] | None" = None) -> None:
+        """Over a service that somebody else runs. running: the task in which it runs, if its end is to be noticed here."""
         self.service = service
+        self._running = running
         self._edge = Edge(service, None, None)
 
     @classmethod
@@ -68,21 +69,23 @@ class Decider:
     async def running(cls, bus: Bus | None, subjects: Subjects, config: RouterConfig | None = None) -> AsyncIterator["Decider"]:
         """A decider with a service of its own, which listens to the bus (None: only asks `config.backends`) while the context lasts.
 
-        What ends the service (BusError when the bus cannot be listened to) ends the context, in an ExceptionGroup.
+        What ends the service before (the bus cannot be listened to, say) is raised by whatever is asked of the decider next.
         """
         service = RouterService(bus, subjects, config or RouterConfig())
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(service.run(), name="keeps the decider's view fresh")
-            try:
-                yield cls(service)
-            finally:
-                task.cancel()
+        task = asyncio.create_task(service.run(), name="keeps the decider's view fresh")
+        try:
+            yield cls(service, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def ready(self, seconds: float = _READY_SECONDS) -> None:
-        """Return once all is known that should be and an engine lives. TimeoutError says what is missing."""
+        """Return once all is known that should be and an engine lives. TimeoutError says what is missing, RuntimeError that nothing is heard
+        any more."""
         try:
             async with asyncio.timeout(seconds):
-                while not self.service.ready:  # noqa: ASYNC110 many facts of other components
+                while not self.service.ready:
+                    self._check()
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise TimeoutError(f"not ready after {seconds:g} s for want of {'; '.join(self.service.missing)}") from error
@@ -104,6 +107,7 @@ class Decider:
 
     async def choose(self, body: Body, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING, **who: Unpack[Who]) -> Decision:
         """The decision itself; counted and logged as a request of its own."""
+        self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
         exchange = Exchange(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
         exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
@@ -121,3 +125,9 @@ class Decider:
             return decision
         finally:
             exchange.finish(outcome, service.clock(), service.metrics)
+
+    def _check(self) -> None:
+        """RuntimeError when the service has ended: its view grows old."""
+        if self._running is not None and self._running.done():
+            why = None if self._running.cancelled() else self._running.exception()
+            raise RuntimeError(f"the decider's service has ended ({why or 'it was stopped'}); start another") from why

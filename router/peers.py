@@ -103,11 +103,14 @@ class Peers:
         self._diary.ended(booking)
         self._told()
 
-    def pass_on(self, decision_id: str, *, first_token: bool) -> bool:
-        """A word about a booking that another router made. False when no router is known to have made it; it is told all the same."""
+    def booked_elsewhere(self, decision_id: str) -> bool:
+        """Whether another router is known to have booked this."""
+        return self._ledger.booked(decision_id) is not None
+
+    def pass_on(self, decision_id: str, *, first_token: bool) -> None:
+        """Tell whoever booked it: its prompt is computed, or it is over."""
         self._diary.pass_on(decision_id, first_token=first_token)
         self._told()
-        return self._ledger.booked(decision_id) is not None
 
     def sweep(self) -> None:
         """End what has outlived its router or its time; to be called a few times a second."""

@@ -243,9 +243,11 @@ class RouterService:
         """A word about what this router or another one reserved. Idempotent."""
         if self.end_reserved(decision_id, first_token):
             return ReleaseRecord(id=decision_id, outcome="noted" if first_token else "ended")
-        if self.peers is None or decision_id.startswith(self.tag):
+        if self.peers is None:
             return ReleaseRecord(id=decision_id, outcome="unknown")
-        known = self.peers.pass_on(decision_id, first_token=first_token)
+        known = self.peers.booked_elsewhere(decision_id)
+        if known or not decision_id.startswith(self.tag):  # it may have been booked a moment ago
+            self.peers.pass_on(decision_id, first_token=first_token)
         return ReleaseRecord(id=decision_id, outcome="passed_on" if known else "unknown")
 
     def end_reserved(self, decision_id: str, first_token: bool) -> bool:

@@ -296,6 +296,19 @@ async def test_a_decider_that_hears_nobody_says_what_is_missing(street: Street) 
             await decider.ready(seconds=0.1)
 
 
+async def test_a_deciders_context_passes_errors_on_as_they_are_and_its_end_is_noticed(street: Street) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with Decider.running(MemoryBus(street.broker), street.subjects) as decider:
+            raise KeyError("mine")
+    with pytest.raises(RuntimeError, match="has ended"):
+        await decider.decide(chat())
+    closed = MemoryBus(street.broker)
+    await closed.close()
+    async with Decider.running(closed, street.subjects) as deaf:
+        with pytest.raises(RuntimeError, match="has ended"):
+            await deaf.ready()
+
+
 async def test_the_document_describes_the_deciders_routes(street: Street) -> None:
     door = await street.router()
     paths = (await door.get("/openapi.json")).json["paths"]

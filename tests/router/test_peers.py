@@ -120,11 +120,11 @@ async def burst(*, replicas: bool) -> float:
     async with Town(SlowBroker(), replicas=replicas, max_requests_per_rank=10_000, max_queue_seconds=1e6, settle_seconds=0.1) as town:
         engines = [await town.engine(f"e{number}", max_context=10_000, speed=EngineSpeed()) for number in range(8)]
         routers = [await town.ready_router() for _ in range(2)]
-        before = np.array([0, 0, *[450_000] * 6])
+        before = np.array([0, 0, *[90_000] * 6])
         for joined, tokens in zip(engines, before.tolist(), strict=True):
             await town.report(joined, active_prefill_tokens=tokens, running=1)
         await asyncio.sleep(0.02)
-        sizes = random.Random(7).choices(range(200, 4000), k=1000)
+        sizes = random.Random(7).choices(range(40, 800), k=1000)
         work = dict.fromkeys((joined.worker_id for joined in engines), 0)
         for number, tokens in enumerate(sizes):
             decision, _ = book(routers[number % 2], need(tokens, 7919 * number))
