@@ -16,9 +16,9 @@ from router.kv_feeds import KvFeeds
 from router.lexicon import Lexicon
 from router.locality import Locality, Work, locality, numbered
 from router.metrics import RouterMetrics
+from router.muster import Standing
 from router.picker import Picker
 from router.tracker_feeds import TrackerFeeds
-from router.view import Standing
 
 log = logging.getLogger(__name__)
 

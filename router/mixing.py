@@ -12,9 +12,10 @@ from fleet.signatures import ClusterModel
 from router.decision import Decision
 from router.distinct import Mixes, Read, Reading, Share, Tokens, read
 from router.locality import Prices
+from router.muster import EngineState
 from router.pace import NONE, Surcharge
 from router.reservations import SEQUENCES, Reservations
-from router.view import EngineState, View
+from router.view import View
 
 Misses = NDArray[np.float32]
 

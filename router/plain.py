@@ -10,8 +10,9 @@ import xxhash
 
 from fleet.completions import ApiError
 from fleet.events import Capabilities, EngineJoined
+from router.muster import Standing
 from router.proxy import Upstream
-from router.view import Standing, View
+from router.view import View
 
 log = logging.getLogger(__name__)
 

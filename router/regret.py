@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from fleet.signatures import Weights
 from router.decision import Decision
+from router.muster import PriceList
 from router.reservations import Amounts
 from router.scoring import TERMS, Expected, score
-from router.view import PriceList
 
 _HANDOVER = TERMS.index("handover")
 

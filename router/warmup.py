@@ -4,8 +4,9 @@ import asyncio
 import logging
 
 from router.feeds import Feeds
+from router.muster import Standing
 from router.peers import Peers
-from router.view import Standing, View
+from router.view import View
 
 log = logging.getLogger(__name__)
 
