@@ -53,6 +53,8 @@ WHOLE_EVENTS = 16
 """A plain server's whole answer may be as long as so many of the longest events; so may what it says of experts."""
 _TAG = re.compile(r"[0-9a-f]{4}")
 _SWEEP_SECONDS = 0.25
+_SWEPT_BLOCKS = 1024
+"""Blocks of the prefix index that are looked at then, at most: less than a millisecond."""
 _PROBES_MISSED = 2.5
 """A plain backend counts as silent after so many probe intervals."""
 
@@ -346,6 +348,7 @@ class RouterService:
                 self.forget_worker(worker_id)
             self._judge(now)
             self._expire(now)
+            self.picker.kv.holders.sweep(_SWEPT_BLOCKS)
             self.upstream.prune()
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
             await asyncio.sleep(_SWEEP_SECONDS)
