@@ -132,6 +132,8 @@ class Hindsight:
         if pace is None:
             pace = self._paces[load.worker_id] = Pace(state.joined.speed or _DEFAULT_SPEED, len(state.rows))
         predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0, self._mixing.surcharge(load.worker_id))
+        if not load.running:
+            return  # the steps were those of a load that is over
         self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds)
 
     def forget_worker(self, worker_id: int) -> None:

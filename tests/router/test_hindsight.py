@@ -153,6 +153,18 @@ async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Try,
 
 
 @pytest.mark.looptime
+async def test_steps_of_a_load_that_is_over_say_nothing(town: Town) -> None:
+    joined = await town.engine("e", speed=SPEED, capabilities=PLAIN)
+    service = await town.ready_router()
+    voice = town.bus.publisher(town.subjects.kv_metrics)
+    for _ in range(40):
+        await voice.publish(KvMetrics(worker_id=joined.worker_id, running=0, step_seconds=0.5))
+        await voice.publish(KvMetrics(worker_id=joined.worker_id, running=10, step_seconds=SPEED.step + 10 * SPEED.decode_sequence))
+    await asyncio.sleep(2 * TICK_SECONDS)
+    assert series(service, "speed_factor", of="decode") == pytest.approx(1.0)
+
+
+@pytest.mark.looptime
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 async def test_steps_of_no_sensible_length_are_refused(town: Town, seconds: float) -> None:
     joined = await town.engine("e", speed=SPEED, capabilities=PLAIN)
