@@ -33,7 +33,8 @@ MOST_PREFIX_BLOCKS = 4096
 """told of one prompt"""
 LONGEST_ID = 128
 """characters"""
-_ABSURD = 2**62
+_ABSURD = 2**40
+"""of one booking; so many as are counted stay far from what a load table can hold"""
 _FEWEST_STEPS = 16
 """Progress by fewer tokens is not told."""
 

@@ -247,6 +247,35 @@ def test_what_happened_while_nobody_listened_is_told_to_who_comes(pair: tuple[Pe
     assert other.load(0.2) == one.load(0.2)
 
 
+ANY = st.sampled_from([-1, 0, 1, 50, 2**40 - 1, 2**40, 2**63, 2**70])
+ANY_LOAD = st.builds(
+    BookedLoad,
+    id=st.sampled_from(["a", "b", "c", "x" * 500]),
+    worker_id=st.sampled_from([7, 8, 9]),
+    rank=st.integers(-1, 2),
+    prefill_tokens=ANY,
+    blocks=ANY,
+    steps=ANY,
+    age_seconds=st.floats(),
+    session=ANY,
+    prefix=st.binary(max_size=40),
+)
+ANY_MESSAGE = st.builds(ReservationsChanged, router=st.integers(0, 3), booked=st.lists(ANY_LOAD, max_size=4).map(tuple), ended=st.just(("a", "zz")))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**64), ANY_MESSAGE, st.booleans()), max_size=30))
+def test_nothing_that_a_stranger_says_raises_or_makes_a_sum_negative(said: list[tuple[int, int, ReservationsChanged, bool]]) -> None:
+    hearer = Peer(99)
+    for now, (publisher, sequence, message, whole) in enumerate(said):
+        if whole:
+            hearer.ledger.replace(ReservationsDescribed(router=message.router, publisher_id=publisher, sequence=sequence, booked=message.booked), float(now))
+        else:
+            hearer.ledger.hear(publisher, sequence, message, float(now))
+        assert np.min(hearer.reservations.load(hearer.rows, float(now))) >= 0
+    hearer.ledger.sweep(len(said) + 10.0)
+    assert hearer.reservations.open_bookings == hearer.ledger.open == 0
+
+
 STEP = st.tuples(st.sampled_from(["book", "first", "emit", "end", "tell", "list", "restart", "pass", "report"]), st.integers(0, 2), st.integers(0, 2**16))
 
 
