@@ -1,12 +1,14 @@
 """The `roost` command: the composition root, where every choice between implementations is made."""
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from deploy import commands_operate, commands_parts, commands_up, commands_views
-from deploy.commandline import CONFIG, JSON, ConfigOption, JsonOption, settings_from, show
+from deploy.commandline import CONFIG, JSON, ConfigOption, JsonOption, fail, running, settings_from, show
+from deploy.rundir import home, settings_file
 from deploy.settings import SECTIONS
 
 app = typer.Typer(
@@ -38,8 +40,20 @@ def _root(wanted: Annotated[bool, typer.Option("--version", callback=_version, i
 
 
 @app.command()
-def config(file: ConfigOption = CONFIG, as_json: JsonOption = JSON) -> None:
+def config(
+    in_force: Annotated[bool, typer.Option("--running", help="What the running fleet uses, not what it would use if it started now.")] = False,
+    file: ConfigOption = CONFIG,
+    as_json: JsonOption = JSON,
+) -> None:
     """Print the effective roost.toml, every key with its source."""
+    if in_force:
+        run = running()
+        if run is None:
+            fail("no fleet of this user runs here")
+        file = settings_file(home(os.environ), run)
+        if not as_json:
+            show(file.read_text(encoding="utf-8").rstrip("\n"))
+            return
     settings = settings_from(file, {}, *SECTIONS.values())
     show(settings.as_json() if as_json else settings.as_toml().rstrip("\n"))
 

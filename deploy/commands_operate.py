@@ -3,11 +3,13 @@
 What does the work is imported when its command runs: the NATS client is not for every command.
 """
 
+import os
 from typing import Annotated
 
 import typer
 
-from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail, running
+from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail
+from deploy.rundir import home, live_runs
 
 RELOAD_SECONDS = 15.0
 """for every router process to say what became of the new settings"""
@@ -38,14 +40,17 @@ def drain(
     show_drain(bus_from(config, nats), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
 
 
-def reload(as_json: JsonOption = JSON) -> None:
+def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
     """Let the running `roost up` read file and environment again, and its routers use what may change while they run; 1 if it is refused.
 
     A `roost router` that runs alone does the same on SIGHUP.
     """
     from deploy.view_operation import show_reload
 
-    run = running()
-    if run is None:
-        fail("no `roost up` of this user runs here; a `roost router` that runs alone reads its settings again on SIGHUP: kill -HUP PID")
-    show_reload(run, RELOAD_SECONDS, as_json=as_json)
+    runs = [run for run in live_runs(home(os.environ)) if run.router and run.nats and run.nats == (nats or run.nats)]
+    if not runs:
+        fail("no fleet of this user with a router runs here; a `roost router` of one process reads its settings again on SIGHUP: kill -HUP PID")
+    servers = sorted({str(run.nats) for run in runs})
+    if len(servers) > 1:
+        fail(f"several fleets are running; name one with --nats: {', '.join(servers)}", USAGE)
+    show_reload(runs, RELOAD_SECONDS, as_json=as_json)

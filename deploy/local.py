@@ -31,7 +31,7 @@ from deploy.orders import Order, PartName, RankOrder
 from deploy.process import alongside, on_hangup
 from deploy.reload import Read, check
 from deploy.routers import RouterDoors
-from deploy.rundir import RunDirectory, Running
+from deploy.rundir import SETTINGS, RunDirectory, Running
 from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from fleet.events import ConfigChanged
@@ -274,7 +274,7 @@ class Fleet:
         kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
         where = {("bus", "url"): self.nats_url or None, ("tracker", "state_file"): kept.absolute()}
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
-        file = self._run.path / "roost.toml"
+        file = self._run.path / SETTINGS
         draft = file.with_suffix(".new")
         draft.write_text(told.as_toml(), encoding="utf-8")
         draft.replace(file)  # whole or not at all: a part may be reading it

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+SETTINGS = "roost.toml"
 KEPT = 5
 """directories of dead runs that stay for their logs"""
 LONGEST_SOCKET_FOLDER = 80
@@ -136,6 +137,11 @@ def live_runs(base: Path) -> list[Running]:
             file = path / "running.json"
             found.append((file.stat().st_mtime, msgspec.json.decode(file.read_bytes(), type=Running)))
     return [running for _, running in sorted(found, key=lambda entry: -entry[0])]
+
+
+def settings_file(base: Path, run: Running) -> Path:
+    """The settings that a live run's processes use: its own copy, written anew when settings are read again. OSError when there is none."""
+    return next(base.glob(f"run-{run.pid}-*/{SETTINGS}"), base / SETTINGS).resolve(strict=True)
 
 
 def _new(base: Path) -> tuple[Path, int]:

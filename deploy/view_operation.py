@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 
 import typer
 
@@ -44,21 +45,23 @@ def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | N
         raise typer.Exit(FAILURE)
 
 
-def show_reload(run: Running, seconds: float, *, as_json: bool) -> None:
-    """Ask the running fleet to read its settings again, and print what its routers say. Ends the command with 1 when they are refused."""
+def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> None:
+    """Ask runs on one NATS server to read their settings again, and print what their routers say. Ends the command with 1 when one refuses."""
+    routers = sum(max(len(run.routers), 1) for run in runs)
 
     async def work(bus: Bus, subjects: Subjects) -> list[ConfigChanged]:
         async with bus.subscribe(subjects.config()) as heard:
-            os.kill(run.pid, signal.SIGHUP)
-            return await _words(heard, max(len(run.routers), 1), seconds)
+            for run in runs:
+                os.kill(run.pid, signal.SIGHUP)
+            return await _words(heard, routers, seconds)
 
-    said = on_bus(BusConfig(url=run.nats or "", namespace=run.namespace), work)
+    said = on_bus(BusConfig(url=runs[0].nats or "", namespace=runs[0].namespace), work)
     if as_json:
         show(in_json(said))
     else:
         for one in said:
             _print(one)
-    if len(said) < max(len(run.routers), 1) and not any(one.refused for one in said):
+    if len(said) < routers and not any(one.refused for one in said):
         fail(f"not every router answered within {seconds:g} s; their logs say why")
     if any(one.refused for one in said):
         raise typer.Exit(FAILURE)

@@ -121,10 +121,11 @@ class Health:
     # Drains
 
     def drain(self, worker_id: int, rank: int | None, reason: str) -> None:
-        """An operator wants no new requests on a rank, or (None) on any of an engine's."""
-        if sum(map(len, self._drains.values())) < MOST_DRAINS:
-            self._drains.setdefault(worker_id, {})[rank] = reason
-            self._version += 1
+        """An operator wants no new requests on a rank, or (None) on any of an engine's. ValueError when there are too many to remember."""
+        if sum(map(len, self._drains.values())) >= MOST_DRAINS:
+            raise ValueError(f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not")
+        self._drains.setdefault(worker_id, {})[rank] = reason
+        self._version += 1
 
     def undrain(self, worker_id: int, rank: int | None) -> None:
         """An operator wants them again."""

@@ -124,6 +124,7 @@ class RouterMetrics:
         self.retries_refused = self._counter("retries_refused", "Failures passed on because too many requests were tried again already")
         self.in_panic = self._counter("decisions_in_panic", "Decisions that did not heed breakers and outliers because no other rank was left")
         self.breakers_opened = self._counter("breakers_opened", "Ranks left alone after failures in a row")
+        self.reloads = self._counter("config_reloads", "Times that settings were read again, by what became of them", "outcome")
         self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", goes_down=True)
 
     def _about_listening(self) -> None:

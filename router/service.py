@@ -162,6 +162,7 @@ class RouterService:
             said = self.reconfigure(read())
         except (ValueError, OSError) as error:
             said = refused(str(error), self.instance)
+        self.metrics.reloads.labels("refused" if said.refused is not None else "changed" if said.changed else "same").inc()
         changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in said.changed.items())
         if said.refused is None:
             log.info("settings were read again: %s", changes or "nothing differs")

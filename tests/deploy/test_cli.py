@@ -136,6 +136,7 @@ def test_tracing_variables_that_cannot_work_are_usage_errors(monkeypatch: pytest
 
 def test_reload_without_a_running_fleet_says_what_to_do() -> None:
     assert "kill -HUP PID" in refused(1, "reload")
+    assert "no fleet of this user runs here" in refused(1, "config", "--running")
 
 
 def test_the_beginning_of_a_kind_is_enough(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

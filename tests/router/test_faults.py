@@ -336,3 +336,29 @@ async def test_a_client_that_leaves_while_it_waits_for_a_place_is_never_forwarde
     rank.hold_after = None
     assert (await house.post(CHAT, chat("third"))).status == 200
     assert len(rank.requests) == 2
+
+
+class SlowRank(MockRank):
+    """Lets its clients wait for the first token."""
+
+    delay = 0.0
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(self.delay)
+        return await super().completions(http)
+
+
+async def test_a_rank_that_lets_everybody_wait_is_left_alone_for_a_while(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+    house = await open_house(outlier_factor=3.0, policy="round_robin", correction_limit=1.0)
+    ranks = [SlowRank(byte_archive) for _ in range(4)]
+    for rank in ranks:
+        await serve_rank(rank)
+    await house.join("e1", [rank.url for rank in ranks], byte_archive, worker_id=1)
+    ranks[2].delay = 0.4
+    async with asyncio.timeout(10):
+        while not (excluded := (await house.post("/v1/route", chat())).json["excluded"]):
+            await asyncio.gather(*(house.post(CHAT, chat(f"number {number}", max_tokens=1)) for number in range(16)))
+    assert [out["rank"] for out in excluded] == [2]
+    assert "an outlier of its model" in excluded[0]["reason"]
+    assert 'dp_rank="2"' in exposed(house, "rank_left_alone")
+    assert 'cause="outlier"' in exposed(house, "rank_left_alone")

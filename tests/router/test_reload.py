@@ -58,6 +58,7 @@ async def test_a_reload_changes_the_next_decision_and_is_recorded(house: House, 
     assert (before["weights"]["queue"], after["weights"]["queue"]) == (1.0, 0.0)
     assert await recorded(house) == [said]
     assert said.instance == house.service.instance
+    assert 'config_reloads_total{outcome="changed"} 1.0' in (await house.get("/metrics")).body.decode()
 
 
 async def test_settings_of_every_part_take_effect(house: House) -> None:
