@@ -38,7 +38,7 @@ async def simulated_engine(
     **settings: Any,
 ) -> AsyncIterator[Host]:
     """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of one of the same name that died."""
-    config = SimulatedConfig(**{"shape": "demo", "time_scale": 0.1, "kv_blocks": 2048, "max_context": 8192} | settings)
+    config = SimulatedConfig(**{"shape": "demo", "time_scale": 0.1, "kv_blocks": 2048} | settings)
     doors = [listen("127.0.0.1", 0) for _ in range(config.ranks)]
     urls = tuple(map(url_of, doors))
     who = Identity(engine=name, worker_id=next(_workers) << 32, node=name, urls=urls, nodes=nodes(name, config), replaces=replaces)

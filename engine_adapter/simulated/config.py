@@ -9,6 +9,7 @@ from fleet.timing import EngineSpeed
 
 PLACEMENTS = ("linear", "aligned")
 MOST_DOMAINS = 64
+MOST_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,8 @@ class SimulatedConfig:
     """KV blocks per rank"""
     block_size: int = BLOCK_SIZE
     """tokens per KV block"""
-    max_context: int = 32768
-    """tokens, prompt and completion together"""
+    max_context: int | None = None
+    """tokens, prompt and completion together; None: 32768, or what fits into kv_blocks if that is less"""
     max_batch_tokens: int = 2048
     """tokens a rank computes in one step"""
     max_running: int = 128
@@ -84,7 +85,8 @@ class SimulatedConfig:
         _need(1 <= self.ranks <= SHAPES[self.shape].experts, "ranks", self.ranks, f"use 1 to {SHAPES[self.shape].experts}, the experts of a layer")
         _need(1 <= self.domains <= MOST_DOMAINS, "domains", self.domains, f"use 1 to {MOST_DOMAINS}")
         _need(self.max_batch_tokens > self.max_running, "max_batch_tokens", self.max_batch_tokens, f"must exceed max_running ({self.max_running})")
-        _need(2 <= self.max_context <= self.kv_blocks * self.block_size, "max_context", self.max_context, "use 2 or more, and what fits into kv_blocks")
+        _need(self.max_context is None or self.max_context >= 2, "max_context", self.max_context, "use 2 or more, or leave it out")
+        _need(self.kv_blocks * self.block_size >= 2, "kv_blocks", self.kv_blocks, "hold at least 2 tokens")
         _need(self.output_tokens >= 0, "output_tokens", self.output_tokens, "use 0 or more")
         for key in ("time_scale", "activity_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number")
@@ -100,6 +102,11 @@ class SimulatedConfig:
     @property
     def model_shape(self) -> ModelShape:
         return SHAPES[self.shape]
+
+    @property
+    def context(self) -> int:
+        """Tokens that a request may have, prompt and completion together."""
+        return min(MOST_CONTEXT if self.max_context is None else self.max_context, self.kv_blocks * self.block_size)
 
     @property
     def served_model(self) -> str:

@@ -272,7 +272,7 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         ranks=config.ranks,
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
-        max_context=config.max_context,
+        max_context=config.context,
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(),
         shape=config.model_shape,

@@ -149,7 +149,7 @@ def test_speeds_of_the_presets_are_those_of_the_cost_model():
         ({"shape": "gpt"}, "shape = 'gpt': use one of deepseek-v3"),
         ({"ranks": 33}, "ranks = 33: use 1 to 32"),
         ({"max_batch_tokens": 128}, "must exceed max_running"),
-        ({"max_context": 1 << 20}, "what fits into kv_blocks"),
+        ({"max_context": 1}, "max_context = 1: use 2 or more"),
         ({"time_scale": 0.0}, "time_scale = 0.0"),
         ({"break_share": 1.1}, "break_share = 1.1: use 0 to 1"),
         ({"dispatch": -1.0}, "dispatch = -1.0: use seconds"),
@@ -159,6 +159,12 @@ def test_speeds_of_the_presets_are_those_of_the_cost_model():
 def test_a_setting_that_cannot_be_is_refused_by_name(wrong, complaint):
     with pytest.raises(ValueError, match=complaint):
         SimulatedConfig(**wrong)
+
+
+def test_the_context_is_what_fits():
+    assert SimulatedConfig().context == 32768
+    assert SimulatedConfig(kv_blocks=100).context == SimulatedConfig(kv_blocks=100, max_context=4096).context == 1600
+    assert SimulatedConfig(max_context=500).context == 500
 
 
 def test_set_speeds_win_and_real_ones_are_scaled():

@@ -69,6 +69,14 @@ async def test_a_share_of_the_requests_is_a_share(house):
     assert 10 < found.count(503) < 50
 
 
+async def test_shares_that_are_set_hit_without_being_told():
+    broker = MemoryBroker()
+    async with simulated_engine(MemoryBus(broker), broker.subjects, refuse_share=0.4, error_share=0.4, ranks=1) as host, aiohttp.ClientSession() as http:
+        house = House(broker, host, http)
+        found = [(await house.ask(0, max_tokens=1))[0] for _ in range(60)]
+    assert min(found.count(status) for status in (200, 500, 503)) > 5
+
+
 async def test_a_broken_stream_ends_in_the_middle_and_its_request_is_cancelled(house):
     await house.simulate(fault="break_stream", rank=0)
     with pytest.raises(aiohttp.ClientPayloadError):
