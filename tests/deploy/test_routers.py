@@ -1,11 +1,17 @@
 """The sockets of several router processes: one port for clients, one address each for operators, nothing left open."""
 
 import socket
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.doors import CannotListen, listen, listen_together
+from deploy.local import Fleet
+from deploy.orders import Order
 from deploy.routers import RouterDoors
+from deploy.rundir import run_directory
+from deploy.settings import read_settings
 from router.config import RouterConfig
 from tests.conftest import free_port
 
@@ -75,6 +81,23 @@ def test_private_ports_are_counted_from_the_one_that_is_set_and_a_taken_one_is_n
     with pytest.raises(CannotListen, match=r"\[router\] private_port"):
         RouterDoors.listening(RouterConfig(port=0, processes=2, private_port=port_of(taken) - 1))
     taken.close()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_each_process_is_a_unit_of_its_own_and_is_told_its_sockets(processes: int, tmp_path: Path) -> None:
+    with run_directory(tmp_path / "state") as run, RouterDoors.listening(RouterConfig(port=0, processes=processes)) as doors:
+        async with Fleet(read_settings(None, {}, tmp_path), run, {}, lambda _: None) as fleet:
+            units = fleet._routers(fleet._ground(), doors, bus=False)
+            lives = [await unit._launch() for unit in units]
+        names = ["router"] if processes == 1 else ["router-0", "router-1"]
+        assert [unit.name for unit in units] == names
+        assert fleet.router_url == doors.url
+        assert fleet.router_urls == (doors.urls if processes > 1 else ())
+        orders = [msgspec.json.decode(life.commands[0].arguments[-1], type=Order) for life in lives]
+        assert [order.descriptor for order in orders] == [door.fileno() for door in doors.shared]
+        assert not any(order.bus for order in orders)
+        for life, order in zip(lives, orders, strict=True):
+            assert set(life.commands[0].keep) == {order.descriptor, order.private} - {None}
 
 
 @pytest.mark.parametrize("settings", [{"processes": 0}, {"processes": 257}, {"processes": 2, "private_port": 65_535}, {"private_port": -1}])
