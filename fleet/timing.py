@@ -85,14 +85,15 @@ def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], eng
     """Time that is lost because the ranks of an engine step together, and a step is as slow as its slowest rank.
 
     work, added: [2, ranks]; row 0: prefill promised to each rank, and that of the request; row 1: what the running sequences add to the
-    request's steps, and what the request adds to them. It is max(0, prefill promised + added - the engine's most): by so much the request
-    makes its engine's longest prefill longer (beside a busier rank it is free); and max(0, the engine's most - decode - added): so much
-    longer the request's steps take for others' sake.
+    request's steps, and what the request adds to them. It is max(0, prefill promised + added - the engine's most) where anything runs: by
+    so much the request makes its engine's longest prefill longer for whoever waits for it (beside a busier rank it is free); and
+    max(0, the engine's most - decode - added): so much longer the request's steps take for others' sake.
     first: where the ranks of each engine begin, [engines] in row 0 and then [engines] in row 1, both rows laid one after another;
     engine: [2, ranks], which of these each rank belongs to.
     """
-    ahead = work + added - np.maximum.reduceat(work.reshape(-1), first).take(engine)
-    seconds: Seconds = np.maximum(ahead[0], 0.0) - np.minimum(ahead[1], 0.0)
+    most = np.maximum.reduceat(work.reshape(-1), first).take(engine)
+    ahead = work + added - most
+    seconds: Seconds = np.maximum(ahead[0], 0.0) * (most[1] > 0) - np.minimum(ahead[1], 0.0)
     return seconds
 
 

@@ -118,9 +118,18 @@ def test_lockstep_is_waiting_for_the_slowest_rank_and_making_the_longest_prefill
 
 
 def test_beside_a_busier_rank_a_prefill_makes_nobody_wait() -> None:
-    beside, behind = priced(pair(), load_of((0, 0, 0, 0), (500, 0, 0, 0)))["lockstep"]
-    assert beside == 0.0
-    assert behind == pytest.approx(100 * 1.0 + 1e-3 * 5000)
+    prefill = 100 * 1.0 + 1e-3 * 5000
+    beside, behind = priced(pair(), load_of((0, 1, 0, 9), (500, 1, 0, 9)))["lockstep"]
+    assert (beside, behind) == (0.0, pytest.approx(prefill))
+    ahead, only = priced(pair(), load_of((0, 1, 0, 9), (40, 1, 0, 9)))["lockstep"]
+    assert (ahead, only) == (pytest.approx(prefill - 40), pytest.approx(prefill))
+
+
+def test_where_nothing_runs_a_prefill_makes_nobody_wait() -> None:
+    assert priced(pair(), load_of((0, 0, 0, 0), (500, 0, 0, 0)))["lockstep"] == [0.0, 0.0]
+    view, _ = view_of({"speed": SPEED}, {"speed": SPEED})
+    load = load_of((0, 0, 0, 0), (500, 1, 90, 2000), (0, 0, 0, 0), (0, 0, 0, 0))
+    assert {decided(view.roster("demo"), load, seed=seed).target.engine.engine for seed in range(4)} == {"e1"}, "not beside the busy one"
 
 
 def test_decode_and_lockstep_together_are_the_time_of_the_engines_steps() -> None:
