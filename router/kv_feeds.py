@@ -8,11 +8,12 @@ arrive meanwhile wait, and those the snapshot does not contain are applied after
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Received
 from bus.subjects import Subjects
-from fleet.events import KvSnapshot, KvSnapshotRequested, RoutedKvEvent
+from fleet.events import KvEvent, KvSnapshot, KvSnapshotRequested, RoutedKvEvent
 from router.chores import Chores
 from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
 from router.metrics import RouterMetrics
@@ -20,13 +21,14 @@ from router.roster import RankKey
 
 log = logging.getLogger(__name__)
 
-_SLICE = 256
-"""Snapshot events applied before the event loop turns."""
+_SLICE = 1024
+"""Blocks of a snapshot that are applied before the event loop turns, and what the last event has more."""
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 5.0
-_LATE_MESSAGES = 4096
-"""Messages that wait for one rank's snapshot; with more, another snapshot is cheaper."""
+_LATE_BLOCKS = 65_536
+_ALL_LATE_BLOCKS = 1_048_576
+"""Blocks named by messages that wait for one rank's snapshot, and for those of all ranks (some 250 MB); with more, another snapshot is cheaper."""
 _ASKING = 4
 """Snapshots asked for at once."""
 
@@ -35,7 +37,7 @@ Batch = tuple[RoutedKvEvent, ...]
 
 @dataclass(slots=True)
 class _Feed:
-    """One rank's feed. `late`: messages that wait for a snapshot; None: the feed is in step.
+    """One rank's feed. `late`: messages that wait for a snapshot; None: the feed is in step. `blocks`: what they count, with their events.
 
     KV events depend on one another, so only the message with exactly the `next` number will do (`bus.sequence` is laxer).
     """
@@ -43,6 +45,7 @@ class _Feed:
     publisher_id: int | None = None
     next: int = 0
     late: deque[tuple[int, int, Batch]] | None = field(default_factory=deque)
+    blocks: int = 0
     pause: float = _FIRST_PAUSE_SECONDS
 
 
@@ -56,6 +59,7 @@ class KvFeeds:
         self._metrics = metrics
         self._feeds: dict[RankKey, _Feed] = {}
         self._due: Chores[RankKey] = Chores(65_536)
+        self._late_blocks = 0
 
     def add(self, rank: RankKey) -> None:
         """A rank joined: what it holds already is asked for."""
@@ -65,7 +69,7 @@ class KvFeeds:
 
     def forget_worker(self, worker_id: int) -> None:
         for rank in [rank for rank in self._feeds if rank[0] == worker_id]:
-            del self._feeds[rank]
+            self._late_blocks -= self._feeds.pop(rank).blocks
 
     def in_step(self, rank: RankKey) -> bool:
         """Whether the index knows all that the rank has said so far."""
@@ -109,10 +113,21 @@ class KvFeeds:
             self._apply(rank, feed, batch)
 
     def _wait(self, feed: _Feed, publisher_id: int, sequence: int, batch: Batch) -> None:
-        assert feed.late is not None
-        if len(feed.late) >= _LATE_MESSAGES:
-            feed.late.clear()  # the numbers will show it, once the snapshot is there
+        """Until a snapshot has come. What is dropped for want of room leaves a gap in the numbers, which the snapshot will show."""
+        blocks = sum(_blocks(one.event) for one in batch)
+        if feed.blocks + blocks > _LATE_BLOCKS or self._late_blocks + blocks > _ALL_LATE_BLOCKS:
+            self._let_go(feed)
+        feed.late = deque() if feed.late is None else feed.late
         feed.late.append((publisher_id, sequence, batch))
+        feed.blocks += blocks
+        self._late_blocks += blocks
+
+    def _let_go(self, feed: _Feed) -> deque[tuple[int, int, Batch]]:
+        """Nothing waits any more; returns what did."""
+        late, feed.late = feed.late or deque(), None
+        self._late_blocks -= feed.blocks
+        feed.blocks = 0
+        return late
 
     def _apply(self, rank: RankKey, feed: _Feed, batch: Batch) -> None:
         try:
@@ -129,7 +144,7 @@ class KvFeeds:
 
     def _lost(self, rank: RankKey, feed: _Feed, reason: str, publisher_id: int, sequence: int, batch: Batch) -> None:
         log.info("KV events of worker %d rank %d: %s at message %d, expected %d; asking for a snapshot", *rank, reason, sequence, feed.next)
-        feed.late = deque([(publisher_id, sequence, batch)])
+        self._wait(feed, publisher_id, sequence, batch)
         self._ask(rank, reason)
 
     def _ask(self, rank: RankKey, reason: str) -> None:
@@ -157,19 +172,40 @@ class KvFeeds:
             raise BusError(f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of something else")
         if self._feeds.get(rank) is not feed:
             return  # forgotten while we asked
-        self._index.replace(rank, answer.events[:_SLICE])
-        for at in range(_SLICE, len(answer.events), _SLICE):
+        self._index.clear(rank)
+        for part in _sliced(answer.events):
+            self._index.follow(rank, part)
             await asyncio.sleep(0)
             if self._feeds.get(rank) is not feed:
                 return
-            self._index.apply(RoutedKvEvent(worker_id=rank[0], event=event) for event in answer.events[at : at + _SLICE])
         self._resume(rank, feed, answer)
 
     def _resume(self, rank: RankKey, feed: _Feed, answer: KvSnapshot) -> None:
         """In step again as of the snapshot; what waited is heard now, as if it arrived now."""
-        late = feed.late or deque()
-        feed.publisher_id, feed.next = answer.publisher_id, answer.sequence + 1
-        feed.late, feed.pause = None, _FIRST_PAUSE_SECONDS
-        for publisher_id, sequence, batch in late:
+        feed.publisher_id, feed.next, feed.pause = answer.publisher_id, answer.sequence + 1, _FIRST_PAUSE_SECONDS
+        for publisher_id, sequence, batch in self._let_go(feed):
             if publisher_id == answer.publisher_id:
                 self._take(rank, feed, publisher_id, sequence, batch)
+
+
+def _sliced(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
+    """In order, some _SLICE blocks at a time."""
+    part: list[KvEvent] = []
+    blocks = 0
+    for event in events:
+        part.append(event)
+        blocks += _blocks(event)
+        if blocks >= _SLICE:
+            yield part
+            part, blocks = [], 0
+    if part:
+        yield part
+
+
+def _blocks(event: KvEvent) -> int:
+    """What an event takes room and time by: itself, and the blocks it names."""
+    change = event.data
+    if isinstance(change, str):
+        return 1
+    stored = 0 if change.stored is None else len(change.stored.blocks)
+    return 1 + stored + (0 if change.removed is None else len(change.removed.block_hashes))

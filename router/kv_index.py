@@ -43,31 +43,31 @@ class KvIndex:
             if one.storage_tier == DEVICE:
                 self._apply((one.worker_id, one.event.dp_rank), one.event)
 
-    def replace(self, rank: RankKey, events: Iterable[KvEvent]) -> None:
-        """Forget what is known of one rank and apply a snapshot instead."""
-        self._clear(rank)
+    def follow(self, rank: RankKey, events: Iterable[KvEvent]) -> None:
+        """Apply a rank's events in order, as `apply`, whatever rank they name: a part of its snapshot."""
         for event in events:
             self._apply(rank, event)
+
+    def clear(self, rank: RankKey) -> None:
+        """A rank holds nothing any more."""
+        self.holders.clear(rank)
+        self._names.pop(rank, None)
 
     def remove_worker(self, worker_id: int) -> None:
         for rank in {*self.holders.ranks(), *self._names}:
             if rank[0] == worker_id:
-                self._clear(rank)
+                self.clear(rank)
 
     def _apply(self, rank: RankKey, event: KvEvent) -> None:
         change = event.data
         if isinstance(change, str):
-            self._clear(rank)
+            self.clear(rank)
         elif change.stored is not None and change.removed is None:
             self._store(rank, change.stored)
         elif change.removed is not None and change.stored is None:
             self._remove(rank, change.removed.block_hashes)
         else:
             raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: event {event.event_id} must say exactly one of stored and removed")
-
-    def _clear(self, rank: RankKey) -> None:
-        self.holders.clear(rank)
-        self._names.pop(rank, None)
 
     def _store(self, rank: RankKey, stored: KvStored) -> None:
         names = self._names.get(rank, {})

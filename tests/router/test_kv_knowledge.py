@@ -184,6 +184,19 @@ async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World
     assert not world.feeds.in_step((WORKER, 1))
 
 
+async def test_what_waits_for_a_snapshot_is_bounded_and_asked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.kv_feeds._LATE_BLOCKS", 8)
+    world.rank.answering.clear()
+    world.feeds.add((WORKER, 0))
+    await until(lambda: world.rank.snapshots == 1)
+    for at in range(9):
+        await world.rank.say(stored(LOCAL[at : at + 1], LOCAL[:at]))
+    await until(lambda: world.feeds._late_blocks == 2 * 1)  # the ninth alone: its event and its block
+    world.rank.answering.set()
+    await until(lambda: world.in_step and world.overlap == 9)
+    assert (world.rank.snapshots, world.asked("gap"), world.feeds._late_blocks) == (2, 1, 0)
+
+
 async def test_snapshots_larger_than_a_slice_are_applied_whole(world: World) -> None:
     long = local_hashes(list(range(4 * 1500)), 4)
     chained = sequence_hashes(long)
