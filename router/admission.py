@@ -26,7 +26,8 @@ AGED_EVERY = 4
 LEAST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 60.0
 _RATE_SECONDS = 10.0
-"""Time constant of a measured rate."""
+_LEAST_SEEN_SECONDS = 0.1
+"""Time constant of a measured rate, and the shortest time it is over."""
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 CONTINUES = -1
 """The urgency of what continues an answer that has begun; classes count from 0, the most urgent."""
@@ -255,21 +256,25 @@ class Queue(Generic[Kind]):
 
 
 class Rate:
-    """How many a second, lately: an exponentially decaying count."""
+    """How many a second, lately, since it was first asked for: an exponentially decaying count over as much time as it has seen."""
 
-    __slots__ = ("_at", "_count")
+    __slots__ = ("_at", "_began", "_count")
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
+        self._began = self._at = now
         self._count = 0.0
-        self._at = -math.inf
 
     def count(self, now: float) -> None:
         """One more."""
-        self._count = self._count * math.exp(min(0.0, (self._at - now) / _RATE_SECONDS)) + 1.0
+        self._count = self._decayed(now) + 1.0
         self._at = max(now, self._at)
 
     def per_second(self, now: float) -> float:
-        return self._count * math.exp(min(0.0, (self._at - now) / _RATE_SECONDS)) / _RATE_SECONDS
+        seen = max(now - self._began, _LEAST_SEEN_SECONDS)
+        return self._decayed(now) / (_RATE_SECONDS * -math.expm1(-seen / _RATE_SECONDS))
+
+    def _decayed(self, now: float) -> float:
+        return self._count * math.exp(min(0.0, (self._at - now) / _RATE_SECONDS))
 
 
 def retry_after(ahead: int, per_second: float, otherwise: float) -> float:

@@ -38,8 +38,6 @@ _TOKEN_BYTES = 40
 _GUESSED_SECONDS = 2.0
 """After which it is worth asking again, where nothing was measured."""
 
-_MOST_RATES = 256
-
 Admitted = tuple[Decision, Booking]
 
 
@@ -87,7 +85,8 @@ class _Waiting(Waiter):
 class WaitingRoom:
     """Requests await `admit` and `live_roster`; whoever knows of room calls `wake`. Used on one event loop.
 
-    State: the queue, the rate at which places were given lately, the models without a live engine that somebody waits for, and one timer.
+    State: the queue; of each model that somebody waits for, the rate at which places become free, and since when no engine of it lives,
+    if so; and one timer.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -113,12 +112,9 @@ class WaitingRoom:
         full: NoRoom | None = None
         if not self._queue or not self._queue.passes_over(need.model, urgency, self._aged_before(self._desk.clock())):
             try:
-                admitted = self._desk.book(exchange, need, suffix, attempt)
+                return self._desk.book(exchange, need, suffix, attempt)
             except NoRoom as error:
                 full = error
-            else:
-                self._rate(need.model).count(self._desk.clock())
-                return admitted
         waiting = self._newcomer(exchange, need.model, urgency, need.prompt.tokens)
         if not wait:
             raise self._unplaced(waiting, full)
@@ -195,6 +191,7 @@ class WaitingRoom:
         accepted, shed = self._queue.offer(waiting, Room(config.queue_requests, config.queue_bytes))
         if not accepted:
             raise self._unplaced(waiting, full)
+        self._rates.setdefault(waiting.model, Rate(waiting.came))
         for one in shed:
             self._refuse(one, Refusal.SHED)
         if full is None:
@@ -242,8 +239,9 @@ class WaitingRoom:
                 self._give(model, places, now)
         for waiting in self._queue.ended(now):
             self._refuse(waiting, Refusal.NO_ENGINE if waiting.model in self._dead_since else Refusal.QUEUE_TIMEOUT)
-        if self._dead_since:
-            self._dead_since = {model: since for model, since in self._dead_since.items() if model in self._queue.models}
+        waited_for = set(self._queue.models)
+        self._dead_since = {model: since for model, since in self._dead_since.items() if model in waited_for}
+        self._rates = {model: rate for model, rate in self._rates.items() if model in waited_for}
 
     def _without_engine(self, model: str, now: float) -> None:
         """Nobody serves the model now: that is waited for, but not for long."""
@@ -312,7 +310,7 @@ class WaitingRoom:
             waiting.done.set_exception(error)
             return True
         self._queue.placed(waiting, aged_before)
-        self._rate(waiting.model).count(self._desk.clock())
+        self._rates[waiting.model].count(self._desk.clock())
         waiting.done.set_result(admitted)
         return True
 
@@ -332,7 +330,8 @@ class WaitingRoom:
         now = self._desk.clock()
         self._desk.metrics.refused(waiting.exchange.priority, why.value)
         otherwise = _GUESSED_SECONDS if full is None or full.retry_after is None else full.retry_after
-        seconds = retry_after(self._queue.ahead(waiting.model, waiting.urgency), self._rate(waiting.model).per_second(now), otherwise)
+        rate = self._rates.get(waiting.model)
+        seconds = retry_after(self._queue.ahead(waiting.model, waiting.urgency), 0.0 if rate is None else rate.per_second(now), otherwise)
         if why is Refusal.NO_ENGINE:
             try:
                 self._desk.picker.roster(waiting.model)
@@ -353,11 +352,3 @@ class WaitingRoom:
                 return "no rank that serves this model can take this request now"
             case Refusal.STOPPING:
                 return "the router stops; ask again"
-
-    def _rate(self, model: str) -> Rate:
-        """At which places at a model's ranks were given lately. Only known models come here."""
-        if model not in self._rates:
-            if len(self._rates) >= _MOST_RATES:
-                self._rates.clear()  # models come and go; rates are soon measured anew
-            self._rates[model] = Rate()
-        return self._rates[model]

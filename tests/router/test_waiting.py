@@ -552,3 +552,23 @@ async def test_a_drain_that_is_undone_wakes(opened: Opened) -> None:
     front.service.picker.health.undrain(1, 1)
     await waiting
     assert front.now <= 0.1 + NOTHING
+
+
+async def test_retry_after_follows_the_rate_at_which_places_become_free(opened: Opened) -> None:
+    front = opened(queue_requests=20, queue_wait_seconds=1000.0)
+    await front.admit("running")
+    tasks = [front.begin(f"r{number}") for number in range(20)]
+    await settled()
+    with pytest.raises(ApiError) as early:
+        await front.admit("too-much")
+    for _ in range(10):  # one place every 2 s
+        await asyncio.sleep(0.9)
+        front.release(front.order[-1])
+        await settled()
+        tasks.append(front.begin(f"more-{front.now}"))
+        await asyncio.sleep(1.1)
+    with pytest.raises(ApiError) as late:
+        await front.admit("too-much")
+    assert (early.value.retry_after, late.value.retry_after) == (2.0, pytest.approx(42.0, rel=0.1))
+    for task in tasks:
+        task.cancel()
