@@ -12,8 +12,9 @@ import contextlib
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -31,11 +32,14 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percenti
 MOCKS = 4
 WORDS = 200
 PATH = "/v1/chat/completions"
-DIRECT, TEXT, KV, SMG_CACHE, SMG_ROUND, DYNAMO = "direct", "roost text", "roost kv", "smg cache_aware", "smg round_robin", "dynamo kv + mocker"
-SYSTEMS = (DIRECT, TEXT, SMG_CACHE, SMG_ROUND, KV, DYNAMO)
+DIRECT, SMG_CACHE, SMG_ROUND, DYNAMO = "direct", "smg cache_aware", "smg round_robin", "dynamo kv + mocker"
+TEXT, TEXT_2, KV, KV_2 = "roost text", "roost text x2", "roost kv", "roost kv x2"
+SYSTEMS = (DIRECT, TEXT, TEXT_2, SMG_CACHE, SMG_ROUND, KV, KV_2, DYNAMO)
 _MOST_RATE = 20_000
 """Requests per second that are prepared; a round that uses them all up is shorter."""
-_WARMING_SECONDS = 0.2
+_WARMING_SECONDS = 0.1
+
+Start = Callable[[], contextlib.AbstractAsyncContextManager[int]]
 
 Install = typer.Option(False, "--install", help="install the peers into .venv-peers first (about 200 MB, a minute)")
 
@@ -74,17 +78,18 @@ async def systems(peers: Peers, model: Path, words: list[str], missing: dict[str
     async with contextlib.AsyncExitStack() as stack:
         mocks = await stack.enter_async_context(mock_engines(MOCKS))
         urls = [f"http://127.0.0.1:{port}" for port in mocks]
-        found = {DIRECT: mocks[0], TEXT: await stack.enter_async_context(roost_router(*(word for url in urls for word in ("--backend", url))))}
+        backends = [word for url in urls for word in ("--backend", url)]
+        found = {DIRECT: mocks[0], TEXT: await stack.enter_async_context(roost_router(*backends))}
+        found[TEXT_2] = await stack.enter_async_context(roost_router(*backends, "--processes", "2"))
         bus_url = await stack.enter_async_context(nats())
         bus = await stack.enter_async_context(mock_fleet(bus_url, mocks, model))
         found[KV] = await stack.enter_async_context(roost_router("--nats", bus_url))
+        found[KV_2] = await stack.enter_async_context(roost_router("--nats", bus_url, "--processes", "2"))
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         for at, port in enumerate(mocks):
             await tell_held(bus, port, [_held(tokenizer, words, group) for group in range(at, GROUPS, MOCKS)])
-        starting = {} if peers.smg is None else {SMG_CACHE: _smg(peers.smg, "cache_aware", urls), SMG_ROUND: _smg(peers.smg, "round_robin", urls)}
-        starting |= {} if peers.dynamo is None else {DYNAMO: _dynamo(peers.dynamo, model)}
-        for name, one in starting.items():
-            port_or_reason = await _started(stack, one)
+        for name, start in _peers(peers, model, urls).items():
+            port_or_reason = await _started(stack, start)
             if isinstance(port_or_reason, int):
                 found[name] = port_or_reason
             else:
@@ -92,17 +97,31 @@ async def systems(peers: Peers, model: Path, words: list[str], missing: dict[str
         yield found
 
 
+def _peers(peers: Peers, model: Path, urls: list[str]) -> dict[str, Start]:
+    """How each peer that is there is started."""
+    starts: dict[str, Start] = {}
+    if peers.smg is not None:
+        starts[SMG_CACHE] = partial(_smg, peers.smg, "cache_aware", urls)
+        starts[SMG_ROUND] = partial(_smg, peers.smg, "round_robin", urls)
+    if peers.dynamo is not None:
+        starts[DYNAMO] = partial(_dynamo, peers.dynamo, model)
+    return starts
+
+
 def _held(tokenizer: Tokenizer, words: list[str], group: int) -> list[int]:
     ids: list[int] = tokenizer.encode(f"<|im_start|>user\n{shared_half(words, group, WORDS)} ", add_special_tokens=False).ids
     return ids
 
 
-async def _started(stack: contextlib.AsyncExitStack, starting: contextlib.AbstractAsyncContextManager[int]) -> int | str:
-    """Its port, or why it has none."""
-    try:
-        return await stack.enter_async_context(starting)
-    except (OSError, RuntimeError, TimeoutError) as error:
-        return f"it did not start: {error}"
+async def _started(stack: contextlib.AsyncExitStack, start: Start) -> int | str:
+    """Its port, or why it has none. Tried twice: a port that was free may have been taken since."""
+    reason = ""
+    for _ in range(2):
+        try:
+            return await stack.enter_async_context(start())
+        except (OSError, RuntimeError, TimeoutError) as error:
+            reason = f"it did not start: {error}"
+    return reason
 
 
 @contextlib.asynccontextmanager
@@ -137,7 +156,7 @@ async def measure(found: dict[str, int], words: list[str], *, rounds: int, secon
     """Every system in every cell, in turns. The first round warms connections and caches and does not count."""
     results: dict[tuple[str, Cell], list[Round]] = defaultdict(list)
     for cell in (*CELLS, *IN_TURNS):
-        asked = [name for name in SYSTEMS if name in found and (not cell.in_turns or name in (DIRECT, KV, DYNAMO))]
+        asked = [name for name in SYSTEMS if name in found and name in _worth_asking(cell)]
         for number in range(rounds + 1):
             last = seconds if number else _WARMING_SECONDS
             asks = bodies(MODEL, words, int(_MOST_RATE * last), count=WORDS, stream=cell.stream, seed=number, in_turns=cell.in_turns)
@@ -146,6 +165,12 @@ async def measure(found: dict[str, int], words: list[str], *, rounds: int, secon
                 if number:
                     results[name, cell].append(_round([sample.first for sample in samples], [sample.whole for sample in samples], wall))
     return results
+
+
+def _worth_asking(cell: Cell) -> tuple[str, ...]:
+    """Systems for which a cell can show something: several processes only under several connections, turns only where prompts are tokenised."""
+    several = (TEXT_2, KV_2) if cell.connections > 1 else ()
+    return (DIRECT, KV, DYNAMO, *several[1:]) if cell.in_turns else (DIRECT, TEXT, SMG_CACHE, SMG_ROUND, KV, DYNAMO, *several)
 
 
 def _round(first: list[float], whole: list[float], wall: float) -> Round:
@@ -196,7 +221,7 @@ async def run(peers: Peers, missing: dict[str, str], *, quick: bool) -> dict[tup
         model = Path(folder) / MODEL
         write_model(model, texts)
         async with systems(peers, model, words, missing) as found:
-            return await measure(found, words, rounds=3 if quick else 7, seconds=0.3 if quick else 1.5)
+            return await measure(found, words, rounds=5 if quick else 15, seconds=0.1 if quick else 0.6)
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, install: bool = Install) -> None:
@@ -211,6 +236,8 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, insta
     report.targets, not_measured = targets(results)
     report.notes.append(f"client: {SETTINGS}")
     report.notes.append("no two prompts are equal, half of their words are shared in 8 groups; roost kv knows from KV events who holds the shared half")
+    versions = f"{peer_environment.SMG} (a thread per core), {peer_environment.DYNAMO} (the same)"
+    report.notes.append(f"peers: {versions}; roost: one process, and two on one port (x2), which before plain servers do not share what they know")
     report.notes += [f"missing: {name}: {reason}" for name, reason in missing.items()]
     report.notes += [f"not measured: {name}" for name in not_measured]
     report.finish(as_json=as_json, check=check)
