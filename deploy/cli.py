@@ -50,7 +50,10 @@ def config(
         run = running()
         if run is None:
             fail("no fleet of this user runs here")
-        file = settings_file(home(os.environ), run)
+        try:
+            file = settings_file(home(os.environ), run)
+        except OSError as error:
+            fail(f"its settings cannot be read: {error}")
         if not as_json:
             show(file.read_text(encoding="utf-8").rstrip("\n"))
             return
