@@ -1,6 +1,7 @@
 """The router as a process, before engines that speak on the bus, before plain servers, or both."""
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -70,6 +71,8 @@ async def serve(
         stack.callback(service.waiting.close)  # who waits for a place is refused first, then the others may end
         log.info("the router listens on %s", url_of(door))
         await until_ready(service.warmup.done, *tasks)
+        gc.collect()
+        gc.freeze()  # what was made to start lives as long as the process: no collection need look at it again, in the middle of a request
         tell(ready)
         await first_failure(tasks)
 
