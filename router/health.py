@@ -147,6 +147,12 @@ class Health:
             rank.probe, rank.probe_until = visit, now + self._config.first_token_seconds
             self._changed(rank.probe_until)
 
+    def untimed(self, visit: Hashable) -> None:
+        """When the first token of an attempt comes will not be known, or means nothing: it makes no outlier."""
+        known = self._visits.get(visit)
+        if known is not None:
+            self._ranks[known.key].waiting.pop(visit, None)
+
     def first_token(self, visit: Hashable, now: float) -> None:
         """Its first token has come: a breaker that was open is closed on trial."""
         known = self._visits.get(visit)

@@ -201,6 +201,8 @@ class RouterService:
             self.peers.booked(decision, booking, need.prompt)
         if attempt.number == 1:
             self.retries.asked(self.clock())
+        if decision.roster.dialect == "text" and not exchange.stream:
+            self.picker.health.untimed(booking)  # an answer that comes as a whole tells nothing of its first token
         if lap is not None:
             lap("book")
         seconds = time.perf_counter() - started
@@ -241,6 +243,7 @@ class RouterService:
     def hold(self, decision: Decision, booking: Booking) -> None:
         """Hold a booking by its decision's id until it is released or has been held for `reservation_seconds` without a word."""
         self.reserved.hold(decision.id, booking, self.clock())
+        self.picker.health.untimed(booking)  # whether the other data plane will say when its first token came is not known
 
     def released(self, decision_id: str, *, first_token: bool) -> ReleaseRecord:
         """A word about what this router or another one reserved. Idempotent."""

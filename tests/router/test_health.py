@@ -202,6 +202,17 @@ def test_requests_that_wait_in_vain_for_their_first_token_are_seen_before_they_t
     assert person.kinds(roster, 3.0) == {D: "outlier"}
 
 
+def test_requests_whose_first_token_is_not_heard_of_make_no_outlier(roster: Roster) -> None:
+    person = Person(outlier_factor=4.0)
+    answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
+    for _ in range(2 * LEAST):
+        visit = person.begin(D, 1.0)
+        person.health.untimed(visit)
+    person.health.judge([[A, B, C, D]], 9.0)
+    person.health.first_token(visit, 9.0)
+    assert person.kinds(roster, 9.0) == {}
+
+
 def test_too_few_observations_eject_nobody(roster: Roster) -> None:
     person = Person(outlier_factor=2.0)
     answered(person, {A: 0.1, B: 0.1, C: 0.1}, 1.0)
