@@ -82,8 +82,8 @@ class Tables:
     gain: float = 0.0
 
     @cached_property
-    def heard(self) -> dict[tuple[int, bytes], tuple[float, NDArray[np.float32]]]:
-        """What rows were found to say, by source and row; at most MOST_HEARD."""
+    def heard(self) -> dict[tuple[int, int], tuple[float, NDArray[np.float32]]]:
+        """What rows were found to say at this version, by source and key; at most MOST_HEARD."""
         return {}
 
     @cached_property
@@ -166,16 +166,21 @@ def know(tables: Tables, query: Query) -> Known:
     ratios = np.zeros((len(SOURCES), len(tables.shares)), np.float32)
     evidence = [0.0] * len(SOURCES)
     blocks, found = longest_known(tables.blocks, query.prefix, query.guess)
-    for source, held in ((PREFIX, found), (SESSION, tables.sessions.get(query.session)), (TENANT, tables.tenants.get(query.tenant))):
-        if held is not None:
-            evidence[source], ratios[source] = tables.heard.get((source, held)) or _heard(tables, source, held)
+    last = query.prefix[blocks - 1] if blocks else 0
+    for source, key, rows in ((PREFIX, last, None), (SESSION, query.session, tables.sessions), (TENANT, query.tenant, tables.tenants)):
+        said = tables.heard.get((source, key)) if key else None
+        if said is None and key:
+            held = found if rows is None else rows.get(key)
+            said = None if held is None else _hear(tables, source, key, held)
+        if said is not None:
+            evidence[source], ratios[source] = said
     start = blocks * query.block_size
     looked_up = slice(start, start + MOST_TOKENS)
     ids = query.tokens[looked_up]
     if len(ids) and len(tables.tokens):
         evidence[TOKENS] = len(ids)
         ratios[TOKENS] = _INDEPENDENT[len(ids)] @ _rows_of(tables.tokens, ids)
-    return Known(ratios, tuple(evidence), blocks, query.prefix[blocks - 1] if blocks else 0, looked_up)
+    return Known(ratios, tuple(evidence), blocks, last, looked_up)
 
 
 def longest_known(blocks: Mapping[int, bytes], prefix: Sequence[int], guess: int = 0) -> tuple[int, bytes | None]:
@@ -208,13 +213,13 @@ def _rows_of(table: NDArray[np.float32], ids: Sequence[int]) -> NDArray[np.float
         return table.take(buckets % len(table), axis=0)
 
 
-def _heard(tables: Tables, source: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
-    """What a row says: its evidence and log-ratios. Remembered, since a session's and above all a tenant's row is asked again and again."""
+def _hear(tables: Tables, source: int, key: int, held: bytes) -> tuple[float, NDArray[np.float32]]:
+    """What the row of a key says: its evidence and log-ratios. Remembered, since a session's and above all a tenant's row is asked again and again."""
     *packed, tokens = _ROW.unpack(held)
     found = float(tokens), _shrunk(tables.inverse_shares, packed, tokens / (tokens + SHRINK[source]))
     if len(tables.heard) >= MOST_HEARD:
         tables.heard.clear()  # else rows that are asked for once would keep out those that are asked for again
-    tables.heard[source, held] = found
+    tables.heard[source, key] = found
     return found
 
 
