@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 Seconds = NDArray[np.float64]
 _CELLS = 1 << 21
 """Numbers that are worked on at once."""
+_ZERO, _ONE = np.zeros(()), np.ones(())
+"""As arrays: numpy takes half as long as to make them of Python's numbers."""
 Amounts = NDArray[np.float64] | NDArray[np.int64]
 MOST_SECONDS = 1e6
 """Nothing that is taken seriously takes longer; sums of it stay far from infinity."""
@@ -47,7 +49,7 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
 
 
-def prefill_seconds(token_s: Seconds, pair_s: Seconds, uncached_tokens: Amounts, prompt_tokens: int | Amounts) -> Seconds:
+def prefill_seconds(token_s: Seconds, pair_s: Seconds, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> Seconds:
     """Time to compute the u last tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s * (u * N - u^2 / 2).
 
     A token attends to all before it, cached or not: u tokens make u * N - u^2 / 2 pairs, half a pair each of a token with itself.
@@ -62,17 +64,17 @@ def queue_seconds(token_s: Seconds, queued_prefill_tokens: Amounts) -> Seconds:
     return seconds
 
 
-def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: int | Amounts) -> Seconds:
+def running_seconds(sequence_s: Seconds, block_s: Seconds, running: Amounts, blocks: Amounts, steps_left: Amounts, output_tokens: float | Amounts) -> Seconds:
     """Time that the n sequences of a rank add to the next O steps: min(O * n, S) * (sequence_s + block_s * blocks / n).
 
     blocks: KV blocks they hold. steps_left: tokens S they are expected to emit yet, all together: a rank whose sequences are nearly
     done adds less than one whose sequences have just begun. 0 where nothing runs.
     """
-    seconds: Seconds = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, 1)))
+    seconds: Seconds = np.minimum(output_tokens * running, steps_left) * (sequence_s + block_s * (blocks / np.maximum(running, _ONE)))
     return seconds
 
 
-def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: int | Amounts, output_tokens: int | Amounts) -> Seconds:
+def own_seconds(sequence_s: Seconds, token_block_s: Seconds, tokens: float | Amounts, output_tokens: float | Amounts) -> Seconds:
     """Time that a request itself adds to O steps of its rank: O * (sequence_s + token_block_s * tokens).
 
     tokens: what its cache holds in the end. token_block_s: `decode_block` divided by the tokens of a block.
@@ -93,7 +95,7 @@ def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], eng
     """
     most = np.maximum.reduceat(work.reshape(-1), first).take(engine)
     ahead = work + added - most
-    seconds: Seconds = np.maximum(ahead[0], 0.0) * (most[1] > 0) - np.minimum(ahead[1], 0.0)
+    seconds: Seconds = np.maximum(ahead[0], _ZERO) * (most[1] > _ZERO) - np.minimum(ahead[1], _ZERO)
     return seconds
 
 

@@ -17,6 +17,7 @@ from router.roster import Roster, columns
 
 TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
 """In the order in which they are added up."""
+_FEW = 16
 _PREFILL, _QUEUE, _DECODE, _EXPERTS, _DISTINCT, _LOCKSTEP, _HANDOVER = range(len(TERMS))
 
 
@@ -32,10 +33,20 @@ class Weights:
     lockstep: float = 1.0
     handover: float = 1.0
 
+    def factors(self, targets: int) -> NDArray[np.float64]:
+        """float64 [TERMS, targets]: what makes weighted milliseconds of seconds. Kept for a few numbers of targets: spreading a column
+        over them takes longer than to multiply with the whole."""
+        found = self._spread.get(targets)
+        if found is None:
+            if len(self._spread) == _FEW:
+                self._spread.clear()
+            column = np.array([1000.0 * getattr(self, term) for term in TERMS])
+            found = self._spread[targets] = np.repeat(column[:, None], targets, axis=1)
+        return found
+
     @cached_property
-    def factors(self) -> NDArray[np.float64]:
-        """float64 [TERMS, 1]: what makes weighted milliseconds of seconds."""
-        return 1000.0 * np.array([[getattr(self, term)] for term in TERMS])
+    def _spread(self) -> dict[int, NDArray[np.float64]]:
+        return {}
 
 
 class Expected(NamedTuple):
@@ -88,15 +99,15 @@ def score(
     migration or layout switch in progress costs. expected None: nothing is known of the experts; handover None: there is none.
     factors: float64 [2, targets], measured over modelled speed of prefill and of decode; None: 1.
     """
-    targets = len(uncached)
+    targets, output = len(uncached), float(output_tokens)
     terms = np.zeros((len(TERMS), targets))
     work, added = np.empty((2, targets)), np.empty((2, targets))
     promised, tokens = load.astype(np.float64), uncached.astype(np.float64)
     work[0] = queue_seconds(roster.prefill_token_s, promised[PREFILL])
-    work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, promised[SEQUENCES], promised[BLOCKS], promised[STEPS], output_tokens)
-    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, tokens, prompt_tokens)
-    added[1] = own_seconds(roster.decode_sequence_s, roster.decode_token_block_s, prompt_tokens + output_tokens, output_tokens)
-    steps = output_tokens * roster.step_s
+    work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, promised[SEQUENCES], promised[BLOCKS], promised[STEPS], output)
+    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, tokens, float(prompt_tokens))
+    added[1] = own_seconds(roster.decode_sequence_s, roster.decode_token_block_s, float(prompt_tokens + output_tokens), output)
+    steps = output * roster.step_s
     if factors is not None:
         work *= factors
         added *= factors
@@ -104,13 +115,13 @@ def score(
     terms[_PREFILL], terms[_QUEUE] = added[0], work[0]
     terms[_DECODE] = work[1] + added[1] + steps
     if expected is not None:
-        tokens += output_tokens
+        tokens += output
         tokens *= expected.gain
         terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, roster.dispatch_node_s, tokens, expected.remote_ranks, expected.remote_nodes)
-        terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, expected.gain * output_tokens)
+        terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, expected.gain * output)
     if roster.together is not None:
         terms[_LOCKSTEP] = roster.together * lockstep_seconds(work, added, roster.group_first, roster.group)
     if handover is not None:
         terms[_HANDOVER] = handover
-    terms *= weights.factors
+    terms *= weights.factors(targets)
     return Scores(terms, np.add.reduce(terms, axis=0), work[0] + work[1])
