@@ -182,7 +182,8 @@ class Picker:
         size = target.engine.block_size
         blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
-            self.prefixes.routed(target.key, prompt.chained(size)[:], target.engine.kv_blocks or None)
+            chain = prompt.chained(size)
+            self.prefixes.routed(target.key, chain.reach(len(chain), self.kv.holders.runs), target.engine.kv_blocks or None)
         self._keep(decision)
         self._turns[decision.ask.model] = self._turns.get(decision.ask.model, 0) + 1
         self._affinity.went(decision.ask.keys.session, target.key, now)
