@@ -24,7 +24,8 @@ from router.regret import Probe, Truth, Waiting, regret_ms
 from router.reservations import Booking
 
 TICK_SECONDS = 0.25
-MOST_PROBES = 256
+PROBE_BYTES = 16 * 1024 * 1024
+"""of decisions that wait for what their requests did; the oldest are re-priced without it"""
 PROBE_SECONDS = 120.0
 """A decision whose request has told nothing for so long is re-priced without it."""
 _PROFILES_WAITING = 64
@@ -65,7 +66,7 @@ class Hindsight:
         self._open: dict[Booking, _Watched] = {}
         self._paces: dict[int, Pace] = {}
         """of engines that report how long their steps take"""
-        self._waiting = Waiting(MOST_PROBES)
+        self._waiting = Waiting(PROBE_BYTES)
         self._probe: Probe | None = None
         """the decision that reports are watched for; None: the next one is"""
         metrics.ranks = self._ranks

@@ -77,27 +77,37 @@ class Probe(NamedTuple):
     """seconds on the router's clock"""
     factors: NDArray[np.float64] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the columns; prices are shared."""
+        return self.decision.nbytes + self.load.nbytes
+
 
 class Waiting:
-    """Probes whose locality has not come true yet, by decision id, oldest first. With more than `most` the oldest are settled early."""
+    """Probes whose locality has not come true yet, by decision id, oldest first. Beyond a budget of bytes the oldest are settled early."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
         self._probes: OrderedDict[str, Probe] = OrderedDict()
+        self.bytes = 0
 
     def add(self, probe: Probe) -> None:
         self._probes[probe.decision.id] = probe
+        self.bytes += probe.nbytes
 
     def take(self, decision_id: str) -> Probe | None:
-        return self._probes.pop(decision_id, None)
+        probe = self._probes.pop(decision_id, None)
+        self.bytes -= 0 if probe is None else probe.nbytes
+        return probe
 
     def over(self, made_before: float) -> Iterator[Probe]:
         """Those that have waited for so long, or are too many; taken out."""
         while self._probes:
-            oldest = next(iter(self._probes.values()))
-            if oldest.made_at > made_before and len(self._probes) <= self._most:
+            decision_id, oldest = next(iter(self._probes.items()))
+            if oldest.made_at > made_before and self.bytes <= self._budget:
                 return
-            yield self._probes.popitem(last=False)[1]
+            self.take(decision_id)
+            yield oldest
 
     def __len__(self) -> int:
         return len(self._probes)

@@ -96,7 +96,9 @@ def probe(view: View, decision_id: str, made_at: float) -> Probe:
 
 
 def test_waiting_probes_are_taken_by_name_or_in_the_end() -> None:
-    view, waiting = house(), Waiting(3)
+    view = house()
+    size = probe(view, "d", 0.0).nbytes
+    waiting = Waiting(3 * size)
     for number in range(4):
         waiting.add(probe(view, f"d{number}", float(number)))
     taken = waiting.take("d1")
@@ -107,5 +109,7 @@ def test_waiting_probes_are_taken_by_name_or_in_the_end() -> None:
     assert len(waiting) == 2
     for number in range(4, 8):
         waiting.add(probe(view, f"d{number}", float(number)))
-    assert [late.decision.id for late in waiting.over(0.5)] == ["d2", "d3", "d4"]  # no more than three wait
-    assert len(waiting) == 3
+    assert [late.decision.id for late in waiting.over(0.5)] == ["d2", "d3", "d4"]  # no more than three fit
+    assert (len(waiting), waiting.bytes) == (3, 3 * size)
+    assert len(list(waiting.over(9.0))) == 3
+    assert waiting.bytes == 0
