@@ -22,6 +22,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from fleet.completions import ApiError
 
+TIMEOUT_HEADER = "x-request-timeout-ms"
+"""For how long a client will wait for a rank to take its request."""
 AGED_EVERY = 4
 LEAST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 60.0

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
-from router.admission import class_of
+from router.admission import TIMEOUT_HEADER, class_of
 from router.answers import Head, answer_for
 from router.clients import ClientGone, Watch, Watches, read_body
 from router.course import Course
@@ -54,8 +54,6 @@ MOST_LOOKED_UP = 16
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
-TIMEOUT_HEADER = "x-request-timeout-ms"
-"""For how long the client will wait for a rank to take its request."""
 SESSION, TENANT, PRIORITY = "session", "tenant", "priority"
 """What the configured headers that name a conversation, a tenant and a class of requests are called here."""
 _READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"} | {

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
 """While anybody waits, room is looked for at least so often, whether or not anything was heard of it; deadlines are kept as exactly."""
-_MOST_AT_ONCE = 32
-"""Places given between two turns of the event loop; some ten milliseconds."""
+_MOST_AT_ONCE = 16
+"""Places given between two turns of the event loop: some five milliseconds of deciding."""
 _MOST_IN_VAIN = 32
 """So many are tried in vain before the others wait for the next occasion."""
 _HELD_BYTES = 8192

@@ -151,6 +151,35 @@ async def test_classes_and_their_header_are_settings(open_house: OpenHouse, serv
     assert lines()[0]["priority"] == "gold"
 
 
+async def test_the_openapi_document_names_the_headers(house: House) -> None:
+    post = (await house.get("/openapi.json")).json["paths"][CHAT]["post"]
+    assert [one["name"] for one in post["parameters"] if one["in"] == "header"] == ["x-priority", "x-request-timeout-ms"]
+    assert "queue_timeout" in post["responses"]["503"]["description"]
+
+
+async def test_choices_that_wait_leave_with_their_client(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+    house = await open_house(max_requests_per_rank=1)
+    rank = await alone(house, serve_rank, byte_archive, hold_after=1)
+    asking = begin(house, n=5, stream=True)
+    await until(lambda: len(house.service.waiting) == 4 and rank.requests)
+    await asyncio.sleep(0.03)
+    asking.cancel()
+    await until(lambda: len(house.service.waiting) == 0 and house.service.picker.reservations.open_bookings == 0)
+
+
+async def test_a_client_that_leaves_while_no_engine_lives_is_forgotten(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes, lines: Any) -> None:
+    house = await open_house(no_engine_wait_seconds=30.0)
+    await alone(house, serve_rank, byte_archive)
+    house.service.view.leave(house.service.view.roster("demo").targets[0].key[0])
+    asking = begin(house)
+    await until(lambda: len(house.service.waiting) == 1)
+    await asyncio.sleep(0.03)
+    asking.cancel()
+    await until(lambda: len(house.service.waiting) == 0)
+    await until(lambda: lines())
+    assert lines()[0]["outcome"] == "client_gone"
+
+
 async def test_a_client_that_leaves_while_it_waits_leaves_the_queue(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes, lines: Any) -> None:
     house = await open_house(max_requests_per_rank=1)
     rank = await alone(house, serve_rank, byte_archive)
