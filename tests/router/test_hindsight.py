@@ -88,7 +88,7 @@ async def test_an_engine_whose_speeds_are_wrong_by_three_is_priced_right_after_s
     service = await town.ready_router()
     asked = need(400, 64)
     honest_prefill, honest_decode = terms(service, liar, "prefill", asked), terms(service, liar, "decode", asked)
-    for number in range(40):
+    for number in range(30):
         await serve(service, slowness, 100 + 37 * (number % 7), liar, reports=reports)
     await asyncio.sleep(TICK_SECONDS)
     assert terms(service, liar, "prefill", asked) == pytest.approx(slowness * honest_prefill, rel=0.15)
