@@ -159,7 +159,7 @@ class RouterConfig:
     """longer prompts are tokenised off the event loop"""
     kept_decisions: int = 10_000
     """booked decisions that can be read back"""
-    kept_bytes: int = 128 * 1024 * 1024
+    kept_bytes: int = 256 * 1024 * 1024
     """memory that they may take"""
     prefix_blocks_per_rank: int = 65_536
     """blocks remembered for a rank without KV events"""

@@ -12,11 +12,13 @@ from router.candidates import Candidates
 from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys
 from router.policies import Choice, Column, Facts, Rules, Unit, choose, scored
 from router.record import Candidate, DecisionRecord, Epochs, Load, Supposed, Terms
-from router.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
 from router.roster import Excluded, RankKey, Roster, Target, columns
 from router.scoring import TERMS, Expected, Scores, Weights, score, uncached_tokens
 
 NOTHING = Supposed()
+_BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
+"""Of a decision, and of each candidate's place in its columns."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +149,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the columns."""
-        tables = (self.at, self.overlap_blocks, self.uncached, self.load, *self.scores, self.score, *(() if self.outlook is None else self.outlook[1:]))
-        return sum(table.nbytes for table in tables)
+        """Memory that it takes, about."""
+        return _BYTES + _CANDIDATE_BYTES * len(self.at)
 
     def name(self, candidate: int) -> str:
         """engine/rank of a candidate."""
