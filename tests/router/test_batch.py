@@ -191,11 +191,11 @@ def test_who_has_but_one_rank_left_is_not_kept_from_it() -> None:
     assert sorted((place.request, place.target) for place in places) == [(0, 1), (1, 0)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_order_in_which_requests_are_given_does_not_matter_where_nothing_is_equal(seed: int) -> None:
     chance = np.random.default_rng(seed)
-    fixed = chance.permutation(400)[:20].reshape(5, 4) * 1.001
+    fixed = chance.uniform(0.0, 400.0, (5, 4))
     prefill, token, engine = chance.integers(1, 50, (5, 1)), np.array([0.31, 0.37, 0.41, 0.43]), np.array([0, 1, 1, 2])
     assigned, costs = set(), []
     for order in list(permutations(range(5)))[::17]:
