@@ -213,6 +213,8 @@ states = st.fixed_dictionaries(
 )
 HOUSE = view_of({"speed": SPEED}, {"ranks": 1}, {"ranks": 1, "speed": EngineSpeed(step=1e-2)})[0].roster("demo")
 
+ALONE = view_of({"ranks": 1, "speed": SPEED})[0].roster("demo")
+
 
 def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  # noqa: B008 immutable
     foreseen = Expected(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]), 0.7)
@@ -224,8 +226,9 @@ def scores_of(state: dict[str, Any], weights: Weights = Weights()) -> Scores:  #
 @given(state=states, weights=st.builds(Weights, *[st.floats(0, 10)] * len(TERMS)))
 def test_terms_add_up_exactly_and_none_is_negative(state: dict[str, Any], weights: Weights) -> None:
     found = scores_of(state, weights)
-    for at in range(4):
-        assert reduce(add, found.terms[:, at].tolist()) == found.total[at]
+    alone = score(ALONE, np.array(state["load"][:1]).T, np.array(state["uncached"][:1]), 2000, state["output"], weights)
+    for terms, total in zip([*found.terms.T.tolist(), *alone.terms.T.tolist()], [*found.total, *alone.total], strict=True):
+        assert reduce(add, terms) == total
     assert (found.terms >= 0).all()
 
 
