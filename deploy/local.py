@@ -234,13 +234,19 @@ class Fleet:
             self._say(f"new settings are refused: {error}")
             await self._audit(ConfigChanged(part="up", instance=os.getpid(), changed={}, refused=str(error)))
             return
-        self._settings = settings
-        self._ground()
+        before, self._settings = self._settings, settings
+        try:
+            self._ground()
+        except OSError as error:
+            self._settings = before
+            self._say(f"new settings cannot be written down: {error}")
+            return
         self._say("settings were read again; the router is told")
         for unit in self._router_units:
-            await unit.ready()
-            for child in unit.children:
-                child.signal(signal.SIGHUP)
+            with contextlib.suppress(UnitFailed):  # `serve` tells that
+                await unit.ready()
+                for child in unit.children:
+                    child.signal(signal.SIGHUP)
 
     async def _audit(self, said: ConfigChanged) -> None:
         """Stored, where there is a bus."""
