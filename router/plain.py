@@ -43,6 +43,10 @@ class PlainBackends:
         self._forget = forget
         self._served: dict[str, set[int]] = {url: set() for url in self._urls}
 
+    def probes(self, worker_id: int) -> bool:
+        """Whether an engine is one of these, which are asked whether they are there."""
+        return any(worker_id in served for served in self._served.values())
+
     async def run(self, upstream: Upstream, probe_seconds: float) -> None:
         """Probe until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -29,6 +29,7 @@ from router.holders import Holders
 from router.kv_index import KvIndex
 from router.lexicon import Lexicon
 from router.metrics import RouterMetrics
+from router.muster import Standing
 from router.outcomes import Outcomes
 from router.peers import Peers
 from router.picker import FIRST_TRY, Lap, Need, Picker, Try
@@ -344,10 +345,15 @@ class RouterService:
     async def _sweep(self) -> None:
         config = self.config
         dead_after = max(config.dead_after_seconds, _PROBES_MISSED * config.probe_seconds) if config.backends else config.dead_after_seconds
+        was_silent = False
         while True:
             now = self.clock()
-            if self.bus_silent:
+            silent = self.bus_silent
+            if silent:
                 self._audible_since = now
+            if silent and not was_silent:
+                self._doubt_failures(now)
+            was_silent = silent
             for worker_id in self.view.sweep(now, dead_after, config.forget_after_seconds, self._audible_since):
                 self.forget_worker(worker_id)
             self._judge(now)
@@ -356,6 +362,12 @@ class RouterService:
             self.upstream.prune()
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
             await asyncio.sleep(_SWEEP_SECONDS)
+
+    def _doubt_failures(self, now: float) -> None:
+        """While nobody can say that he is back, one failed connection keeps no engine out; breakers do, for as long as it goes on failing."""
+        for state in self.view.engines():
+            if state.standing is Standing.UNREACHABLE and not self._backends.probes(state.joined.worker_id):
+                self.view.heard(state.joined.worker_id, now)
 
     def _expire(self, now: float) -> None:
         """What was booked elsewhere, or for somebody else, ends with its time."""

@@ -22,6 +22,7 @@ from fleet.events import (
 )
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
+from router.course import Failure
 from router.decision import Decision
 from router.exchange import Exchange
 from router.foresight import Keys
@@ -364,6 +365,25 @@ async def test_a_bus_that_takes_everything_and_carries_nothing_is_noticed(town: 
     town.broker.deliver = deliver  # type: ignore[method-assign]
     await asyncio.sleep(5.0)
     assert not service.bus_silent
+    assert standings(service) == []
+
+
+@pytest.mark.looptime
+async def test_while_the_bus_is_away_a_failed_connection_keeps_no_engine_out(town: Town) -> None:
+    """Its next heartbeat would bring it back, and cannot be heard."""
+    await town.engine("a")
+    service = await town.ready_router()
+
+    def fail() -> None:
+        service.attempt_failed(Exchange("r", "d", "/", 0.0), *book(service, need(10)), Failure.CONNECT, "refused")
+
+    town.beating = False
+    fail()
+    assert standings(service) == ["a: unreachable"]
+    town.broker.reachable = False
+    await asyncio.sleep(0.5)
+    assert standings(service) == []
+    fail()
     assert standings(service) == []
 
 
