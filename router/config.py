@@ -119,7 +119,8 @@ class RouterConfig:
     breaker_seconds: float = 1.0
     """for how long, the first time; twice as long each time it fails again, up to 32 times as long"""
     outlier_factor: float = 4.0
-    """a rank whose first tokens take so many times as long as predicted, compared with the others of its model, is left alone for a while; 0: never"""
+    """a rank whose first tokens take so many times as long as predicted, compared with the others of its model, or of which far more
+    requests fail, is left alone for a while; 0: none is"""
     max_ejected_share: float = 0.5
     """at most so many of a model's ranks are left alone at once"""
     reservation_seconds: float = 120.0

@@ -384,4 +384,4 @@ class Course(RuleBasedStateMachine):
 
 
 TestAnyCourse = Course.TestCase
-TestAnyCourse.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyCourse.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
