@@ -34,7 +34,7 @@ FLEETS = (8, 64, 512)
 SHARES = {"nothing": 0.0, "half": 0.5, "all": 1.0}
 RATIOS = {1024: 0.8, 4096: 0.6, 16_384: 0.4}
 """by prompt length, our p50 over theirs at most; p99 always 1"""
-TURN = 16
+TURN = 32
 """decisions of one side before it is the other's turn"""
 SCORING_LIMITS = {64: 40.0, 512: 70.0}
 RATE_LIMIT, ADDED_LIMIT, PRICING_LIMIT = 5000.0, 60.0, 100.0
@@ -204,7 +204,7 @@ class Measured:
             self.report.add(f"{ranks}, {name}, {length} tokens", ours, ours_99, theirs, theirs_99, taken.ratio(0.5), taken.ratio(0.99))
         if ranks == 64:
             self.rates[name] = rate(roost, self.asked[name, 4096], self.seconds)
-            self.adds[name] = added(roost, self.asked[name, 1024 if name == "nothing" else 4096], self.turns // 16)
+            self.adds[name] = added(roost, self.asked[name, 1024 if name == "nothing" else 4096], self.turns // TURN)
             self.report.notes.append(f"64 ranks, {name} cached, 4,096 tokens, never hashed before: {unremembered(roost, self.asked[name, 4096]):.0f} us")
         if name == "half":
             self.scored[ranks] = scoring(roost, self.asked[name, 4096], self.turns)

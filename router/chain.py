@@ -10,7 +10,7 @@ from fleet.blocks import extend
 
 RUN = 32
 """Blocks that are remembered together."""
-AHEAD = 4
+AHEAD = 8
 """Known runs that are taken at once: so many may be read in vain."""
 MOST_RUNS = 32_768
 """Some 15 MB: 16 million tokens in blocks of 16."""
@@ -60,7 +60,7 @@ class Chain(Sequence[int]):
         """At least the first `depth` hashes (there are `len(self)`), more where `runs` knows them; the list is the chain's own: not to be changed."""
         chained = self._chained
         while len(chained) < depth:
-            if runs is None or depth == 1:
+            if runs is None or depth % RUN == 1:  # one block decides whether the run behind it is worth reading
                 extend(chained, self._raw(len(chained), depth), self._width)
             else:
                 self._go_on(depth, runs)
@@ -81,9 +81,10 @@ class Chain(Sequence[int]):
             runs.put(self._key, array("Q", chained[start:]))
 
     def _take(self, start: int, runs: Runs) -> bool:
-        """The run that begins at a block and those behind it, at most AHEAD, as far as they are known. Returns whether there was any."""
+        """The run that begins at a block and, behind the first, some more, as far as they are known. Returns whether there was any."""
         chained, raw = self._chained, self._raw
-        for at in range(start, min(start + AHEAD * RUN, self._length - RUN + 1), RUN):
+        ahead = AHEAD if start else 1
+        for at in range(start, min(start + ahead * RUN, self._length - RUN + 1), RUN):
             self._asked, self._run = at, raw(at, at + RUN)
             self._key = xxhash.xxh3_128_intdigest(self._run, chained[at - 1] if at else 0)
             known = runs.get(self._key)

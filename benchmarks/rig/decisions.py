@@ -71,8 +71,8 @@ class Prompts:
 
 
 def prompts(chance: np.random.Generator, length: int, share: float, count: int) -> Prompts:
-    shared = chance.integers(0, VOCABULARY, SHARED_TOKENS).tolist()
-    return Prompts(length, share, [shared + chance.integers(0, VOCABULARY, length - SHARED_TOKENS).tolist() for _ in range(count)])
+    shared = chance.integers(0, VOCABULARY, SHARED_TOKENS if share else 0).tolist()
+    return Prompts(length, share, [shared + chance.integers(0, VOCABULARY, length - len(shared)).tolist() for _ in range(count)])
 
 
 def fresh(ids: list[int]) -> list[int]:
