@@ -170,6 +170,7 @@ def _decision_attributes(decision: Decision, record: DecisionRecord) -> dict[str
         "roost.epoch.view": record.epochs.view,
         "roost.epoch.placement": [f"{engine}:{epoch}" for engine, epoch in record.epochs.placement.items() if epoch is not None],
         "roost.excluded": [f"{out.engine}/{out.rank}: {out.reason}" for out in record.excluded[:MOST_CANDIDATES]],
+        "roost.ignored": [f"{out.engine}/{out.rank}: {out.reason}" for out in record.ignored[:MOST_CANDIDATES]],
     }
     notes = sorted({candidate.experts_note for candidate in record.candidates if candidate.experts_note})
     optional: dict[str, Value | None] = {

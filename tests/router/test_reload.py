@@ -1,5 +1,6 @@
 """Settings read again while a router runs: whole or not at all, between two decisions, and always with a word about it."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -8,7 +9,7 @@ import pytest
 from fleet.events import ConfigChanged
 from router.config import RouterConfig
 from router.reload import RELOADABLE, differing, reloaded
-from tests.router.houses import House, MockRank, OpenHouse, Serve, chat
+from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, until
 
 NAMES = {field.name for field in fields(RouterConfig)}
 
@@ -117,3 +118,21 @@ async def test_nothing_differs_is_told_too(house: House) -> None:
     said = await house.service.reload(reading(replace(house.service.config)))
     assert (said.changed, said.refused) == ({}, None)
     assert await recorded(house) == [said]
+
+
+async def test_limits_queue_and_classes_are_those_of_the_new_settings(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+    house = await open_house(max_requests_per_rank=1, queue_requests=0)
+    rank = await serve_rank(MockRank(byte_archive))
+    await house.join("alone", [rank.url], byte_archive)
+    target = house.service.view.roster("demo").targets[0]
+    taken = house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
+    assert (await house.post("/v1/chat/completions", chat())).status == 429
+    await house.service.reload(reading(replace(house.service.config, queue_requests=4, classes=("gold", "tin"), default_class="tin")))
+    waiting = [asyncio.create_task(house.post("/v1/chat/completions", chat(), {"x-priority": name})) for name in ("tin", "gold")]
+    await until(lambda: len(house.service.waiting) == 2)
+    house.service.release(taken)
+    assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]
+    taken = house.service.picker.reservations.book(target.key, (0, 1, 0, 0), house.service.clock())
+    await house.service.reload(reading(replace(house.service.config, max_requests_per_rank=2)))
+    assert (await house.post("/v1/chat/completions", chat())).status == 200
+    house.service.release(taken)
