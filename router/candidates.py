@@ -14,6 +14,7 @@ from router.roster import Excluded, RankKey, Roster
 
 NOBODY: Mapping[RankKey, str] = MappingProxyType({})
 FAILED = "this request failed there before"
+SAID_BUSY = "saturated: it said so itself a moment ago"
 
 
 class Limits(NamedTuple):
@@ -71,28 +72,30 @@ def candidates(
     limits: Limits,
     avoid: frozenset[RankKey] = frozenset(),
     barred: Mapping[RankKey, str] = NOBODY,
+    said_busy: frozenset[RankKey] = frozenset(),
 ) -> Candidates:
-    """Leave out ranks whose context is too small (tokens), saturated ones, those to avoid because this request failed there, and those
-    that nobody should use now, with the reason.
+    """Leave out ranks whose context is too small (tokens), saturated ones, also by their own word, those to avoid because this request failed
+    there, and those that nobody should use now, with the reason.
 
     load: int64 [AMOUNTS, targets].
     """
-    if not avoid and not barred and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
+    if not avoid and not barred and not said_busy and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
-    small, busy = roster.max_context < needed_context, saturated(roster, load, limits)
+    small, busy = roster.max_context < needed_context, saturated(roster, load, limits, said_busy)
     failed = np.zeros(len(small), np.bool_)
     failed[[roster.index[key] for key in {*barred, *avoid} if key in roster.index]] = True
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
-    excluded = Reasons(partial(_told, roster, load, needed_context, limits, avoid, barred, np.flatnonzero(out))) if out.any() else roster.excluded
+    excluded = Reasons(partial(_told, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out))) if out.any() else roster.excluded
     wait = float(queue_seconds(roster.prefill_token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
 
 
-def saturated(roster: Roster, load: Amounts, limits: Limits) -> NDArray[np.bool_]:
+def saturated(roster: Roster, load: Amounts, limits: Limits, said_busy: frozenset[RankKey] = frozenset()) -> NDArray[np.bool_]:
     """bool [targets]: which ranks take no more requests. load: int64 [AMOUNTS, targets]."""
     queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
     busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
+    busy[[roster.index[key] for key in said_busy if key in roster.index]] = True
     return busy
 
 
@@ -115,13 +118,19 @@ def _told(
     limits: Limits,
     avoid: frozenset[RankKey],
     barred: Mapping[RankKey, str],
+    said_busy: frozenset[RankKey],
     out: NDArray[np.intp],
 ) -> tuple[Excluded, ...]:
     """The roster's own, and those at `out`."""
     found = list(roster.excluded)
     for at in out.tolist():
         target = roster.targets[at]
-        reason = barred.get(target.key, FAILED) if target.key in barred or target.key in avoid else _reason(roster, load, needed_context, limits, at)
+        if target.key in barred or target.key in avoid:
+            reason = barred.get(target.key, FAILED)
+        elif target.key in said_busy:
+            reason = SAID_BUSY
+        else:
+            reason = _reason(roster, load, needed_context, limits, at)
         found.append(Excluded(target.engine.engine, target.rank, reason))
     return tuple(found)
 

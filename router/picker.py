@@ -60,6 +60,9 @@ class Try(NamedTuple):
 
 
 FIRST_TRY = Try()
+NOBODY_BUSY: frozenset[RankKey] = frozenset()
+BUSY_SECONDS = 0.25
+"""How long a rank that says that it is busy is left alone."""
 
 Lap = Callable[[str], None]
 """Told the name of each part of a decision when it is done."""
@@ -81,6 +84,8 @@ class Picker:
         self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
         self._rules = Rules.of(config)
         self._affinity = Affinity(config.session_affinity_seconds)
+        self._said_busy: dict[RankKey, float] = {}
+        """until when ranks that said that they are busy count as saturated"""
         self._turns: dict[str, int] = {}
         """booked decisions by model"""
         self._kept: OrderedDict[str, Decision] = OrderedDict()
@@ -159,7 +164,7 @@ class Picker:
         if not roster.targets:
             return None
         load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
-        free = np.where(saturated(roster, load, self._limits), 0, self._limits.requests - load[SEQUENCES])
+        free = np.where(saturated(roster, load, self._limits, self._busy_by_their_word(now)), 0, self._limits.requests - load[SEQUENCES])
         for barred in (bars.every, bars.hard):
             allowed = np.ones(len(free), np.bool_)
             allowed[[roster.index[key] for key in barred if key in roster.index]] = False
@@ -225,25 +230,37 @@ class Picker:
         self._turns = {model: turn for model, turn in self._turns.items() if model in models}
         self.health.forget_worker(worker_id)
         self.speeds.forget_worker(worker_id)
+        self._said_busy = {key: until for key, until in self._said_busy.items() if key[0] != worker_id}
+
+    def said_busy(self, rank: RankKey, now: float) -> None:
+        """A rank refused a request because it has too many: it counts as saturated for a moment, whatever is known of its load."""
+        self._said_busy[rank] = now + BUSY_SECONDS
+
+    def _busy_by_their_word(self, now: float) -> frozenset[RankKey]:
+        if not self._said_busy:
+            return NOBODY_BUSY
+        self._said_busy = {key: until for key, until in self._said_busy.items() if until > now}
+        return frozenset(self._said_busy)
 
     def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try, now: float) -> Candidates:
         """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
         bars = self.health.bars(roster, now)
         if need.supposed.gone:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
+        said_busy = self._busy_by_their_word(now)
+        avoided = [failure for failure in attempt.failures if failure[1] is not Failure.BUSY]
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
-            for avoid in to_avoid(attempt.failures, roster):
-                found = candidates(roster, load, need.context, self._limits, avoid, barred)
+            for avoid in to_avoid(avoided, roster):
+                found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy)
                 if len(found.at):
                     return found if barred is bars.every else found._replace(ignored=_ignored(roster, bars))
                 busy = found if found.busy else busy
             if busy is not None:
                 break
-        if busy is not None or (attempt.failures and all(how is Failure.BUSY for _, how in attempt.failures)):
-            wait = max(1.0, 0.0 if busy is None else busy.wait_seconds)
-            refuse = ApiError if busy is None else NoRoom  # a rank that says it is busy gives no sign when it no longer is
-            raise refuse(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+        if busy is not None:
+            wait = max(1.0, busy.wait_seconds)
+            raise NoRoom(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
         if attempt.failures:
             said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
             raise ApiError(503, said, code="upstream_failed", retry_after=2.0)

@@ -290,7 +290,9 @@ class RouterService:
         exchange.failures.append(how)
         self.metrics.failed(how)
         log.warning("request %s: %s failed: %s", exchange.request_id, decision.target.name, detail)
-        if how is not Failure.BUSY and self.picker.health.failed(booking, self.clock()):
+        if how is Failure.BUSY:
+            self.picker.said_busy(decision.target.key, self.clock())
+        elif self.picker.health.failed(booking, self.clock()):
             self.metrics.breakers_opened.inc()
             log.warning("%s is left alone for a while: too many failures in a row", decision.target.name)
         if how is Failure.CONNECT and not self.bus_silent:  # else nothing could say that it is back

@@ -99,9 +99,9 @@ async def test_a_refused_wait_says_why_in_its_span(open_house: OpenHouse, serve_
     assert about(traces.named("roost.queue")[0])["error.type"] == "queue_timeout"
 
 
-@pytest.mark.parametrize(
-    ("headers", "body", "named"),
-    [
+async def test_a_request_names_its_class(house: House, serve_rank: Serve, byte_archive: bytes, lines: Any) -> None:
+    await alone(house, serve_rank, byte_archive)
+    asked: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({}, {}, "normal"),
         ({"x-priority": "high"}, {}, "high"),
         ({}, {"priority": "low"}, "low"),
@@ -109,36 +109,22 @@ async def test_a_refused_wait_says_why_in_its_span(open_house: OpenHouse, serve_
         ({}, {"priority": 0}, "normal"),
         ({}, {"priority": -3}, "high"),
         ({"x-priority": "1"}, {}, "low"),
-    ],
-)
-async def test_a_request_names_its_class(
-    house: House, serve_rank: Serve, byte_archive: bytes, lines: Any, headers: dict[str, str], body: dict[str, Any], named: str
-) -> None:
-    await alone(house, serve_rank, byte_archive)
-    assert (await house.post(CHAT, chat(**body), headers=headers)).status == 200
-    await until(lambda: lines())
-    assert lines()[0]["priority"] == named
+    ]
+    for headers, body, _ in asked:
+        assert (await house.post(CHAT, chat(max_tokens=1, **body), headers=headers)).status == 200
+    await until(lambda: len(lines()) == len(asked))
+    assert [line["priority"] for line in lines()] == [named for _, _, named in asked]
 
 
-@pytest.mark.parametrize(
-    ("headers", "body", "param"),
-    [
-        ({"x-priority": "urgent"}, {}, "priority"),
-        ({}, {"priority": "urgent"}, "priority"),
-        ({}, {"priority": 1.5}, "priority"),
-        ({"x-request-timeout-ms": "soon"}, {}, "x-request-timeout-ms"),
-        ({"x-request-timeout-ms": "0"}, {}, "x-request-timeout-ms"),
-        ({"x-request-timeout-ms": "-5"}, {}, "x-request-timeout-ms"),
-        ({"x-request-timeout-ms": "1e3"}, {}, "x-request-timeout-ms"),
-        ({"x-request-timeout-ms": "9" * 40}, {}, "x-request-timeout-ms"),
-    ],
-)
-async def test_what_is_no_class_and_no_deadline_is_a_400(
-    house: House, serve_rank: Serve, byte_archive: bytes, headers: dict[str, str], body: dict[str, Any], param: str
-) -> None:
+async def test_what_is_no_class_and_no_deadline_is_a_400(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
     rank = await alone(house, serve_rank, byte_archive)
-    answer = await house.post(CHAT, chat(**body), headers=headers)
-    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+    classes: list[tuple[dict[str, str], dict[str, Any]]] = [({"x-priority": "urgent"}, {}), ({}, {"priority": "urgent"}), ({}, {"priority": 1.5})]
+    for headers, body in classes:
+        answer = await house.post(CHAT, chat(**body), headers=headers)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "priority")
+    for said in ("soon", "0", "-5", "1e3", "9" * 40):
+        answer = await house.post(CHAT, chat(), headers={"x-request-timeout-ms": said})
+        assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout-ms")
     assert not rank.requests
 
 
@@ -310,3 +296,48 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(open_house:
     assert (await good).status == 200
     with pytest.raises(RuntimeError, match="a fault of the router"):
         await bad
+
+
+async def test_a_rank_that_says_it_is_busy_is_left_alone_for_a_moment(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    ranks = [await serve_rank(MockRank(byte_archive)) for _ in range(2)]
+    await house.join("two", [rank.url for rank in ranks], byte_archive)
+    ranks[0].answer_status = 429
+    answers = [await house.post(CHAT, chat(f"question {number}", max_tokens=1)) for number in range(8)]
+    assert {answer.status for answer in answers} == {200}
+    assert len(ranks[0].requests) <= 2  # not once for every request
+    record = (await house.get(f"/v1/decisions/{answers[-1].headers['x-roost-decision-id']}")).json
+    assert [out["reason"] for out in record["excluded"]] in ([], ["saturated: it said so itself a moment ago"])
+
+
+async def test_a_request_waits_for_a_rank_that_says_it_is_busy(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    rank = await alone(house, serve_rank, byte_archive, answer_status=429)
+    waiting = begin(house)
+    await until(lambda: len(house.service.waiting) == 1)
+    rank.answer_status = 200
+    assert (await waiting).status == 200
+    assert len(rank.requests) == 2
+    assert house.service.picker.reservations.open_bookings == 0
+
+
+async def test_a_stream_whose_rank_died_waits_for_one_that_says_it_is_busy(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    first, second = await serve_rank(MockRank(byte_archive)), await serve_rank(MockRank(byte_archive))
+    first.die_after, second.answer_status = 3, 429
+    await house.join("first", [first.url], byte_archive, worker_id=1)
+    await house.join("second", [second.url], byte_archive, worker_id=2)
+    taken = house.service.picker.reservations.book((2, 0), (100_000, 1, 0, 0), house.service.clock())  # the other one is asked first
+    broken = begin(house, stream=True)
+    await until(lambda: len(house.service.waiting) == 1)
+    second.answer_status = 200
+    answer = await broken
+    assert "error" not in answer.events[-1]
+    assert second.requests[-1].emitted == 3
+    house.service.release(taken)
+
+
+async def test_a_rank_that_stays_busy_is_told_with_429(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+    house = await open_house(max_attempts=2)
+    rank = await alone(house, serve_rank, byte_archive, answer_status=429)
+    answer = await house.post(CHAT, chat())
+    assert (answer.status, answer.json["error"]["code"]) == (429, "saturated")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert len(rank.requests) == 2
