@@ -255,6 +255,8 @@ class Holders:
             mask &= live
             if mask:
                 masks[block] = shared.setdefault(mask, mask)
+        if len(shared) > _MOST_MASKS:
+            shared.clear()
         if not old:
             self._old = {}  # an emptied dictionary keeps its room
             self._free += self._swept
