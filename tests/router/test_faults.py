@@ -111,6 +111,11 @@ async def asked(house: House, urls: list[str], rank: MockRank, count: int, at_on
             clients.create_task(client(), name="asks one request after another")
 
 
+def idle(service: RouterService) -> bool:
+    """Whether nothing of any request is left behind."""
+    return service.picker.reservations.open_bookings == 0 and service.picker.health.open_visits == 0
+
+
 def in_all(mocks: list[FaultyRank]) -> Counter[str]:
     return sum((mock.failed for mock in mocks), Counter())
 
@@ -124,7 +129,7 @@ async def test_with_a_tenth_of_all_forwards_failing_no_request_is_lost_or_double
         beats.cancel()
     assert in_all(mocks).total() >= 24
     assert set(in_all(mocks)) == set(FAULTS)
-    await until(lambda: house.service.picker.reservations.open_bookings == 0)
+    await until(lambda: idle(house.service))
     metrics = (await house.get("/metrics")).body.decode()
     assert 'roost_router_retries_total{cause="connect"}' in metrics
     assert "roost_router_retries_refused_total 0.0" in metrics
@@ -148,7 +153,7 @@ async def test_two_routers_lose_nothing_while_ranks_fail(house: House, serve_ran
         await until(lambda: len(second.view.roster("demo").targets) == 4 and second.tokenizer(second.view.roster("demo").tokenizer) is not None)
         await asked(house, [house.url, url], mocks[0], 120, 16)
         for service in (house.service, second):
-            await until(lambda service=service: service.picker.reservations.open_bookings == 0)
+            await until(lambda service=service: idle(service))
     assert in_all(mocks).total() >= 12
 
 
@@ -332,7 +337,7 @@ async def test_a_client_that_leaves_while_it_waits_for_a_place_is_never_forwarde
     second.cancel()
     await until(lambda: len(house.service.waiting) == 0)
     first.cancel()
-    await until(lambda: house.service.picker.reservations.open_bookings == 0)
+    await until(lambda: idle(house.service))
     rank.hold_after = None
     assert (await house.post(CHAT, chat("third"))).status == 200
     assert len(rank.requests) == 2
