@@ -164,13 +164,14 @@ class WaitingRoom:
         self._enter(waiting, full)
         exchange, began = waiting.exchange, time.time_ns()
         self._desk.metrics.queued(exchange.priority)
-        refused: str | None = "cancelled"
+        refused: str | None = "failed"
         try:
             found = await waiting.done
         except ApiError as error:
             refused = error.code
             raise
         except asyncio.CancelledError:
+            refused = "cancelled"
             self._forsake(waiting)
             raise
         else:
@@ -203,7 +204,7 @@ class WaitingRoom:
     def _forsake(self, waiting: _Waiting) -> None:
         """Nobody awaits it any more. What it was given in the same moment goes back."""
         self._queue.remove(waiting)
-        if waiting.done.cancelled() or waiting.done.exception() is not None:
+        if waiting.done.cancel() or waiting.done.cancelled() or waiting.done.exception() is not None:
             return
         given = waiting.done.result()
         if given is not None:
@@ -220,7 +221,7 @@ class WaitingRoom:
         self._look()
 
     def _look(self) -> None:
-        """Give out what places there are, refuse those whose time is up."""
+        """Refuse those whose time is up, give out what places there are."""
         self._woken = False
         try:
             self._serve(self._desk.clock())
@@ -228,6 +229,8 @@ class WaitingRoom:
             self._look_later()
 
     def _serve(self, now: float) -> None:
+        for waiting in self._queue.ended(now):
+            self._refuse(waiting, Refusal.NO_ENGINE if waiting.model in self._dead_since else Refusal.QUEUE_TIMEOUT)
         for model in self._queue.models:
             places = self._desk.picker.places(model, now)
             if places is None:
@@ -237,8 +240,6 @@ class WaitingRoom:
                 self._with_engine(model)
             if places:
                 self._give(model, places, now)
-        for waiting in self._queue.ended(now):
-            self._refuse(waiting, Refusal.NO_ENGINE if waiting.model in self._dead_since else Refusal.QUEUE_TIMEOUT)
         waited_for = set(self._queue.models)
         self._dead_since = {model: since for model, since in self._dead_since.items() if model in waited_for}
         self._rates = {model: rate for model, rate in self._rates.items() if model in waited_for}
