@@ -19,7 +19,7 @@ import typer
 import uvloop
 from tokenizers import Tokenizer
 
-from benchmarks.rig.load_client import SETTINGS, Sample, closed_loop
+from benchmarks.rig.load_client import SETTINGS, Sample, call_all
 from benchmarks.rig.mock_fleet import MODEL, mock_fleet
 from benchmarks.rig.processes import mock_engines, nats, roost_router
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
@@ -52,19 +52,19 @@ class Measured:
     direct_rate: float
 
 
-def body(cell: Cell) -> bytes:
-    """A chat request of so many words, about a quarter of them like in everybody's request."""
-    text = " ".join(f"word{at % 97}" for at in range(cell.words))
+def body(cell: Cell, number: int) -> bytes:
+    """A chat request of so many words, like the others up to the last: whatever remembers whole prompts cannot answer it."""
+    text = " ".join([*(f"word{at % 97}" for at in range(cell.words - 1)), f"number{number}"])
     return msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8, "stream": cell.stream})
 
 
 async def measure(direct: int, routed: int, cell: Cell, rounds: int, requests: int) -> Measured:
     """Alternate rounds against the mock at port `direct` and the router at port `routed`."""
-    content = body(cell)
     pairs: list[tuple[tuple[list[Sample], float], tuple[list[Sample], float]]] = []
-    for _ in range(rounds + 1):
-        one = await closed_loop(direct, "/v1/chat/completions", content, connections=cell.connections, requests=requests)
-        two = await closed_loop(routed, "/v1/chat/completions", content, connections=cell.connections, requests=requests)
+    for number in range(rounds + 1):
+        asks = [body(cell, at) for at in range(number * requests, (number + 1) * requests)]
+        one = await call_all(direct, "/v1/chat/completions", asks, connections=cell.connections)
+        two = await call_all(routed, "/v1/chat/completions", asks, connections=cell.connections)
         pairs.append((one, two))
     pairs = pairs[1:]  # the first round warms connections and caches
     middle = [(statistics.median(s.whole for s in one[0]), statistics.median(s.whole for s in two[0])) for one, two in pairs]
@@ -82,7 +82,7 @@ async def measure(direct: int, routed: int, cell: Cell, rounds: int, requests: i
 def tokenising_seconds(words: int) -> float:
     """Median time of encoding the prompt of so many words with the tokenizer that the router uses."""
     tokenizer = Tokenizer.from_file(str(checkpoint_path() / "tokenizer.json"))
-    text = msgspec.json.decode(body(Cell("kv", False, words, False, 1)))["messages"][0]["content"]
+    text = msgspec.json.decode(body(Cell("kv", False, words, False, 1), 0))["messages"][0]["content"]
     times = []
     for _ in range(200):
         start = time.perf_counter()

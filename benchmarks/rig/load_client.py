@@ -109,8 +109,3 @@ async def call_all(port: int, path: str, bodies: Iterable[bytes], *, connections
     callers = [(await loop.create_connection(lambda: _Caller(requests, samples, start + seconds), "127.0.0.1", port))[1] for _ in range(connections)]
     await asyncio.gather(*(caller.ended for caller in callers))
     return samples, time.perf_counter() - start
-
-
-async def closed_loop(port: int, path: str, body: bytes, *, connections: int, requests: int) -> tuple[list[Sample], float]:
-    """Send `requests` equal requests over `connections` connections. Returns the samples and the wall seconds."""
-    return await call_all(port, path, (body for _ in range(requests)), connections=connections)
