@@ -30,6 +30,8 @@ EJECTION_SECONDS = 10.0
 LONGEST_EJECTION = 12
 """times EJECTION_SECONDS"""
 MOST_DRAINS = 65_536
+REASON_CHARACTERS = 200
+"""of an operator's reason, which is repeated in every decision's record"""
 
 
 class Kind(StrEnum):
@@ -124,7 +126,7 @@ class Health:
         """An operator wants no new requests on a rank, or (None) on any of an engine's. ValueError when there are too many to remember."""
         if sum(map(len, self._drains.values())) >= MOST_DRAINS:
             raise ValueError(f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not")
-        self._drains.setdefault(worker_id, {})[rank] = reason
+        self._drains.setdefault(worker_id, {})[rank] = reason[:REASON_CHARACTERS]
         self._version += 1
 
     def undrain(self, worker_id: int, rank: int | None) -> None:

@@ -278,6 +278,9 @@ def test_drains_hold_for_a_rank_or_an_engine_of_one_incarnation(roster: Roster) 
     health.undrain(2, None)
     health.undrain(1, 0)
     assert health.bars(roster, 0.0).every == {B: "draining: new disk"}
+    health.drain(1, 0, "very " * 1000)
+    assert len(health.bars(roster, 0.0).every[A]) < 250
+    health.undrain(1, 0)
     health.undrain(1, 1)
     health.undrain(9, None)
     assert health.bars(roster, 0.0).every == {}
