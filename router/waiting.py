@@ -218,7 +218,7 @@ class WaitingRoom:
 
     def _look_again(self) -> None:
         self._timer = None
-        self._look()
+        self.wake()  # not at once: one look at a time keeps the event loop's turns short
 
     def _look(self) -> None:
         """Refuse those whose time is up, give out what places there are."""

@@ -416,7 +416,7 @@ async def test_urgent_newcomers_do_not_keep_an_aged_request_from_its_place(opene
     front = opened(queue_wait_seconds=10.0)
     await front.admit("r0")
     old = front.begin("old", "low")
-    await asyncio.sleep(5.1)
+    await asyncio.sleep(5.15)
     tasks = []
     for number in range(2 * AGED_EVERY):  # each comes in the moment in which a place is free and nobody was told of it yet
         front.service.picker.reservations.release(front.open.pop(front.order[-1]))
@@ -572,3 +572,23 @@ async def test_retry_after_follows_the_rate_at_which_places_become_free(opened: 
     assert (early.value.retry_after, late.value.retry_after) == (2.0, pytest.approx(42.0, rel=0.1))
     for task in tasks:
         task.cancel()
+
+
+async def test_many_places_are_given_in_short_turns_whoever_wakes(opened: Opened) -> None:
+    front = opened(ranks=2, max_requests_per_rank=60)
+    running = [front.service.picker.reservations.book((1, rank), (0, 60, 0, 0), 0.0) for rank in range(2)]
+    tasks = [front.begin(f"r{number}") for number in range(120)]
+    await settled()
+    for booking in running:
+        front.service.picker.reservations.release(booking)
+    room, most = front.service.waiting, 0
+    room.wake()
+    while len(room):
+        before = len(room)
+        if room._timer is not None:
+            room._timer.cancel()
+        room._look_again()  # as if time had passed
+        await asyncio.sleep(0)
+        most = max(most, before - len(room))
+    assert most == 16
+    await asyncio.gather(*tasks)
