@@ -109,6 +109,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     view_version: int
     outlook: Outlook | None
     """None: there are no prediction tables"""
+    target: Target
+    """the chosen rank"""
 
     @property
     def id(self) -> str:
@@ -122,10 +124,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def weights(self) -> Weights:
         return self.rules.weights
-
-    @property
-    def target(self) -> Target:
-        return self.roster.targets[int(self.at[self.chosen])]
 
     @property
     def cached_tokens(self) -> int:
@@ -289,6 +287,7 @@ def decide(
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
+    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held)
     return Decision(
         ask=ask,
         roster=roster,
@@ -299,13 +298,14 @@ def decide(
         scores=scores,
         score=by,
         unit=unit,
-        choice=choose(rules, by, unit, scores.total, scores.promised, ask.seed, held),
+        choice=choice,
         held=held,
         excluded=found.excluded,
         ignored=found.ignored,
         rules=rules,
         view_version=view_version,
         outlook=outlook,
+        target=roster.targets[int(at[choice.chosen])],
     )
 
 
