@@ -26,7 +26,7 @@ class Lexicon:
     def __init__(self, threads: ThreadPoolExecutor, changed: Changed, seen_bytes: int = 0) -> None:
         self._threads = threads
         self._changed = changed
-        self._seen = SegmentCache(seen_bytes) if seen_bytes else None
+        self.seen = SegmentCache(seen_bytes) if seen_bytes else None
         self._known: dict[str, ModelTokenizer] = {}
         self._due: Chores[str] = Chores(_MOST)
 
@@ -55,7 +55,7 @@ class Lexicon:
     async def _fetch(self, bus: Bus, digest: str) -> None:
         try:
             archive = await bus.get_blob(digest)
-            self._known[digest] = await asyncio.get_running_loop().run_in_executor(self._threads, ModelTokenizer.from_archive, archive, self._seen)
+            self._known[digest] = await asyncio.get_running_loop().run_in_executor(self._threads, ModelTokenizer.from_archive, archive, self.seen)
         except BusError as error:
             log.warning("tokenizer %s cannot be fetched yet: %s", digest, error)
             self._changed(digest, f"its tokenizer cannot be fetched: {error}")

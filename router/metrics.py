@@ -85,6 +85,7 @@ class RouterMetrics:
         self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
         self.output = self._counter("output_tokens", "Tokens sent to clients", "model")
+        self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were known already", "ids")
         self.cached_reported = self._counter("cached_tokens_reported", "Prompt tokens that engines said they had cached", "model")
 
     def _about_decisions(self) -> None:
@@ -221,6 +222,10 @@ class RouterMetrics:
     def refused(self, priority: str, code: str) -> None:
         """A request of this class got no place."""
         self._refused.labels(priority, code).inc()
+
+    def characters(self, known: int, new: int) -> None:
+        """Of all conversations so far."""
+        self._characters.values["known",], self._characters.values["new",] = known, new
 
     def failed(self, how: Failure) -> None:
         self._retries.labels(how.value).inc()

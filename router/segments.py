@@ -71,6 +71,8 @@ class SegmentCache:
         self._kept: OrderedDict[tuple[int, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes = 0
+        self.known_characters = self.new_characters = 0
+        """of all texts that were looked up"""
 
     def look_up(self, owner: int, texts: Sequence[str]) -> Segments:
         """Each text with its ids, where they are known."""
@@ -79,7 +81,10 @@ class SegmentCache:
             for text in texts:
                 key = (owner, text)
                 ids = self._kept.get(key)
-                if ids is not None:
+                if ids is None:
+                    self.new_characters += len(text)
+                else:
+                    self.known_characters += len(text)
                     self._kept.move_to_end(key)
                 found.append(ids)
         return Segments(list(texts), found)

@@ -362,6 +362,8 @@ class RouterService:
             self._expire(now)
             self.picker.kv.holders.sweep(_SWEPT_BLOCKS)
             self.upstream.prune()
+            if self.lexicon.seen is not None:
+                self.metrics.characters(self.lexicon.seen.known_characters, self.lexicon.seen.new_characters)
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
             await asyncio.sleep(_SWEEP_SECONDS)
 

@@ -15,7 +15,7 @@ from deploy.demo_model import checkpoint_path
 from router.openai import ChatRequest, prompt_bytes
 from router.segments import MOST_SEGMENTS, Cutter, SegmentCache
 from router.tokenizer import ModelTokenizer, first_difference
-from tests.router.houses import SCRIPT, MockRank, OpenHouse, Serve, archive
+from tests.router.houses import SCRIPT, MockRank, OpenHouse, Serve, archive, until
 
 MARKS = ("<|start|>", "<|end|>", "<|start|>x", "</s>")
 CHATML = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|start|>assistant\n"
@@ -242,6 +242,11 @@ async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(ope
         assert (await house.post("/v1/chat/completions", {"model": "demo", "messages": talk(turns), "max_tokens": 1})).status == 200
         assert left == leaves
         assert rank.requests[-1].prompt == whole(known("bytes"), rank.tokenizer.render(talk(turns)))
+    seen = house.service.lexicon.seen
+    assert seen is not None
+    assert seen.new_characters < seen.known_characters
+    counted_characters = f'roost_router_conversation_characters_total{{ids="known"}} {seen.known_characters}'
+    await until(lambda: counted_characters.encode() in house.service.metrics.exposition())
 
 
 @settings(max_examples=30)
