@@ -41,4 +41,4 @@ bench: venv ## every benchmark, quickly; make bench ARGS=--json
 	@for script in $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
