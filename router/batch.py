@@ -240,8 +240,14 @@ def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs
 
 
 def order_of(decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None) -> list[int]:
-    """In which order to decide anew for requests that were each decided on alone, at the same load and over the same roster, so that all of
-    them together cost little; who would find no room is left out. load: int64 [AMOUNTS, targets]; factors: float64 [2, targets] or None."""
+    """In which order to decide anew for requests that were each decided on alone, so that all of them together cost little; who would find
+    no room is left out. Arguments as `gathered` takes them."""
+    return [place.request for place in route_batch(*gathered(decisions, load, limits, factors))]
+
+
+def gathered(decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None) -> tuple[Batch, LoadPrices]:
+    """Requests that were each decided on alone, at the same load, int64 [AMOUNTS, targets], and over the same roster. factors: float64
+    [2, targets], as `scoring.score` takes them."""
     roster = decisions[0].roster
     shape = len(decisions), len(roster.targets)
     may, costs, uncached = np.zeros(shape, np.bool_), np.full(shape, _NEVER), np.ones(shape, np.int64)
@@ -260,5 +266,4 @@ def order_of(decisions: Sequence[Decision], load: Amounts, limits: Limits, facto
         most_prefill=limits.queue_seconds / np.maximum(roster.prefill_token_s, _LEAST_SECONDS),
         most_blocks=limits.blocks(roster),
     )
-    pricing = LoadPrices(roster, decisions[0].weights, load, costs, uncached, prompts, outputs, factors)
-    return [place.request for place in route_batch(batch, pricing)]
+    return batch, LoadPrices(roster, decisions[0].weights, load, costs, uncached, prompts, outputs, factors)

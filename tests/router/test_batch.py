@@ -7,12 +7,22 @@ from itertools import permutations, product
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
-from router.batch import Batch, LoadPrices, Place, greedy, route_batch, total
+from router.admission import NoRoom
+from router.batch import Batch, LoadPrices, Place, gathered, greedy, route_batch, total
+from router.candidates import Limits
+from router.config import RouterConfig
+from router.holders import Holders
+from router.kv_index import KvIndex
+from router.picker import Need, Picker
+from router.prefixes import Prefixes
+from router.prompt import TokenPrompt
 from router.reservations import PREFILL, SEQUENCES, Amounts, Reservations
 from router.roster import Roster
 from router.scoring import Weights, score
@@ -258,3 +268,38 @@ def test_a_load_is_priced_as_a_decision_would_price_it(seed: int, measured: bool
     assert np.allclose(pricing.prices(everybody, everywhere, after).T, scores(after), rtol=1e-9, atol=1e-9)
     if not lone:
         assert np.allclose(pricing.prices(slice(2, 5), slice(4, 8), after).T, scores(after)[2:5, 4:8], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_deciding_one_after_another_in_the_order_found_gives_the_same_ranks_at_the_same_prices(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    config = RouterConfig(max_requests_per_rank=12, max_queue_seconds=3.0, max_kv_share=0.9)
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    view = View(reservations)
+    for number, ranks in enumerate((3, 1, 4)):
+        urls = [f"http://h:{100 * number + rank}" for rank in range(ranks)]
+        about = {"speed": SPEEDS[number], "shape": None, "placement": None, "capabilities": Capabilities()}
+        view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, **about), 0.0)
+        view.heard(number + 1, 0.0)
+    holders = Holders()
+    picker = Picker(view, reservations, KvIndex(holders), Prefixes(100, holders), config)
+    roster = view.roster("demo")
+    for target in roster.targets:
+        running = int(chance.integers(8, 13))
+        reservations.report(target.key, (int(chance.integers(0, 2000)), running, 60 * running, int(chance.integers(0, 100)) * running), 0.0)
+    needs = [Need("demo", TokenPrompt(list(range(at, at + int(chance.integers(5, 900))))), 0, int(chance.integers(1, 200)), "f" * 64) for at in range(9)]
+    try:
+        alone = [picker.decide(need, "d", at, 0.0) for at, need in enumerate(needs)]
+    except NoRoom:
+        return
+    load = reservations.load(roster.rows, 0.0)
+    places = route_batch(*gathered(alone, load, Limits(12, 3.0, 0.9)))
+    for place in places:
+        decision = picker.decide(needs[place.request], "d", place.request, 0.0)
+        assert roster.index[decision.target.key] == place.target
+        assert np.isclose(decision.scores.total[decision.chosen], place.price, rtol=1e-9)
+        picker.book(decision, needs[place.request].prompt, 0.0)
+    for request in set(range(9)) - {place.request for place in places}:
+        with pytest.raises(NoRoom):
+            picker.decide(needs[request], "d", request, 0.0)
