@@ -49,12 +49,14 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"engine speed: {name} must be finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {value}")
 
 
-def prefill_seconds(token_s: Seconds, pair_s: Seconds, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> Seconds:
+def prefill_seconds(token_s: Seconds, pair_s: Seconds | None, uncached_tokens: Amounts, prompt_tokens: float | Amounts) -> Seconds:
     """Time to compute the u last tokens of a prompt of N whose first N - u are cached: token_s * u + pair_s * (u * N - u^2 / 2).
 
     A token attends to all before it, cached or not: u tokens make u * N - u^2 / 2 pairs, half a pair each of a token with itself.
+    pair_s None: pairs cost nothing.
     """
-    seconds: Seconds = uncached_tokens * (token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens))
+    each = token_s if pair_s is None else token_s + pair_s * (prompt_tokens - 0.5 * uncached_tokens)
+    seconds: Seconds = uncached_tokens * each
     return seconds
 
 
@@ -99,12 +101,14 @@ def lockstep_seconds(work: Seconds, added: Seconds, first: NDArray[np.intp], eng
     return seconds
 
 
-def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds, tokens: Amounts, remote_ranks: Seconds, remote_nodes: Seconds) -> Seconds:
+def dispatch_seconds(dispatch_s: Seconds, node_s: Seconds | None, tokens: Amounts, remote_ranks: Seconds, remote_nodes: Seconds) -> Seconds:
     """Time spent sending `tokens` to the experts of other ranks and back; remote_ranks, remote_nodes: distinct, per token, summed over layers.
 
     A dispatch sends one copy per destination, however many of a token's experts live there, and one per node over the slower link.
+    node_s None: other nodes cost no more than other ranks.
     """
-    seconds: Seconds = tokens * (dispatch_s * remote_ranks + node_s * remote_nodes)
+    each = dispatch_s * remote_ranks if node_s is None else dispatch_s * remote_ranks + node_s * remote_nodes
+    seconds: Seconds = tokens * each
     return seconds
 
 

@@ -86,6 +86,12 @@ class Roster:
     group_first: NDArray[np.intp]
     together: NDArray[np.float64] | None
     """1 where an engine's targets step together, 0 where it has but one; None: 0 everywhere"""
+    apart: bool
+    """some engine has but one target"""
+    pairs: bool
+    """this and the next two: somebody has a price for pairs of tokens, for other nodes, for reading experts; what has none is not computed"""
+    far: bool
+    reads: bool
     approximate: NDArray[np.bool_]
     """the rank reports no KV events: its overlap is guessed from what was routed there"""
     block_sizes: tuple[int, ...]

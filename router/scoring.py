@@ -105,7 +105,7 @@ def score(
     promised, tokens = load.astype(np.float64), uncached.astype(np.float64)
     work[0] = queue_seconds(roster.prefill_token_s, promised[PREFILL])
     work[1] = running_seconds(roster.decode_sequence_s, roster.decode_block_s, promised[SEQUENCES], promised[BLOCKS], promised[STEPS], output)
-    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, tokens, float(prompt_tokens))
+    added[0] = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s if roster.pairs else None, tokens, float(prompt_tokens))
     added[1] = own_seconds(roster.decode_sequence_s, roster.decode_token_block_s, float(prompt_tokens + output_tokens), output)
     steps = output * roster.step_s
     if factors is not None:
@@ -117,10 +117,14 @@ def score(
     if expected is not None:
         tokens += output
         tokens *= expected.gain
-        terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, roster.dispatch_node_s, tokens, expected.remote_ranks, expected.remote_nodes)
+        node_s = roster.dispatch_node_s if roster.far else None
+        terms[_EXPERTS] = dispatch_seconds(roster.dispatch_s, node_s, tokens, expected.remote_ranks, expected.remote_nodes)
+    if expected is not None and roster.reads:
         terms[_DISTINCT] = distinct_seconds(roster.expert_read_s, expected.added_experts, expected.gain * output)
     if roster.together is not None:
-        terms[_LOCKSTEP] = roster.together * lockstep_seconds(work, added, roster.group_first, roster.group)
+        terms[_LOCKSTEP] = lockstep_seconds(work, added, roster.group_first, roster.group)
+        if roster.apart:
+            terms[_LOCKSTEP] *= roster.together
     if handover is not None:
         terms[_HANDOVER] = handover
     terms *= weights.factors(targets)

@@ -1,5 +1,6 @@
 """Each term of the cost alone: its value by hand, and how it moves."""
 
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -330,3 +331,18 @@ def test_a_handover_that_is_heard_of_counts_until_it_is_over_and_rebuilds_nothin
 def test_layouts_with_sharded_experts_read_nothing_for_one_request() -> None:
     for layout, reads in ((EP, [5e-5] * 2), (Layout(attention="dp", boundary=2), [0.0] * 2), (TP, [0.0])):
         assert pair(layout=layout).expert_read_s.tolist() == reads
+
+
+@settings(deadline=None, max_examples=30)
+@given(state=states)
+def test_what_has_no_price_is_not_computed_and_would_have_been_nothing(state: dict[str, Any]) -> None:
+    load, uncached = np.array(state["load"]).T, np.array(state["uncached"])
+    foreseen = Expected(np.array(state["remote"]), np.array(state["nodes"]), np.array(state["added"]))
+    assert (PLAIN.pairs, PLAIN.far, PLAIN.reads, PLAIN.apart) == (False,) * 4
+    houses = PLAIN, replace(PLAIN, pairs=True, far=True, reads=True, apart=True)
+    short, whole = (score(house, load, uncached, 2000, state["output"], Weights(), foreseen) for house in houses)
+    assert (short.terms == whole.terms).all()
+
+
+PLAIN = view_of({}, {})[0].roster("demo")
+"""Prices of nothing but tokens, steps, blocks and ranks."""
