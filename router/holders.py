@@ -26,6 +26,8 @@ _SWEPT_AT_LEAST, _SWEPT_PER_WRITE = 64, 4
 _FEW_LEFT = 1024
 """Entries and slots left behind that are not worth a sweep."""
 _FEW_SLOTS = 64
+_MANY_CHILDREN, _MOST_CHILDREN = 64, 4096
+"""Blocks behind one block: with so many, and each time they have doubled, those that are gone are forgotten; more are not searched."""
 _MOST_MODELS = 256
 _MOST_UNPACKED = 1024
 _FEW_BITS = 4
@@ -79,6 +81,10 @@ class Holders:
         """slots whose bits the present sweep takes away"""
         self.entries = 0
         """(block, rank) pairs that count"""
+        self._children: dict[int, int | set[int]] = {}
+        """by block, the one that was stored behind it, or those; some may be gone"""
+        self._gappy = 0
+        """bits of ranks that may hold a block without holding its parent"""
         self.runs = Runs()
         self._unpacked: dict[int, NDArray[np.intp]] = {}
         self._rosters: dict[str, tuple[Roster, int, NDArray[np.intp]]] = {}
@@ -97,8 +103,28 @@ class Holders:
         slot = self._slots.get(rank)
         return 0 if slot is None else slot.entries
 
+    def store(self, rank: RankKey, parent: int | None, blocks: Sequence[int]) -> None:
+        """A rank holds blocks that follow one another behind a parent that it holds (None: from the start), and may lose them in any order."""
+        children, behind = self._children, parent
+        for block in blocks:
+            if behind is not None:
+                known = children.setdefault(behind, block)
+                if known != block:
+                    self._branch(behind, known, block)
+            behind = block
+        self.add(rank, blocks)
+
+    def _branch(self, parent: int, known: int | set[int], block: int) -> None:
+        """Another block is stored behind one that has some already."""
+        if not isinstance(known, set):
+            self._children[parent] = {known, block}
+        elif block not in known:
+            if len(known) >= _MANY_CHILDREN and not len(known) & (len(known) - 1):
+                known -= {child for child in known if child not in self._masks and child not in self._old}
+            known.add(block)
+
     def add(self, rank: RankKey, blocks: Sequence[int]) -> None:
-        """A rank holds these blocks from now on."""
+        """A rank holds these blocks from now on, and loses none before those that follow it."""
         slot = self._slots.get(rank) or self._settle(rank)
         masks, shared, bit, old = self._masks, self._shared, slot.bit, self._old
         added = 0
@@ -121,25 +147,38 @@ class Holders:
     def discard(self, rank: RankKey, blocks: Iterable[int]) -> int:
         """A rank holds these blocks no more. Returns how many it did not hold anyway."""
         slot = self._slots.get(rank)
-        missing = removed = 0
+        missing, lost = 0, list[int]()
         for block in blocks:
             masks = self._old if block in self._old else self._masks
             mask = masks.get(block, 0)
             if slot is None or not mask & slot.bit:
                 missing += 1
                 continue
-            removed += 1
+            lost.append(block)
             rest = mask ^ slot.bit
             if rest:
                 masks[block] = self._shared.setdefault(rest, rest)
             else:
                 del masks[block]
-        if slot is not None:
-            slot.entries -= removed
-            self.entries -= removed
+        if slot is not None and lost:
+            slot.entries -= len(lost)
+            self.entries -= len(lost)
+            self._look_behind(slot.bit, lost)
         if self._old or self._left:
-            self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * removed)
+            self.sweep(_SWEPT_AT_LEAST + _SWEPT_PER_WRITE * len(lost))
         return missing
+
+    def _look_behind(self, bit: int, lost: list[int]) -> None:
+        """Whether a rank still holds what was stored behind the blocks it lost: then it has gaps."""
+        for block in lost:
+            child = self._children.get(block)
+            if child is None:
+                continue
+            some = child if isinstance(child, set) else (child,)
+            if not self._gappy & bit and (len(some) > _MOST_CHILDREN or any((self._look_up(one) or 0) & bit for one in some)):
+                self._gappy |= bit
+            if self._look_up(block) is None:
+                del self._children[block]
 
     def clear(self, rank: RankKey) -> None:
         """A rank holds nothing any more."""
@@ -148,6 +187,7 @@ class Holders:
             return
         self.version += 1
         self._live ^= slot.bit
+        self._gappy &= self._live
         self.entries -= slot.entries
         if slot.entries:
             self._left.append(slot.number)
@@ -188,30 +228,20 @@ class Holders:
     def leading(self, prompt: Reachable) -> NDArray[np.int64] | None:
         """int64 [slots]: leading blocks of a prompt that the rank of each slot holds, without a gap; None: nobody holds the first one.
 
-        Reads no more of the prompt than somebody holds, but for a few blocks.
+        Reads no more of the prompt than somebody holds, but for a few blocks. Who has the last block of a stretch has all of it, unless there may be gaps.
         """
-        held, at, total = self._live, 0, len(prompt)
+        held, at, total, step = self._live, 0, len(prompt), 1
         look_up = self._look_up if self._old else self._masks.get
         ends: list[tuple[int, int]] = []
-        last: int | None = -1
-        step = 1
         while at < total and held:
             asked = min(total, at + step)
             chained = prompt.reach(asked, self.runs)
             step = 1 if len(chained) > asked else min(2 * step, _WIDEST_STEP)  # a run that was never hashed before is hardly held
-            masks = list(map(look_up, chained[at:]))
-            if masks.count(last) < len(masks):
-                for depth, mask in enumerate(masks, at):
-                    if mask is last:
-                        continue
-                    last = mask
-                    still = held & mask if mask else 0
-                    if still != held:
-                        ends.append((depth, held ^ still))
-                        held = still
-                        if not held:
-                            break
-            at += len(masks)
+            while at < len(chained) and held:
+                stop = min(len(chained), at + _WIDEST_STEP)
+                if stop == at + 1 or held & self._gappy or held & (look_up(chained[stop - 1]) or 0) != held:
+                    held = _walk(map(look_up, chained[at:stop]), at, held, ends)
+                at = stop
         if held:
             ends.append((total, held))
         return self._spread(ends)
@@ -255,6 +285,8 @@ class Holders:
             mask &= live
             if mask:
                 masks[block] = shared.setdefault(mask, mask)
+            else:
+                self._children.pop(block, None)
         if len(shared) > _MOST_MASKS:
             shared.clear()
         if not old:
@@ -279,3 +311,19 @@ class Holders:
         self._live |= slot.bit
         self.version += 1
         return slot
+
+
+def _walk(masks: Iterable[int | None], at: int, held: int, ends: list[tuple[int, int]]) -> int:
+    """Who of `held` holds every block of a stretch that begins at a depth, by the blocks' masks; where the others end is added to `ends`."""
+    last: int | None = -1
+    for depth, mask in enumerate(masks, at):
+        if mask is last:
+            continue
+        last = mask
+        still = held & mask if mask else 0
+        if still != held:
+            ends.append((depth, held ^ still))
+            held = still
+            if not held:
+                break
+    return held

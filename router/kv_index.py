@@ -82,7 +82,7 @@ class KvIndex:
         if max(self.holders.held(rank), len(names)) + len(blocks) > MOST_BLOCKS:
             raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks are not believed of one rank")
         self._call(rank, names, blocks, other)
-        self.holders.add(rank, blocks)
+        self.holders.store(rank, parent, blocks)
 
     def _call(self, rank: RankKey, names: dict[int, int], blocks: Sequence[int], other: dict[int, int]) -> None:
         for block in blocks if names else ():

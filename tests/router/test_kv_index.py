@@ -50,6 +50,38 @@ def test_a_block_behind_a_gap_does_not_count_until_the_gap_is_filled() -> None:
     assert found(index, LOCAL) == {(WORKER, 0): 6, (WORKER, 1): 6}
 
 
+def test_only_a_rank_that_lost_a_block_before_those_behind_it_may_have_gaps() -> None:
+    other = [*LOCAL[:3], *local_hashes(list(range(16)), 4)]
+    index = indexed(*(stored(local, rank=rank) for local in (LOCAL, other) for rank in range(3)))
+    index.apply([removed(LOCAL, [9, 8, 7, 6], rank=rank) for rank in range(3)])
+    index.apply([removed(other, [2, 3, 4, 5, 6], rank=0), removed(LOCAL, [3, 4, 5], rank=0)])  # the fork, and all of both arms at last
+    index.apply([removed(LOCAL, [3, 4, 5], rank=1), removed(other, [6, 5, 4, 3], rank=1), removed(LOCAL, [2], rank=1)])
+    holders = index.holders
+    assert holders._gappy == holders._slots[WORKER, 0].bit
+    index.apply([removed(LOCAL, [4], rank=2)])
+    assert found(index, LOCAL) == {(WORKER, 0): 2, (WORKER, 1): 2, (WORKER, 2): 4}
+    index.apply([cleared(rank=0), cleared(rank=2)])
+    assert holders._gappy == 0
+
+
+def test_blocks_behind_a_block_are_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MANY_CHILDREN", 4)
+    arms = [[LOCAL[0], 1000 + arm] for arm in range(40)]
+    index = indexed(*(stored(arm) for arm in arms))
+    for arm in arms[:36]:
+        index.apply([removed(arm, [1])])
+    index.apply([stored([2000 + arm], [LOCAL[0]]) for arm in range(60)])
+    behind = index.holders._children[LOCAL[0]]
+    assert isinstance(behind, set)
+    assert len(behind) <= 100
+    index.apply([cleared()])
+    index.holders.add((1, 1), [5])
+    index.holders.clear((1, 1))
+    monkeypatch.setattr(module, "_FEW_LEFT", 1)
+    assert index.holders.sweep(1000)
+    assert (len(index.holders), index.holders._children) == (0, {})
+
+
 def test_removals_clearing_and_lost_workers_leave_the_others_alone() -> None:
     index = indexed(stored(LOCAL[:6]), stored(LOCAL[:6], rank=1), stored(LOCAL[:6], worker=7))
     index.apply([removed(LOCAL, [5, 4])])
