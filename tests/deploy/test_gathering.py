@@ -104,3 +104,34 @@ async def test_a_short_answer_arrives_in_one_piece() -> None:
         await writer.wait_closed()
     assert b"".join(pieces).count(b"hello") == 2
     assert pieces[0].endswith(b"hello")
+
+
+async def test_a_client_that_does_not_read_holds_up_its_answer_and_not_the_servers_memory() -> None:
+    piece, pieces = bytes(256 * 1024), 256
+    sent = 0
+
+    async def flood(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        nonlocal sent
+        if scope["type"] == "lifespan":
+            await _app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(pieces * len(piece)).encode())]})
+        for at in range(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": at < pieces - 1})
+            sent += 1
+
+    door = listen("127.0.0.1", 0)
+    async with HttpFace(flood, door, drain_seconds=1):
+        reader, writer = await asyncio.open_connection(*door.getsockname(), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        before = -1
+        while sent != before or not sent:  # until it stands still
+            before = sent
+            await asyncio.sleep(0.02)
+        assert sent < pieces
+        received = 0
+        while data := await reader.read(1 << 20):
+            received += len(data)
+        assert received > pieces * len(piece)
+        writer.close()
+        await writer.wait_closed()
