@@ -221,7 +221,7 @@ async def run(peers: Peers, missing: dict[str, str], *, quick: bool) -> dict[tup
         model = Path(folder) / MODEL
         write_model(model, texts)
         async with systems(peers, model, words, missing) as found:
-            return await measure(found, words, rounds=5 if quick else 15, seconds=0.1 if quick else 0.6)
+            return await measure(found, words, rounds=3 if quick else 9, seconds=0.25 if quick else 1.0)
 
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, install: bool = Install) -> None:
