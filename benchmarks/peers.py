@@ -35,9 +35,10 @@ PATH = "/v1/chat/completions"
 DIRECT, SMG_CACHE, SMG_ROUND, DYNAMO = "direct", "smg cache_aware", "smg round_robin", "dynamo kv + mocker"
 TEXT, TEXT_2, KV, KV_2 = "roost text", "roost text x2", "roost kv", "roost kv x2"
 SYSTEMS = (DIRECT, TEXT, TEXT_2, SMG_CACHE, SMG_ROUND, KV, KV_2, DYNAMO)
-_MOST_RATE = 20_000
+_MOST_RATE = 8_000
 """Requests per second that are prepared; a round that uses them all up is shorter."""
-_WARMING_SECONDS = 0.1
+_WARMING_SECONDS = 0.7
+"""of each system before the first round: a tokenizer remembers words, a router connections"""
 
 Start = Callable[[], contextlib.AbstractAsyncContextManager[int]]
 
@@ -153,17 +154,18 @@ async def _dynamo(python: Path, model: Path) -> AsyncIterator[int]:
 
 
 async def measure(found: dict[str, int], words: list[str], *, rounds: int, seconds: float) -> dict[tuple[str, Cell], list[Round]]:
-    """Every system in every cell, in turns. The first round warms connections and caches and does not count."""
+    """Every system in every cell, in turns, after each was warmed."""
     results: dict[tuple[str, Cell], list[Round]] = defaultdict(list)
+    for port in found.values():
+        asks = bodies(MODEL, words, int(_MOST_RATE * _WARMING_SECONDS), count=WORDS, stream=False, seed=f"warming {port}")
+        await call_all(port, PATH, asks, connections=16, seconds=_WARMING_SECONDS)
     for cell in (*CELLS, *IN_TURNS):
         asked = [name for name in SYSTEMS if name in found and name in _worth_asking(cell)]
-        for number in range(rounds + 1):
-            last = seconds if number else _WARMING_SECONDS
-            asks = bodies(MODEL, words, int(_MOST_RATE * last), count=WORDS, stream=cell.stream, seed=number, in_turns=cell.in_turns)
+        for number in range(rounds):
+            asks = bodies(MODEL, words, int(_MOST_RATE * seconds), count=WORDS, stream=cell.stream, seed=f"{cell.name} {number}", in_turns=cell.in_turns)
             for name in asked[number % len(asked) :] + asked[: number % len(asked)]:
-                samples, wall = await call_all(found[name], PATH, asks, connections=cell.connections, seconds=last)
-                if number:
-                    results[name, cell].append(_round([sample.first for sample in samples], [sample.whole for sample in samples], wall))
+                samples, wall = await call_all(found[name], PATH, asks, connections=cell.connections, seconds=seconds)
+                results[name, cell].append(_round([sample.first for sample in samples], [sample.whole for sample in samples], wall))
     return results
 
 

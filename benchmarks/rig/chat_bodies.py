@@ -61,8 +61,8 @@ def shared_half(words: list[str], group: int, count: int) -> str:
     return " ".join(random.Random(group).choices(words, k=count // 2))
 
 
-def bodies(model: str, words: list[str], number: int, *, count: int, stream: bool, seed: int, in_turns: bool = False) -> list[bytes]:
-    """So many chat requests of `count` words each, as JSON. Other seeds give other requests of the same groups."""
+def bodies(model: str, words: list[str], number: int, *, count: int, stream: bool, seed: int | str, in_turns: bool = False) -> list[bytes]:
+    """So many chat requests of `count` words each, as JSON. Other seeds give other requests of the same groups; with the same one a cache knows them."""
     chance = random.Random(seed)
     shared = [shared_half(words, group, count) for group in range(GROUPS)]
     made = []
