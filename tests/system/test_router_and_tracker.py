@@ -96,9 +96,9 @@ class Loop:
         prompt, exchange = TokenPrompt(ids), Exchange(f"r{self.asked}", f"d{self.asked}", "/v1/completions", 0.0)
         exchange.model = "demo"
         decision, booking = self.router.book(exchange, Need("demo", prompt, 100, 32, None, keys=exchange.keys()), "", Try())
-        self.router.release(booking)
         profile = self._run(kind, decision, ids)
-        self.router.finished(decision, prompt)
+        self.router.finished(decision, booking, prompt)
+        self.router.release(booking)
         return decision, profile
 
     def _run(self, kind: int, decision: Decision, ids: list[int]) -> RequestProfile:
