@@ -185,6 +185,7 @@ class Measured:
             roost, selection = Roost(ranks, self.model, self.foretold), Selection(ranks)
             await selection.start()
             await asyncio.sleep(2.0)  # a subscriber that has not connected yet misses what is said
+            roost.settle(self.asked["nothing", 1024].ids[0])
             try:
                 for name in SHARES:
                     await self._setting(ranks, name, roost, selection)

@@ -25,7 +25,7 @@ PREFIX, SESSION, TOKENS, TENANT = range(len(SOURCES))
 PATTERNS = 1 << len(SOURCES)
 STRIDE = 64
 """Blocks by which the longest known prefix is felt for, at most."""
-MOST_TOKENS = 256
+MOST_TOKENS = 128
 """Prompt tokens that are looked up in the token table: those after the longest known prefix."""
 SHRINK = (16.0, 64.0, 64.0, 512.0)
 """Tokens of evidence at which a source counts half. The sum over a prompt's tokens is held to so many at most: tokens of one text say

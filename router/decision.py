@@ -17,6 +17,8 @@ from router.roster import Excluded, RankKey, Roster, Target, columns
 from router.scoring import TERMS, Expected, Scores, Weights, score, uncached_tokens
 
 NOTHING = Supposed()
+_COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
+"""Of one candidate: place, overlap and uncached tokens; load; terms; their sum and what was promised; score; four columns of the outlook."""
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Of a decision, and of each candidate's place in its columns."""
 
@@ -147,8 +149,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, about."""
-        return _BYTES + _CANDIDATE_BYTES * len(self.at)
+        """Memory of the columns, more or less."""
+        return _COLUMN_BYTES * len(self.at)
 
     def name(self, candidate: int) -> str:
         """engine/rank of a candidate."""

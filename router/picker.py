@@ -28,7 +28,6 @@ from router.prompt import Prompt
 from router.record import Supposed
 from router.reservations import SEQUENCES, Booking, Reservations
 from router.roster import Excluded, RankKey, Roster
-from router.scoring import TERMS
 from router.speeds import Speeds
 from router.supposing import barred as supposed_gone
 from router.view import View
@@ -302,6 +301,6 @@ def _ignored(roster: Roster, bars: Bars) -> tuple[Excluded, ...]:
 
 def _first_token_seconds(decision: Decision) -> float | None:
     """After how long the chosen rank's first token is expected; None where a weight of 0 hides it."""
-    prefill, queue = decision.scores.terms[TERMS.index("prefill"), decision.chosen], decision.scores.terms[TERMS.index("queue"), decision.chosen]
+    prefill, queue = decision.scores.terms[:2, decision.chosen].tolist()  # the first two of TERMS
     weights = decision.weights
-    return float(prefill / weights.prefill + queue / weights.queue) / 1000.0 if weights.prefill and weights.queue else None
+    return (prefill / weights.prefill + queue / weights.queue) / 1000.0 if weights.prefill and weights.queue else None

@@ -149,6 +149,13 @@ class Roost:
             view.price(engine, 0, found)
         self.predict(on=True)
 
+    def settle(self, ids: list[int]) -> None:
+        """Decide until the first decisions are let go of: a router that has run for a while keeps no more memory with each."""
+        first = f"{self._decided + 1:016x}"
+        self.decide(ids)
+        while self.router.picker.kept(first) is not None:
+            self.decide(ids)
+
     def predict(self, *, on: bool) -> None:
         """With the tracker's tables, or without."""
         foresight = self.router.picker.foresight
