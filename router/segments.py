@@ -14,12 +14,16 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from router.words import WordCache
+
 MOST_SEGMENTS = 4096
 """A text with more is encoded whole: it is no conversation, and so many single calls would cost more than they spare."""
 _ENTRY_BYTES = 256
 """of the cache's own, per entry: key, links, the array's head"""
 _LARGEST_SHARE = 4
 """An entry larger than the budget over this is not kept: it would push out everybody else's."""
+_WORDS_SHARE = 4
+"""Words have at most the budget over this."""
 
 
 class Segments(NamedTuple):
@@ -63,16 +67,18 @@ class Cutter:
 class SegmentCache:
     """State: ids of texts, least recently used first, at most `budget` bytes of both together. Any thread may call.
 
-    `owner` tells the vocabularies apart that share the budget.
+    `owner` tells the vocabularies apart that share the budget. `words` are part of it, a quarter at most; texts make room for them.
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._kept: OrderedDict[tuple[int, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
+        self.words = WordCache(budget // _WORDS_SHARE)
         self.bytes = 0
+        """of texts and their ids, without words"""
         self.known_characters = self.new_characters = 0
-        """of all texts that were looked up"""
+        """of all texts that were looked up: those whose ids were known, by text or by words, and those that were encoded"""
 
     def look_up(self, owner: int, texts: Sequence[str]) -> Segments:
         """Each text with its ids, where they are known."""
@@ -81,13 +87,17 @@ class SegmentCache:
             for text in texts:
                 key = (owner, text)
                 ids = self._kept.get(key)
-                if ids is None:
-                    self.new_characters += len(text)
-                else:
+                if ids is not None:
                     self.known_characters += len(text)
                     self._kept.move_to_end(key)
                 found.append(ids)
         return Segments(list(texts), found)
+
+    def count(self, known: int, new: int) -> None:
+        """Characters of texts that were not known themselves: of known words, and encoded."""
+        with self._lock:
+            self.known_characters += known
+            self.new_characters += new
 
     def keep(self, owner: int, made: "Iterable[tuple[str, array[int]]]") -> None:
         """Remember ids that were made; the least recently used ones go."""
@@ -98,7 +108,7 @@ class SegmentCache:
                     continue
                 self._kept[owner, text] = ids
                 self.bytes += size
-            while self.bytes > self._budget:
+            while self._kept and self.bytes + self.words.bytes > self._budget:
                 (_, text), ids = self._kept.popitem(last=False)
                 self.bytes -= _size(text, ids)
 
@@ -107,6 +117,7 @@ class SegmentCache:
         with self._lock:
             for key in [key for key in self._kept if key[0] == owner]:
                 self.bytes -= _size(key[1], self._kept.pop(key))
+        self.words.forget(owner)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -8,6 +8,7 @@ import logging
 import zipfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,6 +20,8 @@ from tokenizers import Tokenizer
 
 from fleet.completions import ApiError
 from router.segments import Cutter, SegmentCache, Segments
+from router.splits import byte_sizes, first_wrong, leaves_unchanged, why_not
+from router.words import WordEncoder
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class ModelTokenizer:
         self._owner = next(_owners)
         self._seen = seen
         self._cutter = None if seen is None else self._prove_cutter()
+        self._words = None if seen is None else self._prove_words(seen)
         try:
             self._template = None if template is None else _environment().from_string(template)
             if self._template is not None:
@@ -129,16 +133,23 @@ class ModelTokenizer:
         """The ids of a rendered conversation: the template wrote its special tokens itself, so none is added. Any thread may call."""
         ids: list[int] = []
         made: list[tuple[str, array[int]]] = []
+        encoded = 0
         for text, known in zip(segments.texts, segments.ids, strict=True):
             if known is None:
-                new = self._ids(text, special=False)
+                new, characters = self._by_words(text)
+                encoded += characters
                 made.append((text, array("I", new)))
                 ids += new
             else:
                 ids += known
-        if self._cutter is not None and self._seen is not None and made:
-            self._seen.keep(self._owner, made)
+        if made and self._seen is not None and (self.reuses_segments or self.reuses_words):
+            self._seen.count(segments.unknown - encoded, encoded)
+            self._seen.keep(self._owner, made if self.reuses_segments else ())
         return ids
+
+    def _by_words(self, text: str) -> tuple[list[int], int]:
+        """The ids of a segment, and how many of its characters had to be encoded."""
+        return (self._ids(text, special=False), len(text)) if self._words is None else self._words.ids(text)
 
     def encode_rendered(self, text: str) -> list[int]:
         """The ids of a rendered conversation, as `encode_segments`."""
@@ -147,6 +158,10 @@ class ModelTokenizer:
     @property
     def reuses_segments(self) -> bool:
         return self._cutter is not None
+
+    @property
+    def reuses_words(self) -> bool:
+        return self._words is not None
 
     def forget_segments(self) -> None:
         """Nobody uses this vocabulary any more."""
@@ -166,6 +181,18 @@ class ModelTokenizer:
                 return cutter
             reason = f"in pieces {wrong!r} has other ids than whole"
         log.info("token ids of seen messages cannot be reused with this tokenizer: %s", reason)
+        return None
+
+    def _prove_words(self, seen: SegmentCache) -> WordEncoder | None:
+        """What encodes texts by words without changing a single id; None, and why in the log, where nothing can."""
+        reason = why_not(self._tokenizer)
+        if reason is None:
+            encode, sizes, unchanged = partial(self._ids, special=False), byte_sizes(self._tokenizer), leaves_unchanged(self._tokenizer)
+            wrong = first_wrong(encode, sizes, unchanged)
+            if wrong is None:
+                return WordEncoder(encode, sizes, unchanged, seen.words, self._owner)
+            reason = f"by words {wrong!r} has other ids than whole"
+        log.info("token ids of seen words cannot be reused with this tokenizer: %s", reason)
         return None
 
     def encode_prompt(self, text: str) -> list[int]:

@@ -71,6 +71,7 @@ def test_a_killed_rank_breaks_no_stream_and_its_engine_comes_back_as_a_new_incar
         assert ([rank["url"] for rank in engine["ranks"]] != [rank["url"] for rank in before[name]["ranks"]]) == (name in lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", EITHER)
 def test_a_stopped_rank_is_noticed_and_breaks_no_stream(whole: Fleet, victim: str) -> None:
     unbroken = whole.text(STORY, max_tokens=TOKENS)
@@ -123,6 +124,7 @@ def test_nats_restarted_while_serving_loses_nothing_that_was_promised(fleet: Fle
     assert fleet.serving(1, 2)
 
 
+@pytest.mark.slow
 def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refused(fleet: Fleet) -> None:
     before = fleet.processes()
     for name in ("router", "tracker", "planner"):
@@ -161,6 +163,7 @@ def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
     assert {name: process.pid for name, process in fleet.processes().items()} == pids
 
 
+@pytest.mark.slow
 def test_a_second_engine_of_one_name_is_refused_and_the_first_serves_on(fleet: Fleet, home: Home) -> None:
     home.environment["ROOST_WORKER_NAME"] = "engine-0"
     done = home.run("worker", "--ranks", "1", "--nats", fleet.nats)

@@ -41,6 +41,7 @@ def test_connections_spread_and_every_process_knows_every_decision(twins: Fleet)
             assert httpx.get(f"{url}/v1/decisions/{decision}", trust_env=False).json()["id"] == decision
 
 
+@pytest.mark.slow
 def test_one_process_dies_and_it_alone_is_started_again(twins: Fleet) -> None:
     before = twins.processes()
     before["router-0"].send_signal(signal.SIGKILL)

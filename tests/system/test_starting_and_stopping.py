@@ -60,6 +60,7 @@ def test_a_stop_while_starting_is_clean(home: Home, small: Running, moment: str)
     assert state(home) == []
 
 
+@pytest.mark.slow
 def test_children_end_with_up_when_it_is_killed_with_minus_nine(home: Home, small: Running) -> None:
     small.says("Ctrl-C stops everything")
     children = small.children()
@@ -94,6 +95,7 @@ def test_a_checkpoint_that_is_broken_is_told_with_the_tensor(home: Home, tmp_pat
     assert [path.suffix for path in state(home) if path.is_file()] == [".log"] * 5
 
 
+@pytest.mark.slow
 def test_a_worker_joins_a_fleet_and_leaves_it(fleet: Fleet, home: Home) -> None:
     worker = home.start("worker", "--name", "guest", "--ranks", "1", "--nats", fleet.nats)
     worker.says("guest is ready")

@@ -387,7 +387,7 @@ def test_reports_wait_a_while_and_no_longer() -> None:
 def test_a_flood_of_halves_is_bounded_in_number_and_bytes() -> None:
     learning = learner()
     for at in range(500):
-        learning.finished(outcome(f"{at}", [1] * 256), 0.0)
+        learning.finished(outcome(f"{at}", [1] * 128), 0.0)
         learning.profiled(profile(f"other {at}", 1), VERSION, 0.0)
     assert learning.waiting <= CONFIG.most_waiting
     assert learning.nbytes < sum((CONFIG.prefix_bytes, CONFIG.session_bytes, CONFIG.tenant_bytes, CONFIG.token_bytes, CONFIG.waiting_bytes))
