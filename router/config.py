@@ -155,7 +155,7 @@ class RouterConfig:
     """a load report that arrives so long after a booking contains it"""
 
     segment_cache_bytes: int = 32 * 1024 * 1024
-    """memory for token ids of message texts that were seen before; 0: none"""
+    """memory for token ids of message texts and words that were seen before; 0: none"""
     long_prompt_characters: int = 8_000
     """longer prompts are tokenised off the event loop"""
     kept_decisions: int = 10_000
