@@ -13,6 +13,8 @@ from router.record import Candidate, DecisionRecord
 from router.scoring import TERMS
 
 ASK_SECONDS = 30.0
+MOST_SHOWN = 16
+"""Candidates of the lowest scores; all are in the JSON."""
 LEAST_SHOWN = 0.005
 """A lighter cluster is not worth a word."""
 HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
@@ -78,7 +80,9 @@ def show_decision(answer: bytes) -> None:
             f"supposed: {', '.join((*(f'{term} does not count' for term in record.supposed.without), *(f'{name} is gone' for name in record.supposed.gone)))}"
         )
     cost = record.policy == "cost"
-    table(HEAD if cost else (*HEAD[:SCORE], f"{record.policy} score", *HEAD[SCORE + 1 :]), (_row(record, candidate) for candidate in record.candidates))
+    table(HEAD if cost else (*HEAD[:SCORE], f"{record.policy} score", *HEAD[SCORE + 1 :]), (_row(record, candidate) for candidate in record.candidates[:MOST_SHOWN]))
+    if len(record.candidates) > MOST_SHOWN:
+        out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
     if record.margin is not None:
         out.print(f"margin over {record.runner_up}: {record.margin:.3f} {record.unit.replace('1', '')}".rstrip())
