@@ -80,7 +80,10 @@ def show_decision(answer: bytes) -> None:
             f"supposed: {', '.join((*(f'{term} does not count' for term in record.supposed.without), *(f'{name} is gone' for name in record.supposed.gone)))}"
         )
     cost = record.policy == "cost"
-    table(HEAD if cost else (*HEAD[:SCORE], f"{record.policy} score", *HEAD[SCORE + 1 :]), (_row(record, candidate) for candidate in record.candidates[:MOST_SHOWN]))
+    table(
+        HEAD if cost else (*HEAD[:SCORE], f"{record.policy} score", *HEAD[SCORE + 1 :]),
+        (_row(record, candidate) for candidate in record.candidates[:MOST_SHOWN]),
+    )
     if len(record.candidates) > MOST_SHOWN:
         out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
