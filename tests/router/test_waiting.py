@@ -392,8 +392,10 @@ async def test_a_request_that_leaves_the_queue_makes_room_in_it(opened: Opened) 
     await settled()
     second = front.begin("c")
     await settled()
+    assert len(front.service.waiting) == 1
     front.release("running")
     await second
+    assert front.order == ["running", "c"]
 
 
 async def test_an_aged_request_gets_its_place_among_more_urgent_ones(opened: Opened) -> None:
