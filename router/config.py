@@ -112,8 +112,8 @@ class RouterConfig:
     """ranks tried for one answer, the first included; where a tenth of all attempts fail, one request in 100,000 is lost"""
     retry_share: float = 0.2
     """retries may be so many of the requests of the last ten seconds; beyond, failures are passed on"""
-    least_retries: int = 10
-    """retries in ten seconds that are always allowed"""
+    least_retries: int = 100
+    """retries in ten seconds that are always allowed: ten a second, Finagle's default. A lower floor passes on failures that come in clumps"""
     breaker_failures: int = 5
     """failures in a row after which a rank is left alone for a while"""
     breaker_seconds: float = 1.0
