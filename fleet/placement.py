@@ -1,7 +1,7 @@
-"""Which expert sits in which slot of which rank, per layer; invariants are checked at birth."""
+"""Which expert sits in which slot of which rank, per layer, and how replicas share its tokens; invariants are checked at birth."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +15,25 @@ MOST_CELLS = 1 << 27
 """layers x ranks x experts of the largest placement that is taken seriously: what arrives from elsewhere must not exhaust memory."""
 
 
-class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
+FULL = 65_535
+"""The whole of an expert's tokens, as a share in u16."""
+
+
+class Split(NamedTuple):
+    """How an expert's tokens are shared out among its replicas: u16 [layers, slots] each, 0 in empty slots. `fleet.dispatch` is the rule.
+
+    keep: the part (of FULL) of the holder's own tokens that it serves itself before anything is shared out.
+    near: the part of what then is left of the tokens of its own node that it takes; where the replicas of a node claim more than FULL
+    together, in proportion. All 0 where there is but one node.
+    spill: its part of all that is left, wherever it comes from; FULL over all replicas of an expert.
+    """
+
+    keep: NDArray[np.uint16]
+    spill: NDArray[np.uint16]
+    near: NDArray[np.uint16]
+
+
+class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A placement as it travels: `slots` is int16 little endian, [layers, ranks * slots_per_rank], row-major."""
 
     epoch: int
@@ -24,6 +42,10 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     slots_per_rank: int
     slots: bytes
+    keep: bytes = b""
+    """u16 little endian, shaped as `slots`, as are the next two (`Split`); empty, all three: the even split"""
+    spill: bytes = b""
+    near: bytes = b""
 
 
 class Placement:
@@ -32,11 +54,13 @@ class Placement:
     `expert_of_slot` is int16 [layers, ranks * slots_per_rank], rank-major: slot `s` lives on rank
     `s // slots_per_rank`; -1 marks an empty slot.
 
+    `split` says how replicas share an expert's tokens; None: the even one.
+
     Invariants (ValueError names the offender): every expert of every layer has at least one replica, no rank holds two
-    replicas of one expert in a layer, and ids lie in range.
+    replicas of one expert in a layer, ids lie in range, and the spills of an expert add up to FULL.
     """
 
-    def __init__(self, expert_of_slot: NDArray[Any], *, experts: int, ranks: int, epoch: int = 0) -> None:
+    def __init__(self, expert_of_slot: NDArray[Any], *, experts: int, ranks: int, epoch: int = 0, split: Split | None = None) -> None:
         table = np.ascontiguousarray(expert_of_slot, dtype=np.int16)
         if table.ndim != 2 or table.shape[0] < 1 or ranks < 1 or table.shape[1] == 0 or table.shape[1] % ranks:
             raise ValueError(f"placement: slots have shape {table.shape}; expected [layers, ranks * slots_per_rank] with {ranks} ranks")
@@ -48,6 +72,9 @@ class Placement:
         self.ranks = ranks
         self.epoch = epoch
         self._check()
+        self.even = split is None
+        """whether it has the default split"""
+        self.split = even_split(table, experts) if split is None else _checked(split, table, experts)
 
     def _check(self) -> None:
         table = self.expert_of_slot
@@ -88,11 +115,25 @@ class Placement:
 
     @cached_property
     def share(self) -> NDArray[np.float64]:
-        """float64 [layers, ranks, experts]: each rank's share of an expert's tokens when replicas split evenly; sums to 1 over ranks."""
-        copies = self.replicas_on_rank
-        share: NDArray[np.float64] = np.divide(copies, copies.sum(axis=1, keepdims=True), dtype=np.float64)
-        share.flags.writeable = False
-        return share
+        """float64 [layers, ranks, experts]: each rank's part of an expert's tokens that nobody keeps (`Split.spill`); sums to 1 over ranks."""
+        return self._by_rank(self.split.spill)
+
+    @cached_property
+    def keep(self) -> NDArray[np.float64]:
+        """float64 [layers, ranks, experts]: the part of its own tokens that a rank keeps (`Split.keep`); 0 where it holds no replica."""
+        return self._by_rank(self.split.keep)
+
+    @cached_property
+    def near(self) -> NDArray[np.float64]:
+        """float64 [layers, ranks, experts]: what a rank claims of its node's tokens (`Split.near`)."""
+        return self._by_rank(self.split.near)
+
+    def _by_rank(self, part: NDArray[np.uint16]) -> NDArray[np.float64]:
+        table = np.zeros((self.layers, self.ranks, self.experts))
+        layer, slot = np.nonzero(self.expert_of_slot != EMPTY)
+        table[layer, slot // self.slots_per_rank, self.expert_of_slot[layer, slot]] = part[layer, slot] / FULL
+        table.flags.writeable = False
+        return table
 
     def on_rank(self, rank: int) -> NDArray[np.int16]:
         """int16 [layers, slots_per_rank]: the experts in a rank's slots."""
@@ -111,6 +152,7 @@ class Placement:
             ranks=self.ranks,
             slots_per_rank=self.slots_per_rank,
             slots=self.expert_of_slot.astype("<i2").tobytes(),
+            **({} if self.even else {name: part.astype("<u2").tobytes() for name, part in self.split._asdict().items()}),
         )
 
     @classmethod
@@ -120,19 +162,70 @@ class Placement:
         if len(record.slots) != 2 * record.layers * width:
             raise ValueError(f"placement: {len(record.slots)} bytes of slots, expected {2 * record.layers * width} for [{record.layers}, {width}] int16")
         table = np.frombuffer(record.slots, "<i2").reshape(record.layers, width)
-        return cls(table, experts=record.experts, ranks=record.ranks, epoch=record.epoch)
+        return cls(table, experts=record.experts, ranks=record.ranks, epoch=record.epoch, split=_split_of(record, table.shape))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
             return NotImplemented
         same_head = (self.experts, self.ranks, self.epoch) == (other.experts, other.ranks, other.epoch)
-        return same_head and np.array_equal(self.expert_of_slot, other.expert_of_slot)
+        return same_head and np.array_equal(self.expert_of_slot, other.expert_of_slot) and all(map(np.array_equal, self.split, other.split))
 
     def __hash__(self) -> int:
         return hash((self.experts, self.ranks, self.epoch, self.expert_of_slot.tobytes()))
 
     def __repr__(self) -> str:
         return f"<Placement epoch {self.epoch}: {self.layers} layers x {self.experts} experts on {self.ranks} ranks, {self.slots_per_rank} slots each>"
+
+
+def even_split(expert_of_slot: NDArray[np.int16], experts: int) -> Split:
+    """Everybody keeps what is its own, and replicas share the rest evenly; what FULL / replicas leaves over goes to the first of them."""
+    held = expert_of_slot != EMPTY
+    layer, slot = np.nonzero(held)
+    place = layer * experts + expert_of_slot[layer, slot]
+    order = np.argsort(place, kind="stable")
+    counts = np.bincount(place, minlength=len(held) * experts)
+    nth = np.empty(len(place), np.int64)
+    nth[order] = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    replicas = counts[place]
+    spill = np.zeros(held.shape, np.uint16)
+    spill[layer, slot] = FULL // replicas + (nth < FULL % replicas)
+    keep = np.where(held, np.uint16(FULL), np.uint16(0))
+    return _frozen(Split(keep, spill, np.zeros(held.shape, np.uint16)))
+
+
+def _frozen(split: Split) -> Split:
+    for part in split:
+        part.flags.writeable = False
+    return split
+
+
+def _checked(split: Split, table: NDArray[np.int16], experts: int) -> Split:
+    """The split of a placement; ValueError names what is wrong with it."""
+    for name, part in split._asdict().items():
+        if part.shape != table.shape or part.dtype != np.uint16:
+            raise ValueError(f"placement: {name} is {part.dtype} {part.shape}; expected uint16 {table.shape}, one number per slot")
+        stray = np.argwhere((table == EMPTY) & (part > 0))
+        if len(stray):
+            layer, slot = stray[0]
+            raise ValueError(f"placement: layer {layer} slot {slot} is empty but has {name} {part[layer, slot]}; it must be 0")
+    layer, slot = np.nonzero(table != EMPTY)
+    sums = np.bincount(layer * experts + table[layer, slot], weights=split.spill[layer, slot], minlength=len(table) * experts)
+    wrong = np.flatnonzero(sums != FULL)
+    if len(wrong):
+        expert = ExpertId(int(wrong[0]) // experts, int(wrong[0]) % experts)
+        raise ValueError(f"placement: the spills of expert {expert} add up to {sums[wrong[0]]:.0f}; they must be {FULL} together")
+    return _frozen(Split(*(np.array(part) for part in split)))
+
+
+def _split_of(record: PlacementRecord, shape: tuple[int, ...]) -> Split | None:
+    """What a record says of the split; ValueError when its bytes do not fit."""
+    parts = {"keep": record.keep, "spill": record.spill, "near": record.near}
+    if not any(parts.values()):
+        return None
+    for name, part in parts.items():
+        if len(part) != len(record.slots):
+            raise ValueError(f"placement: {len(part)} bytes of {name}, expected {len(record.slots)}: one u16 per slot")
+    return Split(*(np.frombuffer(part, "<u2").astype(np.uint16).reshape(shape) for part in parts.values()))
 
 
 def linear(*, layers: int, experts: int, ranks: int, slots_per_rank: int | None = None) -> Placement:

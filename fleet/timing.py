@@ -41,6 +41,9 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """added per (token, layer, distinct remote node): the slower link between machines"""
     expert_read: float = 0.0
     """per step and distinct expert of one layer that a rank's batch activates: reading its weights; it matters while batches are small"""
+    expert_pair: float = 0.0
+    """of one (token, expert) pair of one layer, on the rank that serves it: what a layer loses per pair that its fullest rank has above the mean. It
+    is part of `prefill_token` and `decode_sequence` already, as far as ranks are equally loaded"""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
