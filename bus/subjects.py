@@ -131,6 +131,16 @@ class Subjects:
         """Stored: placements an engine has served."""
         return f"{self._roost}.migration.placement.{engine if engine == '*' else check_token('engine name', engine)}"
 
+    @property
+    def homes(self) -> str:
+        """Which ranks are home to which clusters of requests."""
+        return f"{self._roost}.migration.homes"
+
+    @property
+    def describe_plan(self) -> str:
+        """Request: what the planner would do with an engine."""
+        return f"{self._roost}.migration.describe"
+
     def drains(self, engine: str = "*", rank: int | Literal["*"] | None = "*") -> str:
         """Stored: whether an operator wants no new requests on a rank, or (None) on all ranks of an engine."""
         name = engine if engine == "*" else check_token("engine name", engine)

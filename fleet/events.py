@@ -272,6 +272,9 @@ class DemandPublished(Event, frozen=True, kw_only=True):
     version: int
     tokens_per_second: float
     demand: ExpertTable
+    """(token, k) pairs per second"""
+    pairs: float = 0.0
+    """decayed (token, k) pairs behind each layer of `demand`, mean over layers: how far it can be trusted; 0: nothing is wanted, or nobody said"""
     remote: float | None = None
     """share of the demand whose expert has no replica on this rank; None: placement unknown, or nothing is wanted"""
 
@@ -284,6 +287,54 @@ class PlacementCommitted(Event, frozen=True, kw_only=True):
     layout: Layout
     placement: PlacementRecord
     plan: str | None = None
+
+
+class HomesPublished(Event, frozen=True, kw_only=True):
+    """Where an engine's requests should live: for each cluster, how much of its traffic belongs on which rank. Not stored; the planner says it
+    when it changes, and again every cycle for those who missed it."""
+
+    engine: str
+    worker_id: int
+    model: str
+    version: int
+    """grows with every change, also across restarts of the planner"""
+    epoch: int
+    """placement epoch that the homes were found for"""
+    clusters: int
+    """version of the cluster model whose clusters these are"""
+    count: int
+    """K, clusters of that model"""
+    ranks: int
+    homes: bytes
+    """float32 little endian [K, ranks]: shares that add up to 1 per cluster; a row of zeros: at home everywhere. Empty: no cluster has a home"""
+    reason: str = ""
+    """in a sentence: why these, or why none"""
+
+
+class DescribePlan(Event, frozen=True, kw_only=True):
+    """Request to the planner: answer with the `PlanDescribed` of an engine, as things are now; nothing is moved. `RequestRefused` for an engine
+    of which too little is known to say anything."""
+
+    engine: str
+    policy: str = ""
+    """name of a policy of the planner; empty: the configured one"""
+    budget_bytes: int | None = None
+    """at most so many bytes are copied; None: as configured"""
+    memory: bool = False
+    """also tell what each further redundant slot per rank would be worth"""
+    dead: tuple[int, ...] = ()
+    """as if these ranks were lost"""
+    layers: tuple[int, ...] = ()
+    """change only these MoE layers; empty: all"""
+
+
+class PlanDescribed(Event, frozen=True, kw_only=True):
+    """Answer to `DescribePlan`: a plan, or why there is none."""
+
+    engine: str
+    worker_id: int
+    record: bytes
+    """JSON: `migration.record.PlanRecord`"""
 
 
 class DescribeEngine(Event, frozen=True, kw_only=True):
@@ -599,6 +650,9 @@ AnyEvent = (
     | ProfilePublished
     | DemandPublished
     | PlacementCommitted
+    | HomesPublished
+    | DescribePlan
+    | PlanDescribed
     | DescribeEngine
     | DescribeProfile
     | DescribeClusters

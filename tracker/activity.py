@@ -286,6 +286,7 @@ class Activity:
 
     def _demand(self, worker_id: int, worker: _Worker, number: int, rank: _Rank, now: float) -> DemandPublished:
         speed, rates = self._wanted(rank, now)
+        pairs = float(rank.window.counts(FAST, now).sum(dtype=np.float64)) / len(rates) if speed else 0.0
         rank.reported, rank.said = False, speed
         supply = self._supply(worker_id, worker, number, rank.window)
         return DemandPublished(
@@ -296,6 +297,7 @@ class Activity:
             version=self.next_version(),
             tokens_per_second=speed,
             demand=ExpertTable.of(rates),
+            pairs=pairs,
             remote=None if supply is None else supply.remote(number, rates),
         )
 

@@ -80,6 +80,17 @@ def test_what_is_reported_is_published_once_as_profile_and_demand() -> None:
     assert list(activity.changed(1.0)) == []
 
 
+def test_a_demand_says_how_many_pairs_are_behind_it_and_a_rank_that_wants_nothing_has_none() -> None:
+    activity = Activity(TrackerConfig(fast_seconds=20.0))
+    activity.joined(joined(), 0.0)
+    for second in range(1, 401):
+        activity.report(report(), float(second))
+    (said,) = demands(activity.changed(400.0)).values()
+    assert said.pairs == pytest.approx(20.0 * EXPERTS, rel=0.01), "EXPERTS pairs a second in each layer, over the 20 s that are remembered"
+    last = [demand for now in range(402, 3000, 2) for demand in demands(activity.changed(float(now))).values()][-1]
+    assert (last.tokens_per_second, last.pairs) == (0.0, 0.0)
+
+
 def test_the_profile_is_that_of_all_ranks_and_the_demand_that_of_each() -> None:
     activity = Activity(TrackerConfig(prior_pairs=1e-6))
     activity.joined(joined(1, "a"), 0.0)
