@@ -6,8 +6,11 @@ A token of rank h wants expert e:
 2. What is left of the tokens of h's node goes to the replicas of that node, each the part `near` (in proportion where they claim more than all).
 3. What is left then, from wherever, goes to the replicas by `spill`, h's own among them.
 
-All three are shares, so the expected load is a sum of products (`served`), and single tokens are sent such that any run of them comes as
-near to the shares as whole tokens can (`Chooser`).
+All three are shares. What is expected is sums of products: by slot of all demand (`flows`, `loads`), by slot of one rank's tokens (`shares`),
+of what ranks serve of their own (`own_part`), of what they send on (`onward`). Single tokens are sent such that any run of them comes as near
+to the shares as whole tokens can (`Chooser`).
+
+`node` is int [ranks] everywhere: the machine of each rank, numbered from 0.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +21,15 @@ from numpy.typing import NDArray
 from fleet.placement import EMPTY, FULL, Placement
 
 Table = NDArray[np.float64]
+Slots = NDArray[np.int64]
+
+_TURN = np.array(2_654_435_769, np.uint32)
+"""Fractions are in units of 2^-32 here and wrap around. This one is of the golden ratio: its multiples lie as evenly as those of any number."""
+_BY_EXPERT = np.array(3_242_174_889, np.uint32)
+"""1 / plastic ratio: where experts begin. It has nothing to do with the golden ratio, so that experts of equal shares do not agree"""
+_BY_HOME = 1_779_033_703
+"""sqrt(2) - 1: where ranks begin, so that the single tokens of several do not go the same way"""
+_LAST = 0xFFFF_FFFF
 
 
 class Flows(NamedTuple):
@@ -36,29 +48,24 @@ class Flows(NamedTuple):
 
 
 def flows(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Flows:
-    """Expected pairs of each slot. demand: [ranks, layers, experts] pairs (any unit) by the rank their requests live on; node: int [ranks], from 0."""
+    """Expected pairs of each slot. demand: [ranks, layers, experts] pairs (any unit) by the rank their requests live on."""
     ranks, layers, experts = demand.shape
-    table, per = placement.expert_of_slot, placement.slots_per_rank
-    held = table != EMPTY
-    layer = np.arange(layers)[:, None]
-    expert = np.where(held, table, 0)
-    rank = np.arange(table.shape[1]) // per
-    keep, spill, claim = (np.asarray(part, np.float64) / FULL for part in placement.split)
+    expert, layer, rank = _expert_of_slot(placement), np.arange(layers)[:, None], _rank_of_slot(placement)
+    keep, spill, claim = _parts(placement)
     kept = demand[rank[None, :], layer, expert] * keep
-    nodes = int(node.max()) + 1
-    if nodes == 1 and not placement.split.near.any():
-        rest = demand.sum(axis=0, dtype=np.float64) - _sums(kept, expert, experts)
+    if not placement.split.near.any():
+        rest = np.maximum(demand.sum(axis=0, dtype=np.float64) - _sums(kept, expert, experts), 0.0)
         return Flows(kept, np.zeros_like(kept), spill * rest[layer, expert])
+    nodes = int(node.max()) + 1
     left = np.zeros((layers, nodes, experts))
     for at in range(ranks):
         left[:, node[at]] += demand[at]
     place = node[rank][None, :] * experts + expert
-    left -= _sums(kept, place, nodes * experts).reshape(left.shape)
-    flat = left.reshape(layers, -1)
+    flat = np.maximum(left.reshape(layers, -1) - _sums(kept, place, nodes * experts), 0.0)
     claimed = _sums(claim, place, nodes * experts)
     taken = flat / np.maximum(claimed, 1.0)
     near = claim * taken[layer, place]
-    rest = (flat - taken * claimed).reshape(left.shape).sum(axis=1)
+    rest = np.maximum(flat - taken * claimed, 0.0).reshape(left.shape).sum(axis=1)
     return Flows(kept, near, spill * rest[layer, expert])
 
 
@@ -66,6 +73,134 @@ def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) ->
     """float64 [layers, ranks]: expected pairs that each rank serves. Arguments as of `flows`."""
     served = flows(placement, demand, node).served
     return np.asarray(served.reshape(placement.layers, placement.ranks, -1).sum(axis=2))
+
+
+def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
+    """float64 [layers, slots]: the part of what rank `home` wants of a slot's expert that this slot serves; over an expert's slots they add up to 1."""
+    expert, layer = _expert_of_slot(placement), np.arange(placement.layers)[:, None]
+    keep, part, claim = _parts(placement)
+    if placement.split.near.any():
+        claim = claim * (node[_rank_of_slot(placement)] == node[home])
+        claimed = _sums(claim, expert, placement.experts)
+        most = np.maximum(claimed, 1.0)
+        part = claim / most[layer, expert] + part * (1.0 - claimed / most)[layer, expert]
+    own = slice(home * placement.slots_per_rank, (home + 1) * placement.slots_per_rank)
+    kept = _sums(keep[:, own], expert[:, own], placement.experts)
+    part = part * (1.0 - kept)[layer, expert]
+    part[:, own] += keep[:, own]
+    return np.asarray(part)
+
+
+def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
+    """float64 [layers, ranks, experts]: the part of its own tokens that a rank serves itself: what it keeps, and what of the rest comes back to it."""
+    keep: Table = placement.keep
+    if placement.keeps_all:
+        return keep
+    if not placement.split.near.any():
+        return np.asarray(keep + (1.0 - keep) * placement.share)
+    rank = np.arange(placement.ranks)
+    rests = (onward(placement, layer, node) for layer in range(placement.layers))
+    back = np.stack([rest[np.minimum(node, len(rest) - 1), rank] for rest in rests])
+    return np.asarray(keep + (1.0 - keep) * back)
+
+
+def onward(placement: Placement, layer: int, node: NDArray[np.intp]) -> Table:
+    """float64 [nodes, ranks, experts]: where the tokens of a node that are not kept go in this layer; over the ranks they add up to 1.
+
+    [1, ranks, experts] where that is the same for all nodes.
+    """
+    spill = placement.share[layer]
+    if not placement.split.near[layer].any():
+        return spill[None]
+    member = node == np.arange(int(node.max()) + 1)[:, None]
+    claim = member[:, :, None] * placement.near[layer]
+    claimed = claim.sum(axis=1, keepdims=True)
+    most = np.maximum(claimed, 1.0)
+    return np.asarray(claim / most + (1.0 - claimed / most) * spill)
+
+
+class Chooser:
+    """Sends the tokens of one rank of one placement, one by one.
+
+    The slots that may serve an expert divide a circle among themselves by their `shares`; an expert's tokens step around it by the golden
+    ratio. Of N steps in a row each slot gets its share but for 3 + 3.6 ln N at most, and 1 or 2 as a rule (Kuipers and Niederreiter, Uniform
+    Distribution of Sequences, theorem 2.3.4).
+    """
+
+    def __init__(self, placement: Placement, home: int, node: NDArray[np.intp]) -> None:
+        self.home = home
+        experts = placement.experts
+        slot, ends = _circles(placement, shares(placement, home, node))
+        several: NDArray[np.bool_] = np.any(ends[:, :, :1] < _LAST, axis=2)  # [layers, experts]; without columns: none
+        self.table: Slots = np.ascontiguousarray(slot[:, :, 0])
+        """int64 [layers, experts]: the first slot that may serve an expert; the only one in `plain` layers"""
+        self.plain: tuple[bool, ...] = tuple(not any(one) for one in several.tolist())
+        """of each layer, whether every expert has but one possible slot"""
+        self._several = several
+        self._slots = slot
+        self._ends = ends
+        self._phase = np.arange(experts, dtype=np.uint32) * _BY_EXPERT + np.uint32(home * _BY_HOME & _LAST)
+
+    def choose(self, layer: int, experts: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
+        """int64 [n]: the slots of the pairs of one step, whose experts are int [n].
+
+        turn: int64 [experts], how many pairs of each expert went before. One number for all, say of steps, will do where nobody counts: a step's
+        pairs then still are as near to the shares as can be, many steps a little less.
+        """
+        found: Slots = self.table[layer][experts]
+        if self.plain[layer]:
+            return found
+        at = np.flatnonzero(self._several[layer][experts])
+        wanted = experts[at]
+        before = turn[wanted] if isinstance(turn, np.ndarray) else turn & _LAST
+        point = self._phase[wanted] + (_ordinals(wanted) + before).astype(np.uint32) * _TURN
+        nth = (point[:, None] > self._ends[layer][wanted]).sum(axis=1)
+        found[at] = self._slots[layer][wanted, nth]
+        return found
+
+
+def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint32]]:
+    """The slots with a part in each expert, ascending: int64 [layers, experts, m]; and the last point of each but the last: [layers, experts, m - 1]."""
+    places = placement.layers * placement.experts
+    layer, slot = np.nonzero(part > 0.0)
+    place = layer * placement.experts + placement.expert_of_slot[layer, slot]
+    order = np.argsort(place, kind="stable")
+    counts = np.bincount(place, minlength=places)
+    nth = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    slots = np.zeros((places, int(counts.max())), np.int64)
+    length = np.zeros(slots.shape)
+    slots[place[order], nth] = slot[order]
+    length[place[order], nth] = part[layer, slot][order]
+    ends = np.clip(np.rint(length.cumsum(axis=1) * 2.0**32) - 1.0, 0.0, _LAST).astype(np.uint32)
+    ends[np.arange(ends.shape[1]) >= counts[:, None] - 1] = _LAST
+    shape = (placement.layers, placement.experts, -1)
+    return slots.reshape(shape), ends[:, :-1].reshape(*shape[:2], slots.shape[1] - 1)
+
+
+def _ordinals(values: NDArray[Any]) -> NDArray[np.int64]:
+    """int64 [n]: how often each value came before it, in order."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(values) else order
+    nth = np.arange(len(values))
+    found = np.empty(len(values), np.int64)
+    found[order] = nth - np.repeat(begins, np.diff(begins, append=len(values)))
+    return found
+
+
+def _parts(placement: Placement) -> tuple[Table, Table, Table]:
+    """keep, spill, near as shares: float64 [layers, slots]."""
+    keep, spill, near = (np.asarray(part, np.float64) / FULL for part in placement.split)
+    return keep, spill, near
+
+
+def _expert_of_slot(placement: Placement) -> NDArray[Any]:
+    """[layers, slots]; 0 for empty slots, whose shares are all 0."""
+    return np.where(placement.expert_of_slot != EMPTY, placement.expert_of_slot, 0)
+
+
+def _rank_of_slot(placement: Placement) -> NDArray[np.intp]:
+    return np.arange(placement.expert_of_slot.shape[1]) // placement.slots_per_rank
 
 
 def _sums(values: Table, place: NDArray[Any], places: int) -> Table:

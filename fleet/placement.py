@@ -124,6 +124,11 @@ class Placement:
         return self._by_rank(self.split.keep)
 
     @cached_property
+    def keeps_all(self) -> bool:
+        """Whether every holder serves all of its own tokens itself."""
+        return bool((self.split.keep[self.expert_of_slot != EMPTY] == FULL).all())
+
+    @cached_property
     def near(self) -> NDArray[np.float64]:
         """float64 [layers, ranks, experts]: what a rank claims of its node's tokens (`Split.near`)."""
         return self._by_rank(self.split.near)

@@ -1,0 +1,206 @@
+"""The rule of dispatch: in expectation against a walk of it token by token, and the choice for single tokens against its expectation."""
+
+from fractions import Fraction
+from math import log
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fleet.dispatch import Chooser, flows, loads, onward, own_part, shares
+from fleet.placement import EMPTY, FULL, Placement, Split, even_split, linear
+
+
+def random_table(dice: np.random.Generator, layers: int, ranks: int, experts: int, spare: int) -> NDArray[np.int16]:
+    """int16 [layers, slots]: every expert somewhere, further replicas and empty slots anywhere."""
+    slots = -(-experts // ranks) + spare
+    table = np.full((layers, ranks, slots), EMPTY, np.int16)
+    for layer in range(layers):
+        for at, expert in enumerate(dice.permutation(experts)):
+            table[layer, at % ranks, at // ranks] = expert
+        for rank in range(ranks):
+            absent = [e for e in range(experts) if e not in table[layer, rank]]
+            free = np.flatnonzero(table[layer, rank] == EMPTY)
+            copies = dice.integers(0, min(len(absent), len(free)) + 1)
+            table[layer, rank, free[:copies]] = dice.permutation(absent)[:copies]
+    return table.reshape(layers, -1)
+
+
+def random_split(dice: np.random.Generator, table: NDArray[np.int16], experts: int, *, nodes: bool) -> Split:
+    """Any legal split: extremes are as likely as what lies between."""
+    held = table != EMPTY
+    keep, near = (np.where(held, dice.choice([0, 1, FULL // 3, FULL - 1, FULL], table.shape), 0).astype(np.uint16) for _ in range(2))
+    spill = np.zeros(table.shape, np.uint16)
+    for layer, expert in np.ndindex(len(table), experts):
+        at = np.flatnonzero(table[layer] == expert)
+        cuts = np.sort(dice.choice([0, 1, FULL // 2, FULL, int(dice.integers(FULL))], len(at) - 1))
+        spill[layer, at] = np.diff(cuts, prepend=0, append=FULL)
+    return Split(keep, spill, near if nodes else np.zeros_like(near))
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Placement, NDArray[np.intp]]:
+    """A placement with any split, and the node of each rank."""
+    dice = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    layers, ranks, experts = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    nodes = draw(st.integers(1, ranks))
+    table = random_table(dice, layers, ranks, experts, draw(st.integers(0, 3)))
+    node = np.concatenate([np.arange(nodes), dice.integers(nodes, size=ranks - nodes)])
+    split = random_split(dice, table, experts, nodes=nodes > 1 or draw(st.booleans())) if draw(st.booleans()) else None
+    return Placement(table, experts=experts, ranks=ranks, split=split), dice.permutation(node)
+
+
+def walked(placement: Placement, layer: int, expert: int, home: int, node: NDArray[np.intp]) -> dict[int, Fraction]:
+    """The rule in words: what part of a token of `home` for the expert each of its slots serves, exactly."""
+    slots = [slot for slot, held in enumerate(placement.expert_of_slot[layer].tolist()) if held == expert]
+    rank = {slot: slot // placement.slots_per_rank for slot in slots}
+    keep, spill, near = ({slot: Fraction(int(part[layer, slot]), FULL) for slot in slots} for part in placement.split)
+    part = dict.fromkeys(slots, Fraction(0))
+    left = Fraction(1)
+    for slot in slots:
+        if rank[slot] == home:
+            part[slot] = keep[slot]
+            left = 1 - keep[slot]
+    beside = [slot for slot in slots if node[rank[slot]] == node[home]]
+    claimed = sum((near[slot] for slot in beside), Fraction(0))
+    scale = 1 / claimed if claimed > 1 else Fraction(1)
+    for slot in beside:
+        part[slot] += left * near[slot] * scale
+    rest = left * (1 - claimed * scale)
+    for slot in slots:
+        part[slot] += rest * spill[slot]
+    return part
+
+
+@given(placed())
+@settings(max_examples=60, deadline=None)
+def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Placement, NDArray[np.intp]]) -> None:
+    placement, node = case
+    own, per = own_part(placement, node), placement.slots_per_rank
+    for home in range(placement.ranks):
+        found = shares(placement, home, node)
+        assert not found[placement.expert_of_slot == EMPTY].any()
+        for layer, expert in np.ndindex(placement.layers, placement.experts):
+            expected = walked(placement, layer, expert, home, node)
+            assert sum(expected.values()) == 1
+            assert [found[layer, slot] for slot in expected] == pytest.approx([float(part) for part in expected.values()], abs=1e-12)
+            at_home = sum((part for slot, part in expected.items() if slot // per == home), Fraction(0))
+            assert own[layer, home, expert] == pytest.approx(float(at_home), abs=1e-12)
+
+
+@given(placed())
+@settings(max_examples=25, deadline=None)
+def test_what_is_sent_on_goes_where_the_rule_in_words_sends_it(case: tuple[Placement, NDArray[np.intp]]) -> None:
+    placement, node = case
+    for layer in range(placement.layers):
+        found = onward(placement, layer, node)
+        assert found.sum(axis=1) == pytest.approx(np.ones((len(found), placement.experts)))
+        for home, expert in np.ndindex(placement.ranks, placement.experts):
+            kept = placement.keep[layer, home, expert]
+            expected = np.zeros(placement.ranks)
+            for slot, part in walked(placement, layer, expert, home, node).items():
+                expected[slot // placement.slots_per_rank] += float(part)
+            expected[home] -= kept
+            assert (1.0 - kept) * found[min(int(node[home]), len(found) - 1), :, int(expert)] == pytest.approx(expected, abs=1e-12)
+
+
+@given(placed(), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_flows_are_the_walks_of_all_tokens_and_nothing_is_lost(case: tuple[Placement, NDArray[np.intp]], seed: int) -> None:
+    placement, node = case
+    demand = np.random.default_rng(seed).integers(0, 9, (placement.ranks, placement.layers, placement.experts))
+    expected = np.zeros(placement.expert_of_slot.shape)
+    for home, layer, expert in np.ndindex(*demand.shape):
+        for slot, part in walked(placement, layer, expert, home, node).items():
+            expected[layer, slot] += int(demand[home, layer, expert]) * float(part)
+    found = flows(placement, demand, node)
+    assert found.served == pytest.approx(expected, abs=1e-9)
+    assert all((part >= 0).all() for part in found)
+    by_rank = loads(placement, demand, node)
+    assert by_rank.sum(axis=1) == pytest.approx(demand.sum(axis=(0, 2)))
+    assert by_rank == pytest.approx(expected.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9)
+
+
+@given(placed(), st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_equal_demand_on_all_ranks_loads_the_replicas_of_the_even_split_evenly(case: tuple[Placement, NDArray[np.intp]], seed: int) -> None:
+    even, node = Placement(case[0].expert_of_slot, experts=case[0].experts, ranks=case[0].ranks), case[1]
+    load = np.random.default_rng(seed).random((even.layers, even.experts))
+    served = flows(even, np.repeat(load[None], even.ranks, axis=0), node).served
+    for layer, expert in np.ndindex(load.shape):
+        at = even.expert_of_slot[layer] == expert
+        assert served[layer, at] == pytest.approx(np.full(at.sum(), even.ranks * load[layer, expert] / at.sum()), rel=1e-4)
+
+
+def sent(chooser: Chooser, layer: int, wanted: NDArray[Any], steps: NDArray[Any], experts: int) -> NDArray[np.int64]:
+    """The slots of pairs that come in these steps, counted as an engine counts them."""
+    turns = np.zeros(experts, np.int64)
+    found = []
+    for step in np.unique(steps):
+        now = wanted[steps == step]
+        found.append(chooser.choose(layer, now, turns))
+        turns += np.bincount(now, minlength=experts)
+    return np.concatenate(found)
+
+
+@given(placed(), st.integers(0, 2**32 - 1), st.integers(1, 400))
+@settings(max_examples=60, deadline=None)
+def test_single_tokens_keep_to_the_shares_over_any_steps(case: tuple[Placement, NDArray[np.intp]], seed: int, count: int) -> None:
+    placement, node = case
+    dice = np.random.default_rng(seed)
+    home, layer = int(dice.integers(placement.ranks)), int(dice.integers(placement.layers))
+    wanted = dice.choice(placement.experts, count, p=dice.dirichlet(np.ones(placement.experts)))
+    found = sent(Chooser(placement, home, node), layer, wanted, np.sort(dice.integers(0, 20, count)), placement.experts)
+    assert (placement.expert_of_slot[layer, found] == wanted).all()
+    part = shares(placement, home, node)[layer]
+    for expert in np.unique(wanted):
+        pairs = int((wanted == expert).sum())
+        for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert):
+            here = int((found == slot).sum())
+            assert abs(here - pairs * part[slot]) < 3 + 3.6 * log(pairs + 1)
+            if part[slot] == 0:
+                assert not here
+            if part[slot] == 1:
+                assert here == pairs
+
+
+def test_at_no_moment_is_a_share_off_by_more_than_a_few_tokens() -> None:
+    split = even_split(np.array([[0, 1, 0, 1]], np.int16), 2)._replace(
+        keep=np.zeros((1, 4), np.uint16), spill=np.array([[20_000, 50_000, FULL - 20_000, FULL - 50_000]], np.uint16)
+    )
+    placement = Placement(np.array([[0, 1, 0, 1]]), experts=2, ranks=2, split=split)
+    chooser = Chooser(placement, 0, np.zeros(2, np.intp))
+    wanted = np.random.default_rng(1).integers(0, 2, 1000)
+    found = sent(chooser, 0, wanted, np.arange(1000) // 3, 2)
+    for slot in range(4):
+        mine = wanted == slot % 2
+        assert np.abs(np.cumsum(found[mine] == slot) - np.arange(1, mine.sum() + 1) * split.spill[0, slot] / FULL).max() < 3
+
+
+def test_a_step_is_spread_well_by_a_number_of_steps_too_and_the_same_each_time() -> None:
+    placement = Placement(
+        np.array([[0, 0, 0]]), experts=1, ranks=3, split=even_split(np.array([[0, 0, 0]], np.int16), 1)._replace(keep=np.zeros((1, 3), np.uint16))
+    )
+    chooser = Chooser(placement, 2, np.zeros(3, np.intp))
+    for turn in (0, 7, 2**40 + 5):
+        found = chooser.choose(0, np.zeros(30, np.int64), turn)
+        assert np.abs(np.bincount(found, minlength=3) - 10).max() <= 2
+        assert found.tolist() == chooser.choose(0, np.zeros(30, np.int64), turn).tolist()
+    assert len(chooser.choose(0, np.zeros(0, np.int64), 3)) == 0
+
+
+def test_single_tokens_of_several_ranks_do_not_go_the_same_way() -> None:
+    table = np.array([[0, 1, 0, 1, *([EMPTY] * 12)]], np.int16)
+    placement = Placement(table, experts=2, ranks=8)
+    assert [Chooser(placement, home, np.zeros(8, np.intp)).plain for home in (0, 1, 2)] == [(True,), (True,), (False,)]
+    first = [int(Chooser(placement, home, np.zeros(8, np.intp)).choose(0, np.array([0]), 0)[0]) for home in range(2, 8)]
+    assert sorted(first) == [0, 0, 0, 2, 2, 2]
+
+
+def test_where_there_is_no_choice_it_is_a_table() -> None:
+    chooser = Chooser(linear(layers=2, experts=6, ranks=3), 1, np.zeros(3, np.intp))
+    assert chooser.plain == (True, True)
+    assert chooser.choose(1, np.array([5, 0, 3, 5]), 0).tolist() == [5, 0, 3, 5]
