@@ -61,7 +61,6 @@ def test_a_stop_while_starting_is_clean(home: Home, small: Running, moment: str)
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_children_end_with_up_when_it_is_killed_with_minus_nine(home: Home, small: Running) -> None:
     small.says("Ctrl-C stops everything")
     children = small.children()
