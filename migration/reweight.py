@@ -1,0 +1,244 @@
+"""New split weights for a placement that stays as it is: nothing is copied, and the fullest rank of a layer gets less to do. Pure.
+
+Ranks that hold replicas of one expert are like vessels joined by a pipe: in each round an expert's load flows from its fuller holders to its
+emptier ones, as much as the difference asks for, shared among the pipes of a rank (diffusion, as Cybenko, "Dynamic load balancing for
+distributed memory multiprocessors", 1989). What it comes to rest at has the least sum of squares of rank loads, hence also the least possible
+maximum: loads that can be had by sharing out are the base of a polymatroid, where one point is best for both (Federgruen and Groenevelt, 1986).
+It starts at the even split and moves no more than it must, whereas a linear programme of the same maximum ends in a corner, where most experts
+have one replica that serves all: good for the window it was fitted to, and bad for a step.
+
+A window's counts are a sample, and weights follow their noise as gladly as their meaning. Per layer, only that part of the way from the even
+split is gone by which the imbalance exceeds what sampling alone would show (James and Stein's shrinkage, positive part).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY, FULL, Split
+
+Table = NDArray[np.int16]
+Values = NDArray[np.float64]
+Places = NDArray[np.intp]
+ROUNDS = 40
+"""flows until rest; within 0.001 of the optimum on graphs of up to 64 ranks"""
+_BEFORE_RELEASE = 15
+"""rounds in which ranks keep all that is their own"""
+_PACE = 0.9
+"""share of a rank's excess that flows off in a round; at 1 and above, two ranks can hand the same load to and fro"""
+_TINY = 1e-12
+SLACK = 0.005
+"""how far above the mean a rank may be before it gives away what is its own"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """The n slots of a table whose experts have several replicas, flat, by table position. Loads are in units of their layer's mean rank load."""
+
+    slot: Places
+    """[n]: layer * slots + slot, ascending"""
+    place: Places
+    """[n]: layer * experts + expert"""
+    group: Places
+    """[n]: the same, numbered without gaps"""
+    rank: Places
+    """[n]: layer * ranks + rank"""
+    whole: Values
+    """[n]: all load of the expert"""
+    alone: Values
+    """[layers * ranks]: load of experts with one replica"""
+    groups: int
+    idle: Places
+    """positions of slots that hold an expert and serve nothing: their rank is dead, and another has it"""
+
+    def of_group(self, values: Values) -> Values:
+        """[n]: sum of values [n] over the replicas of the slot's expert."""
+        return np.asarray(np.bincount(self.group, values, self.groups)[self.group])
+
+    def of_rank(self, served: Values) -> Values:
+        """[layers * ranks]: load of the ranks when the slots serve so much."""
+        return np.asarray(self.alone + np.bincount(self.rank, served, len(self.alone)))
+
+    @property
+    def replicas(self) -> Values:
+        """[n]: holders of the slot's expert."""
+        return np.asarray(np.bincount(self.group, minlength=self.groups)[self.group], np.float64)
+
+
+def shared(table: Table, load: Values, ranks: int, live: NDArray[np.bool_] | None = None) -> Shared:
+    """The part of a table that weights can change. load: float64 [layers, experts] in units of the mean rank load; live: bool [ranks]."""
+    layers, slots = table.shape
+    held = table != EMPTY
+    place = np.arange(layers)[:, None] * load.shape[1] + np.where(held, table, 0)
+    rank = np.arange(slots) // (slots // ranks)
+    serving = held if live is None else _serving(held, place, live[rank], load.size)
+    flat = np.flatnonzero(serving)
+    place = place.ravel()[flat]
+    where = (np.arange(layers)[:, None] * ranks + rank).ravel()[flat]
+    several = np.bincount(place, minlength=load.size) > 1
+    at, number, whole = several[place], np.cumsum(several) - 1, load.ravel()[place]
+    alone = np.asarray(np.bincount(where[~at], whole[~at], layers * ranks), np.float64)
+    return Shared(flat[at], place[at], number[place[at]], where[at], whole[at], alone, int(several.sum()), np.flatnonzero(held & ~serving))
+
+
+def _serving(held: NDArray[np.bool_], place: Places, alive: NDArray[np.bool_], places: int) -> NDArray[np.bool_]:
+    """Slots that take part in serving: those of live ranks, and of dead ones where an expert lives nowhere else."""
+    here = held & alive
+    lost = np.bincount(place[here], minlength=places) == 0
+    return np.asarray(here | (held & lost[place]))
+
+
+def diffused(parts: Shared, served: Values, rounds: int = ROUNDS, own: Values | None = None, enough: float = 0.0) -> Values:
+    """[n]: what each slot serves after so many rounds from `served` [n].
+
+    own: [n], at most `served`: what a slot does not give away until its rank, half-way through, is still above `enough`; None: nothing.
+    enough: ranks below that load push nothing away; they stand at that level to their neighbours.
+    """
+    width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
+    fixed = np.zeros_like(served) if own is None else own.copy()
+    free = served - fixed
+    total = parts.of_group(free)
+    for turn in range(rounds):
+        load = parts.of_rank(free if own is None else free + fixed)
+        if own is not None and turn >= _BEFORE_RELEASE:
+            given = (load > enough)[parts.rank] & (fixed > 0)
+            free, fixed = np.where(given, free + fixed, free), np.where(given, 0.0, fixed)
+            total = parts.of_group(free)
+        height = np.maximum(load, enough)[parts.rank]
+        level = parts.of_group(free * height) / np.maximum(total, _TINY)
+        free = np.maximum(free + width * (level - height), 0.0)
+        free *= total / np.maximum(parts.of_group(free), _TINY)
+    return np.asarray(free + fixed)
+
+
+def reweight(
+    table: Table,
+    demand: NDArray[Any],
+    ranks: int,
+    experts: int,
+    node: NDArray[np.intp] | None = None,
+    *,
+    pairs: float | Values | None = None,
+    live: NDArray[np.bool_] | None = None,
+    slack: float = SLACK,
+) -> Split:
+    """The split of `table` that brings the load of the fullest rank of each layer down as far as sharing out can, and keeps at home what it may.
+
+    demand: [ranks, layers, experts] pairs by the rank their requests live on, or [layers, experts] where that is not known: then it is the same
+    for all ranks. node: int [ranks], numbers from 0; None: one node. pairs: how many (token, k) pairs per layer the demand was counted from, one
+    number or [layers]; None: it is no sample. live: bool [ranks], the ranks that serve. slack: how far above the mean a rank may be before it
+    sends away what could stay at home (known sources only). ValueError when shapes contradict each other.
+    """
+    check(table, demand, ranks, experts)
+    wants = Wants(demand, ranks, node, live)
+    parts = shared(table, wants.load, ranks, live)
+    own = wants.own(parts)
+    start = wants.at_home_first(parts, own)
+    best = diffused(parts, start, own=own, enough=1.0 + slack) if wants.known else diffused(parts, start)
+    return split_of(table, parts, start + trust(parts, start, pairs, len(table)) * (best - start), wants)
+
+
+def check(table: Table, demand: NDArray[Any], ranks: int, experts: int) -> None:
+    """ValueError when table [layers, slots] and demand [(ranks,) layers, experts] contradict each other."""
+    if table.ndim != 2 or ranks < 1 or table.shape[1] % ranks:
+        raise ValueError(f"split: a table of shape {table.shape} is none of {ranks} ranks; it must be [layers, ranks * slots_per_rank]")
+    if demand.shape not in ((len(table), experts), (ranks, len(table), experts)):
+        raise ValueError(f"split: demand has shape {demand.shape}; expected {(len(table), experts)} or {(ranks, len(table), experts)}")
+
+
+class Wants:
+    """Demand in units of each layer's mean rank load. demand, node, live: as of `reweight`."""
+
+    def __init__(self, demand: NDArray[Any], ranks: int, node: NDArray[np.intp] | None, live: NDArray[np.bool_] | None) -> None:
+        self.ranks = ranks
+        self.node = None if node is None or int(node.max()) == 0 else node
+        """None: all ranks are near each other"""
+        self.known = demand.ndim == 3
+        """whether it says where requests live"""
+        load = demand.sum(axis=0, dtype=np.float64) if self.known else np.asarray(demand, np.float64)
+        mean = load.sum(axis=1) / (ranks if live is None else max(1, int(live.sum())))
+        self._unit = np.where(mean > 0, mean, 1.0)[:, None]
+        self.load: Values = load / self._unit
+        """[layers, experts]"""
+        self._demand = demand
+
+    def own(self, parts: Shared) -> Values:
+        """[n]: what the requests of the slot's own rank want of its expert."""
+        if not self.known:
+            return np.asarray(parts.whole / self.ranks)
+        cell = (parts.rank % self.ranks) * self.load.size + parts.place
+        return np.asarray(self._demand.reshape(-1)[cell] / self._unit[parts.place // self.load.shape[1], 0])
+
+    def of_nodes(self, parts: Shared) -> Values:
+        """[nodes, groups]: what the requests of each node want of the shared experts."""
+        assert self.node is not None
+        nodes = int(self.node.max()) + 1
+        place = np.empty(parts.groups, np.intp)
+        place[parts.group] = parts.place
+        size = np.bincount(self.node, minlength=nodes)[:, None]
+        if not self.known:
+            return np.asarray(size / self.ranks * self.load.reshape(-1)[place])
+        wanted = self._demand.reshape(self.ranks, -1)[:, place]
+        of_node = np.stack([wanted[self.node == at].sum(axis=0, dtype=np.float64) for at in range(nodes)])
+        return np.asarray(of_node / self._unit[place // self.load.shape[1], 0])
+
+    def at_home_first(self, parts: Shared, own: Values) -> Values:
+        """[n]: what slots serve when everybody keeps its own, then a node's replicas share the node's alike, then all replicas share what is left."""
+        near = np.zeros_like(own)
+        if self.node is not None:
+            cell = self.node[parts.rank % self.ranks] * parts.groups + parts.group
+            wanted = self.of_nodes(parts).reshape(-1)
+            left = np.maximum(wanted - np.bincount(cell, own, len(wanted)), 0.0)
+            near = (left / np.maximum(np.bincount(cell, minlength=len(wanted)), 1))[cell]
+        return np.asarray(own + near + np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas)
+
+
+def trust(parts: Shared, start: Values, pairs: float | Values | None, layers: int) -> Values:
+    """[n]: the part of the way from the start that is worth going: 1 - (sampling variance of a rank's load) / (its variance as seen)."""
+    if pairs is None:
+        return np.ones(len(start))
+    ranks = len(parts.alone) // layers
+    per_rank = np.maximum(np.broadcast_to(np.asarray(pairs, np.float64), (layers,)) / ranks, _TINY)
+    squares = np.bincount(parts.rank, start * start / np.maximum(parts.whole, _TINY), layers * ranks)
+    noise = (parts.alone + squares).reshape(layers, ranks).mean(axis=1) / per_rank
+    seen = ((parts.of_rank(start).reshape(layers, ranks) - 1.0) ** 2).mean(axis=1)
+    return np.asarray(np.maximum(0.0, 1.0 - noise / np.maximum(seen, _TINY))[parts.rank // ranks])
+
+
+def split_of(table: Table, parts: Shared, served: Values, wants: Wants) -> Split:
+    """The split under which slots serve just that much ([n]), as much as can be of it for their own rank, and next for their own node."""
+    own = wants.own(parts)
+    kept = np.minimum(own, served)
+    rest = served - kept
+    keep = np.where(table.reshape(-1) == EMPTY, np.uint16(0), np.uint16(FULL))
+    spill, near = keep.copy(), np.zeros_like(keep)
+    if wants.node is not None:
+        near[parts.slot], rest = _near(parts, kept, rest, wants)
+    keep[parts.idle] = spill[parts.idle] = 0
+    keep[parts.slot] = np.rint(FULL * np.where(own > 0, kept / np.maximum(own, _TINY), 1.0))
+    spill[parts.slot] = _in_full(parts, rest)
+    return Split(keep.reshape(table.shape), spill.reshape(table.shape), near.reshape(table.shape))
+
+
+def _in_full(parts: Shared, rest: Values) -> NDArray[np.uint16]:
+    """[n]: shares of FULL in proportion to rest, that add up to FULL for each expert; even where nothing is left to be shared out."""
+    total = parts.of_group(rest)
+    share = np.where(total > _TINY, rest / np.maximum(total, _TINY), 1.0 / parts.replicas)
+    order = np.argsort(parts.group, kind="stable")
+    found = np.empty(len(share), np.uint16)
+    found[order] = np.diff(np.rint(FULL * np.cumsum(share[order])), prepend=0.0)  # a running sum: every expert begins and ends at a multiple of FULL
+    return found
+
+
+def _near(parts: Shared, kept: Values, rest: Values, wants: Wants) -> tuple[NDArray[np.uint16], Values]:
+    """(near [n], [n] what is served of other nodes' tokens)."""
+    assert wants.node is not None
+    cell = wants.node[parts.rank % wants.ranks] * parts.groups + parts.group
+    wanted = wants.of_nodes(parts).reshape(-1)
+    left = np.maximum(wanted - np.bincount(cell, kept, len(wanted)), 0.0)
+    offered = np.bincount(cell, rest, len(wanted))
+    near = rest / np.maximum(np.maximum(left, offered), _TINY)[cell]
+    away = np.maximum(1.0 - left / np.maximum(offered, _TINY), 0.0)[cell]
+    return np.rint(FULL * near).astype(np.uint16), np.asarray(rest * away)
