@@ -1,0 +1,295 @@
+"""What a placement costs, in seconds per engine step, and when changing it pays. Pure.
+
+Nothing unlike is added up: the time of the slowest rank over its experts, the time of the busiest link over what tokens send, and the time
+requests wait for KV blocks that replicas took are all seconds of one step. Ranks step together, so each layer costs what it costs its
+slowest rank.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from fleet.dispatch import flows
+from fleet.placement import EMPTY, FULL, Placement
+from fleet.timing import EngineSpeed
+
+Array = NDArray[np.float64]
+_EMPTY_SLOT = 0
+"""any expert will do where the share is 0"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """What seconds depend on, beside placement and demand. ValueError names what is out of range."""
+
+    speed: EngineSpeed
+    node: NDArray[np.intp]
+    """[ranks], numbers from 0"""
+    top_k: int
+    step_tokens: float
+    """tokens of one engine step, of all ranks together"""
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"terms: top_k must be at least 1, not {self.top_k}")
+        if not 0 < self.step_tokens < np.inf:
+            raise ValueError(f"terms: step_tokens must be above 0 and finite, not {self.step_tokens}")
+
+    def pairs_per_demand(self, demand: NDArray[Any]) -> float:
+        """(token, k) pairs of one step and layer that a unit of demand [ranks, layers, experts] stands for; 0 where nothing is wanted."""
+        total = float(demand.sum(dtype=np.float64))
+        return self.step_tokens * self.top_k * demand.shape[1] / total if total else 0.0
+
+
+class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one engine step, all layers together."""
+
+    experts: float = 0.0
+    """of the slowest rank of each layer, over what it serves"""
+    dispatch: float = 0.0
+    """of the busiest link of each layer, over what tokens send to other ranks and nodes and get back"""
+    memory: float = 0.0
+    """that requests wait for KV blocks which replicas took, shared out over their steps"""
+
+    @property
+    def total(self) -> float:
+        return self.experts + self.dispatch + self.memory
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement under a demand, in figures."""
+
+    seconds: Seconds
+    balance: float
+    """mean rank load / max rank load, mean over layers"""
+    least_balance: float
+    """of the worst layer"""
+    step_ceiling: float
+    """balance that a single step's sampling noise leaves at best, however good the placement"""
+    remote_ranks: float
+    """distinct other ranks that a token must reach in a layer, mean"""
+    remote_nodes: float
+    local: float
+    """share of (token, k) pairs that the rank of their own request serves"""
+
+
+def figures(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seconds: float = 0.0) -> Figures:
+    """demand: [ranks, layers, experts], (token, k) pairs in any unit by the rank their requests live on.
+
+    memory_seconds: of `migration.memory`. Without any demand, nothing takes time and everything is balanced and local.
+    """
+    scale = terms.pairs_per_demand(demand)
+    load = _loads(placement, demand, terms.node)
+    even = balance(load)
+    sent = traffic(placement, demand, terms)
+    tokens = max(terms.step_tokens * placement.layers, 1e-300)
+    pairs = float(demand.sum(dtype=np.float64))
+    return Figures(
+        seconds=Seconds(experts=float(expert_seconds(load * scale, terms.speed).sum()), dispatch=float(sent.seconds(terms.speed).sum()), memory=memory_seconds),
+        balance=float(even.mean()),
+        least_balance=float(even.min()),
+        step_ceiling=step_ceiling(placement.ranks, terms.step_tokens * terms.top_k),
+        remote_ranks=float(sent.ranks_out.sum()) / tokens,
+        remote_nodes=float(sent.nodes_out.sum()) / tokens,
+        local=float(sent.local.sum() / pairs) if pairs else 1.0,
+    )
+
+
+def balance(load: Array) -> Array:
+    """float64 [layers]: mean rank load / max rank load of a load [layers, ranks]; 1 where nothing is wanted."""
+    most = load.max(axis=1)
+    return np.asarray(np.where(most > 0, load.mean(axis=1) / np.where(most > 0, most, 1.0), 1.0))
+
+
+def expert_seconds(pairs: Array, speed: EngineSpeed) -> Array:
+    """float64 [layers]: time of the slowest rank over the (token, k) pairs of one step, pairs [layers, ranks]."""
+    return np.asarray(speed.expert_pair * pairs.max(axis=1))
+
+
+def step_ceiling(ranks: int, step_pairs: float) -> float:
+    """Balance that sampling noise leaves to a single step: 1 / (1 + z / sqrt(n)), n = pairs per rank, z = expected largest of so many normals (Blom 1958)."""
+    most = float(ndtri((ranks - 0.375) / (ranks + 0.25))) if ranks > 1 else 0.0
+    return 1.0 / (1.0 + most / sqrt(max(step_pairs / ranks, 1e-300)))
+
+
+def _loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Array:
+    served = flows(placement, demand, node).served
+    return np.asarray(served.reshape(placement.layers, placement.ranks, -1).sum(axis=2))
+
+
+class Traffic(NamedTuple):
+    """What one step sends: expected distinct (token, destination) pairs, float64 [layers, ranks] each."""
+
+    ranks_out: Array
+    """from this rank's tokens to other ranks"""
+    ranks_in: Array
+    """from other ranks' tokens to this rank"""
+    nodes_out: Array
+    """from this rank's tokens to other nodes"""
+    nodes_in: Array
+    """from other nodes' tokens to this rank's node, in even parts to its ranks"""
+    local: Array
+    """pairs of this rank's tokens that it serves itself, in the unit of the demand"""
+
+    def seconds(self, speed: EngineSpeed) -> Array:
+        """float64 [layers]: time of the busiest rank, max of in and out, over each class of links."""
+        busiest = [np.maximum(out, into).max(axis=1) for out, into in ((self.ranks_out, self.ranks_in), (self.nodes_out, self.nodes_in))]
+        return np.asarray(speed.dispatch * busiest[0] + speed.dispatch_node * busiest[1])
+
+
+def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic:
+    """Distinct destinations of one step's tokens, by the rule of `fleet.dispatch`. A token's k experts are taken as independent draws, so a
+    place that serves the part m of a rank's pairs is reached by its tokens with probability 1 - (1 - m)^k."""
+    wanted = np.asarray(demand, np.float64).transpose(1, 0, 2)
+    pairs = wanted.sum(axis=2)
+    tokens = pairs * (terms.pairs_per_demand(demand) / terms.top_k)
+    mass = served_by(placement, wanted, terms.node)
+    local = np.einsum("lrr->lr", mass).copy()
+    mass /= np.maximum(pairs, 1e-300)[:, :, None]
+    member = (terms.node[:, None] == np.arange(int(terms.node.max()) + 1)).astype(np.float64)
+    reached = _reached(mass, terms.top_k) * tokens[:, :, None]
+    np.einsum("lrr->lr", reached)[...] = 0.0
+    across = _reached(mass @ member, terms.top_k) * tokens[:, :, None] * (1.0 - member)
+    return Traffic(
+        ranks_out=reached.sum(axis=2),
+        ranks_in=reached.sum(axis=1),
+        nodes_out=across.sum(axis=2),
+        nodes_in=(across.sum(axis=1) / np.maximum(member.sum(axis=0), 1.0))[:, terms.node],
+        local=local,
+    )
+
+
+def served_by(placement: Placement, wanted: Array, node: NDArray[np.intp]) -> Array:
+    """float64 [layers, ranks, ranks]: pairs of each rank's tokens (first) that each rank serves, by the rule of `fleet.dispatch`.
+
+    wanted: float64 [layers, ranks, experts]. Works slot by slot of all ranks at once, so nothing is larger than [layers, ranks, ranks].
+    """
+    layers, ranks = wanted.shape[:2]
+    table = placement.expert_of_slot.reshape(layers, ranks, -1)
+    keep, spill, claim = (np.asarray(part, np.float64).reshape(table.shape) / FULL for part in placement.split)
+    expert = np.where(table == EMPTY, _EMPTY_SLOT, table)
+    row = np.arange(layers)[:, None, None]
+    rank = np.arange(ranks)[None, :, None]
+    own = wanted[row, rank, expert] * keep
+    left = wanted.copy()
+    np.subtract.at(left, (row, rank, expert), own)
+    found = np.zeros((layers, ranks, ranks))
+    if claim.any():
+        left = _near(left, found, expert, claim, node)
+    for at in range(table.shape[2]):
+        found += np.take_along_axis(left, expert[:, None, :, at], axis=2) * spill[:, None, :, at]
+    np.einsum("lrr->lr", found)[...] += own.sum(axis=2)
+    return found
+
+
+def _near(left: Array, found: Array, expert: NDArray[Any], claim: Array, node: NDArray[np.intp]) -> Array:
+    """Adds what the replicas of a node take of its tokens to `found`; returns what is left, [layers, ranks, experts]."""
+    layers, _, experts = left.shape
+    claimed = np.zeros((layers, int(node.max()) + 1, experts))
+    np.add.at(claimed, (np.arange(layers)[:, None, None], node[None, :, None], expert), claim)
+    taken = left / np.maximum(claimed, 1.0)[:, node]
+    same = node[:, None] == node
+    for at in range(expert.shape[2]):
+        found += np.take_along_axis(taken, expert[:, None, :, at], axis=2) * claim[:, None, :, at] * same
+    return np.asarray(left - taken * claimed[:, node])
+
+
+def _reached(mass: Array, top_k: int) -> Array:
+    """1 - (1 - mass)^k, the power by squaring."""
+    square, power, left = 1.0 - mass.clip(0.0, 1.0), np.ones(1), top_k
+    while left:
+        power = power * square if left & 1 else power
+        left >>= 1
+        square = square * square if left else square
+    return np.asarray(1.0 - power)
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast weights travel, bytes per second into or out of one rank, and what else a handover costs."""
+
+    same_node: float
+    cross_node: float
+    checkpoint: float = 1e9
+    """from storage into one rank"""
+    checksum: float = 10e9
+    """of staged weights, by the rank that received them"""
+    handover_seconds: float = 0.05
+    """from propose to commit, beside the transfer"""
+    contention: float = 0.3
+    """share of a transfer's time by which the engine's steps take longer meanwhile"""
+
+    def __post_init__(self) -> None:
+        for name in ("same_node", "cross_node", "checkpoint", "checksum"):
+            if not 0 < getattr(self, name):
+                raise ValueError(f"links: {name} must be above 0 bytes per second, not {getattr(self, name)}")
+        if not self.handover_seconds >= 0 or not 0 <= self.contention <= 1:
+            raise ValueError(f"links: handover_seconds {self.handover_seconds} must not be negative, contention {self.contention} must be a share")
+
+
+class Transfers(NamedTuple):
+    """Copies of a plan, arrays of one length."""
+
+    handover: NDArray[np.intp]
+    """number of the handover that it belongs to, from 0"""
+    source: NDArray[np.intp]
+    """rank; -1: the checkpoint"""
+    destination: NDArray[np.intp]
+    """rank"""
+    bytes: NDArray[np.float64]
+
+
+class Payback(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan costs and when it has earned that. Seconds of engine time, unless said otherwise."""
+
+    gain_per_second: float
+    """seconds that it saves in each second of serving"""
+    cost_seconds: float
+    """what its transfers cost the steps meanwhile"""
+    transfer_seconds: float
+    """how long it takes"""
+    lifetime_seconds: float
+    """how long the demand is expected to stay as it is"""
+    bytes: int
+    after_seconds: float | None
+    """seconds of serving until it has earned its cost; None: never"""
+
+    @property
+    def pays(self) -> bool:
+        """Whether it earns more than it costs while the demand lasts."""
+        return self.after_seconds is not None and self.after_seconds < self.lifetime_seconds
+
+
+def payback(gain_seconds: float, steps_per_second: float, lifetime_seconds: float, transfers: Transfers, node: NDArray[np.intp], links: Links) -> Payback:
+    """gain_seconds: by which a step gets shorter. A plan that gains nothing never pays; one that costs nothing has paid at once."""
+    taken = transfer_seconds(transfers, node, links)
+    gain, cost = gain_seconds * steps_per_second, taken * links.contention
+    return Payback(
+        gain_per_second=gain,
+        cost_seconds=cost,
+        transfer_seconds=taken,
+        lifetime_seconds=lifetime_seconds,
+        bytes=int(transfers.bytes.sum()),
+        after_seconds=cost / gain if gain > 0 else None,
+    )
+
+
+def transfer_seconds(transfers: Transfers, node: NDArray[np.intp], links: Links) -> float:
+    """Handovers follow one another. Each takes its busiest rank, the larger of in and out, over its slowest link, and the checksums of what arrived."""
+    if not len(transfers.bytes):
+        return 0.0
+    ranks, rounds = len(node), int(transfers.handover.max()) + 1
+    stored = transfers.source < 0
+    crosses = ~stored & (node[transfers.source] != node[transfers.destination])
+    slowest = np.zeros(rounds)
+    for chosen, speed in ((~stored & ~crosses, links.same_node), (crosses, links.cross_node), (stored, links.checkpoint)):
+        for end in (transfers.source, transfers.destination):
+            taken = chosen & (end >= 0)
+            amount = np.bincount((transfers.handover * ranks + end)[taken], transfers.bytes[taken], rounds * ranks)
+            slowest = np.maximum(slowest, amount.reshape(rounds, ranks).max(axis=1) / speed)
+    arrived = np.bincount(transfers.handover * ranks + transfers.destination, transfers.bytes, rounds * ranks).reshape(rounds, ranks).max(axis=1)
+    return float((slowest + arrived / links.checksum + links.handover_seconds).sum())

@@ -1,0 +1,411 @@
+"""Changes in the order in which they can be made: handovers, each within the staging room of every rank. Pure.
+
+What a handover copies lies hidden beside the weights that serve until all of it has landed; so a rank can take only so many experts at a
+time, and whatever is copied is read from what the epoch before holds. The changes of a layer keep their order, and a handover takes a
+beginning of what is left of it; so a change finds what it was planned on, and no two of them can be in each other's way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.experts import ExpertId
+from fleet.placement import EMPTY, Placement, Split, even_split
+from migration.changes import COPIES, NOWHERE, Changes, Kind, Table, made
+from migration.limits import UNLIMITED, Limits
+from migration.objective import Transfers
+from migration.plan import Copy, Handover, Link, SplitRecord, Step, StepKind
+
+KINDS: tuple[StepKind, ...] = ("replicate", "swap", "move", "drop")
+"""by `Kind`"""
+
+
+class Unorderable(ValueError):
+    """Changes that no series of handovers can make; names the change. `layer`: in which it is."""
+
+    def __init__(self, layer: int, detail: str) -> None:
+        super().__init__(f"plan: layer {layer}: {detail}")
+        self.layer = layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """What copies need. ValueError names what is out of range."""
+
+    node: NDArray[np.intp]
+    """[ranks], numbers from 0"""
+    expert_bytes: int
+    """of one expert of one layer, scales included"""
+    staging: int | None = None
+    """experts that a rank can take in one handover; None: as many as a rank has slots in a layer (one spare layer block)"""
+
+    def __post_init__(self) -> None:
+        if self.staging is not None and self.staging < 1:
+            raise ValueError(f"plan: staging must be at least 1 expert per rank, not {self.staging}")
+        if self.expert_bytes < 0:
+            raise ValueError(f"plan: expert_bytes must not be negative, not {self.expert_bytes}")
+
+
+def ordered(
+    placement: Placement,
+    changes: Changes,
+    room: Room,
+    *,
+    limits: Limits = UNLIMITED,
+    split: Split | None = None,
+    reweighted: NDArray[np.float64] | None = None,
+    why: Sequence[str] | None = None,
+) -> tuple[Handover, ...]:
+    """The handovers that make these changes, as few as list scheduling finds, those that gain most per byte first.
+
+    Layers that are only shared out anew come first, in a handover of their own: it copies nothing. `split` is that of the last epoch (None:
+    the even one). A layer gets it with its last change; until then experts whose holders have changed share evenly, or as in the end where
+    their holders are those of the end.
+
+    changes.gain: seconds by which a step gets shorter. reweighted: float64 [layers], the same for layers whose split alone changes. why:
+    a sentence for each change, where the planner knows one better than what can be told from the tables.
+
+    limits.live and limits.least_replicas count; what the start does not satisfy is not asked of what follows. Unorderable: a change takes the
+    last live replica, puts a second one on a rank, or too many belong together for the staging room.
+    """
+    end = made(placement.expert_of_slot, changes)
+    final = even_split(end, placement.experts) if split is None else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
+    queue = _Queue(placement, changes, room, limits)
+    shares = _Shares(placement, end, final, even=placement.even and split is None)
+    series: list[Handover] = []
+    alone = shares.only_reweighted(changes)
+    if len(alone):
+        steps = tuple(_reweight(int(layer), 0.0 if reweighted is None else float(reweighted[layer])) for layer in alone)
+        series.append(Handover(epoch=placement.epoch + 1, steps=steps, split=shares.after(placement.expert_of_slot, alone)))
+    table = placement.expert_of_slot.copy()
+    while queue.waiting:
+        taken = queue.round()
+        steps = tuple(_steps(placement, table, changes, taken, room, limits, why))
+        for at in taken:
+            _write(table, changes, at)
+        series.append(Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=shares.after(table, queue.complete())))
+    return tuple(series)
+
+
+def transfers(handovers: Sequence[Handover], slots_per_rank: int) -> Transfers:
+    """What the handovers copy, for `migration.objective.payback`."""
+    found = [(number, copy) for number, handover in enumerate(handovers) for step in handover.steps for copy in step.copies]
+    return Transfers(
+        handover=np.array([number for number, _ in found], np.intp),
+        source=np.array([-1 if copy.source is None else copy.source // slots_per_rank for _, copy in found], np.intp),
+        destination=np.array([copy.slot // slots_per_rank for _, copy in found], np.intp),
+        bytes=np.array([copy.bytes for _, copy in found], np.float64),
+    )
+
+
+# Which changes a handover takes
+
+
+class _Group(NamedTuple):
+    """Changes of one layer that are made together, as between them an expert has fewer replicas than it must keep. Mostly a single one."""
+
+    changes: list[int]
+    receives: list[int]
+    """ranks, one for each copy"""
+    copied: set[int]
+    """slots"""
+    written: set[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Series:
+    """What is left of one layer's changes."""
+
+    groups: list[_Group]
+    worth: list[float]
+    """best mean gain per copy of any run that begins with this group"""
+    at: int = 0
+
+
+class _Queue:
+    """The changes that are yet to be made."""
+
+    def __init__(self, placement: Placement, changes: Changes, room: Room, limits: Limits) -> None:
+        self._ranks = placement.ranks
+        self._staging = room.staging or placement.slots_per_rank
+        checked = _Checked(placement, changes, limits)
+        self._series: dict[int, _Series] = {}
+        for layer in np.unique(changes.layer).tolist():
+            groups = checked.groups(layer, np.flatnonzero(changes.layer == layer).tolist())
+            self._fits_ever(layer, groups)
+            self._series[layer] = _Series(
+                groups, _worth([float(changes.gain[group.changes].sum()) for group in groups], [len(group.receives) for group in groups])
+            )
+
+    @property
+    def waiting(self) -> bool:
+        return any(series.at < len(series.groups) for series in self._series.values())
+
+    def complete(self) -> NDArray[np.intp]:
+        """Layers whose changes are all taken."""
+        return np.array([layer for layer, series in self._series.items() if series.at == len(series.groups)], np.intp)
+
+    def round(self) -> list[int]:
+        """The changes of the next handover, in order."""
+        left = [self._staging] * self._ranks
+        copied: dict[int, set[int]] = {layer: set() for layer in self._series}
+        heads = [(-series.worth[series.at], layer) for layer, series in self._series.items() if series.at < len(series.groups)]
+        heapify(heads)
+        taken: list[int] = []
+        while heads:
+            _, layer = heappop(heads)
+            series = self._series[layer]
+            group = series.groups[series.at]
+            if group.written & copied[layer] or not _fits(group, left):
+                continue  # the layer waits for the next handover
+            for rank in group.receives:
+                left[rank] -= 1
+            copied[layer] |= group.copied
+            taken += group.changes
+            series.at += 1
+            if series.at < len(series.groups):
+                heappush(heads, (-series.worth[series.at], layer))
+        return taken
+
+    def _fits_ever(self, layer: int, groups: list[_Group]) -> None:
+        for group in groups:
+            if not _fits(group, [self._staging] * self._ranks):
+                raise Unorderable(layer, f"{len(group.changes)} changes belong together, and bring a rank more than the {self._staging} experts it can stage")
+
+
+def _fits(group: _Group, left: list[int]) -> bool:
+    return all(left[rank] >= group.receives.count(rank) for rank in group.receives)
+
+
+def _worth(gain: list[float], copies: list[int]) -> list[float]:
+    """Of each group of a series: a small step before a large one is not put off. What copies nothing comes first."""
+    runs: list[tuple[float, int, int]] = []
+    for one, cost in zip(gain, copies, strict=True):
+        count = 1
+        while runs and one * runs[-1][1] >= runs[-1][0] * cost:
+            before = runs.pop()
+            one, cost, count = one + before[0], cost + before[1], count + before[2]
+        runs.append((one, cost, count))
+    return [total / cost if cost else np.inf for total, cost, count in runs for _ in range(count)]
+
+
+class _Checked:
+    """Walks through the changes of a layer, as they would be made one after another, and says where the layer may rest."""
+
+    def __init__(self, placement: Placement, changes: Changes, limits: Limits) -> None:
+        self._per = placement.slots_per_rank
+        self._table = placement.expert_of_slot
+        self._live = [True] * placement.ranks if limits.live is None else limits.live.tolist()
+        self._least = limits.least_replicas
+        self._experts = placement.experts
+        self._rows = list(zip(*(part.tolist() for part in changes[:6]), strict=True))
+
+    def groups(self, layer: int, members: list[int]) -> list[_Group]:
+        """Unorderable where a change is not legal, or the end is not."""
+        row = self._table[layer].tolist()
+        held = [0] * self._experts
+        for slot, expert in enumerate(row):
+            if expert != EMPTY and self._live[slot // self._per]:
+                held[expert] += 1
+        least = [1] * self._experts if self._least is None else self._least[layer].tolist()
+        floor = [min(has, must) for has, must in zip(held, least, strict=True)]
+        short: set[int] = set()
+        found: list[_Group] = []
+        together = _Group([], [], set(), set())
+        for member in members:
+            for expert in self._make(layer, row, held, member, together):
+                (short.add if held[expert] < floor[expert] else short.discard)(expert)
+                if held[expert] < min(1, floor[expert]):
+                    raise Unorderable(layer, f"change {member} takes the last live replica of expert {ExpertId(layer, expert)}")
+            if not short:
+                found.append(together)
+                together = _Group([], [], set(), set())
+        if short:
+            expert = min(short)
+            raise Unorderable(layer, f"its changes leave expert {ExpertId(layer, expert)} with {held[expert]} live replicas; it must keep {floor[expert]}")
+        return found
+
+    def _make(self, layer: int, row: list[int], held: list[int], member: int, group: _Group) -> list[int]:
+        """Write a change into the row; returns the experts that lost a replica, or got one."""
+        _, _, slot, expert, other_slot, other_expert = self._rows[member]
+        self._expect(layer, row, member)
+        writes = [(slot, expert)] if other_slot == NOWHERE else [(slot, expert), (other_slot, other_expert)]
+        touched = [one for at, new in writes for one in (row[at], new) if one != EMPTY]
+        for at, _ in writes:
+            if row[at] != EMPTY and self._live[at // self._per]:
+                held[row[at]] -= 1
+            row[at] = EMPTY
+        for at, new in writes:
+            if new != EMPTY:
+                self._put(layer, row, held, member, at, new)
+                group.receives.append(at // self._per)
+                group.copied.add(at)
+        group.changes.append(member)
+        group.written.update(at for at, _ in writes)
+        return touched
+
+    def _put(self, layer: int, row: list[int], held: list[int], member: int, slot: int, expert: int) -> None:
+        rank = slot // self._per
+        if expert in row[rank * self._per : (rank + 1) * self._per]:
+            raise Unorderable(layer, f"change {member} brings expert {ExpertId(layer, expert)} to rank {rank}, which holds it")
+        if not self._live[rank]:
+            raise Unorderable(layer, f"change {member} brings expert {ExpertId(layer, expert)} to rank {rank}, which is not live")
+        row[slot] = expert
+        held[expert] += 1
+
+    def _expect(self, layer: int, row: list[int], member: int) -> None:
+        """A swap and a move find in their slots what they were planned on."""
+        kind, _, slot, expert, other_slot, other_expert = self._rows[member]
+        if kind in (Kind.SWAP, Kind.MOVE) and row[other_slot] != expert:
+            raise Unorderable(layer, f"change {member} takes expert {ExpertId(layer, expert)} from slot {other_slot}, which holds {row[other_slot]}")
+        if kind == Kind.SWAP and row[slot] != other_expert:
+            raise Unorderable(layer, f"change {member} takes expert {ExpertId(layer, other_expert)} from slot {slot}, which holds {row[slot]}")
+        if kind == Kind.DROP and row[slot] == EMPTY:
+            raise Unorderable(layer, f"change {member} drops what slot {slot} holds, which is empty")
+
+
+# How replicas share meanwhile
+
+
+class _Shares:
+    """The split of every epoch between."""
+
+    def __init__(self, placement: Placement, end: Table, final: Split, *, even: bool) -> None:
+        self._experts = placement.experts
+        self._begin, self._end = placement.expert_of_slot, end
+        self._first, self._final = placement.split, final
+        self._now = placement.split
+        self._done = np.zeros(len(end), bool)
+        self._table = placement.expert_of_slot.copy()
+        self._even = even
+
+    def only_reweighted(self, changes: Changes) -> NDArray[np.intp]:
+        """Layers that are shared out anew, and in which no slot changes."""
+        differs = np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(self._first, self._final, strict=True)])
+        differs[changes.layer] = False
+        return np.flatnonzero(differs)
+
+    def after(self, table: Table, complete: NDArray[np.intp]) -> SplitRecord | None:
+        """What a handover says of the split that leaves this table, and these layers as they are in the end."""
+        if self._even:
+            return None
+        self._done[complete] = True
+        moved = (table != self._table).any(axis=1)
+        rows = np.flatnonzero(moved & ~self._done)
+        between = self._between(table, rows)
+        now = Split(*(np.where(self._done[:, None], final, before) for final, before in zip(self._final, self._now, strict=True)))
+        for part, meanwhile in zip(now, between, strict=True):
+            part[rows] = meanwhile
+        stated = np.flatnonzero(np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(now, self._now, strict=True)]) | moved)
+        self._now, self._table = now, table.copy()
+        return SplitRecord.of(now, stated)
+
+    def _between(self, table: Table, rows: NDArray[np.intp]) -> Split:
+        """Of layers that are not done: each expert as before, or as in the end, where its holders are those; else evenly."""
+        now, begin, end = table[rows], self._begin[rows], self._end[rows]
+        meanwhile = even_split(now, self._experts)
+        as_end, as_begin = _same_holders(now, end, self._experts), _same_holders(now, begin, self._experts)
+        return Split(
+            *(
+                np.where(as_begin, first[rows], np.where(as_end, final[rows], even)).astype(np.uint16)
+                for first, final, even in zip(self._first, self._final, meanwhile, strict=True)
+            )
+        )
+
+
+def _same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
+    """bool [layers, slots]: whether the expert of this slot is in the same slots of both tables."""
+    same = np.ones((len(table), experts + 1), bool)
+    layer, slot = np.nonzero(table != other)
+    same[layer, table[layer, slot]] = False
+    same[layer, other[layer, slot]] = False
+    return np.take_along_axis(same, np.where(table == EMPTY, experts, table).astype(np.intp), axis=1)
+
+
+# What a handover says
+
+
+def _reweight(layer: int, gain: float) -> Step:
+    return Step(kind="reweight", layer=layer, gain=gain, why="its replicas share its tokens in another way, which evens out the ranks and copies nothing")
+
+
+def _write(table: Table, changes: Changes, at: int) -> None:
+    layer = changes.layer[at]
+    table[layer, changes.slot[at]] = changes.expert[at]
+    if changes.other_slot[at] != NOWHERE:
+        table[layer, changes.other_slot[at]] = changes.other_expert[at]
+
+
+class _Sources:
+    """Picks where copies of one handover are read from: the nearest live holder, and of equally near ones that which has given least so far."""
+
+    def __init__(self, table: Table, per: int, room: Room, limits: Limits) -> None:
+        self._table, self._per, self._node, self._bytes = table, per, room.node.tolist(), room.expert_bytes
+        self._live = [True] * len(self._node) if limits.live is None else limits.live.tolist()
+        self._given = [0] * len(self._node)
+
+    def copy(self, layer: int, expert: int, slot: int) -> Copy:
+        """slot: where it goes."""
+        rank, ranks = slot // self._per, len(self._node)
+        holders = [one for one in np.flatnonzero(self._table[layer] == expert).tolist() if self._live[one // self._per]]
+        if not holders:
+            return Copy(expert=expert, slot=slot, link="checkpoint", bytes=self._bytes)
+        source = min(holders, key=lambda one: (self._far(one // self._per, rank), self._given[one // self._per], (one // self._per - rank) % ranks))
+        self._given[source // self._per] += 1
+        link: Link = "cross-node" if self._far(source // self._per, rank) == _CROSS else "same-node"
+        return Copy(expert=expert, slot=slot, source=source, link=link, bytes=self._bytes)
+
+    def _far(self, one: int, other: int) -> int:
+        return 0 if one == other else 1 if self._node[one] == self._node[other] else _CROSS
+
+
+_CROSS = 2
+"""how far ranks of different nodes are apart"""
+
+
+def _steps(placement: Placement, begin: Table, changes: Changes, taken: list[int], room: Room, limits: Limits, why: Sequence[str] | None) -> Iterator[Step]:
+    table, per = begin.copy(), placement.slots_per_rank
+    sources = _Sources(begin, per, room, limits)
+    for at in taken:
+        kind, layer, slot, expert, other_slot, other_expert = (int(part[at]) for part in changes[:6])
+        found = int(table[layer, slot])
+        copies = [sources.copy(layer, expert, slot)] if COPIES[kind] else []
+        if kind == Kind.SWAP:
+            copies.append(sources.copy(layer, other_expert, other_slot))
+        subject = found if kind == Kind.DROP else expert
+        yield Step(
+            kind=KINDS[kind],
+            layer=layer,
+            slot=slot,
+            expert=subject,
+            evicted=found if kind in (Kind.REPLICATE, Kind.MOVE) and found != EMPTY else None,
+            other_slot=None if other_slot == NOWHERE else other_slot,
+            other_expert=None if other_expert == EMPTY or other_slot == NOWHERE else other_expert,
+            copies=tuple(copies),
+            gain=float(changes.gain[at]),
+            why=_why(table[layer], Kind(kind), layer, slot, subject, found, other_slot, per) if why is None else why[at],
+        )
+        _write(table, changes, at)
+
+
+def _why(row: Table, kind: Kind, layer: int, slot: int, expert: int, found: int, other_slot: int, per: int) -> str:
+    """What the tables tell of a change."""
+    rank, other = slot // per, other_slot // per
+    room = (
+        "in an empty slot" if found == EMPTY else f"where expert {ExpertId(layer, found)} gives way, which is held {int((row == found).sum()) - 1} times more"
+    )
+    match kind:
+        case Kind.REPLICATE:
+            return f"expert {ExpertId(layer, expert)} is held by {int((row == expert).sum())} ranks; rank {rank} can take a part of its tokens, {room}"
+        case Kind.MOVE:
+            return f"rank {rank} can serve expert {ExpertId(layer, expert)} better than rank {other}, {room}"
+        case Kind.SWAP:
+            return (
+                f"ranks {other} and {rank} are more even, or nearer to who asks, with experts {ExpertId(layer, expert)} and {ExpertId(layer, found)} exchanged"
+            )
+        case Kind.DROP:
+            return f"expert {ExpertId(layer, expert)} is held {int((row == expert).sum()) - 1} times more; this replica is not worth its slot"
