@@ -14,7 +14,7 @@ from fleet.placement import Placement, PlacementRecord
 
 
 class Fault(StrEnum):
-    """Why something said about placements was refused."""
+    """Why something that was said was refused."""
 
     PLACEMENT = "placement"
     """it breaks an invariant, or its bytes do not fit"""
@@ -23,7 +23,17 @@ class Fault(StrEnum):
     LAYOUT = "layout"
     EPOCH = "epoch"
     CONTRADICTION = "contradiction"
-    """another placement than the one known under this epoch"""
+    """another placement than the one known under this epoch, or another engine or model than the one that joined"""
+    UNKNOWN = "unknown"
+    """it is about an engine that is not there"""
+    STALE = "stale"
+    """something newer is known"""
+    DEMAND = "demand"
+    """a demand that cannot be, or that is missing"""
+    CLUSTERS = "clusters"
+    """clusters that cannot be, or are of another shape"""
+    CAPACITY = "capacity"
+    """more than may be kept"""
 
 
 class Refused(ValueError):

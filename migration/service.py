@@ -1,45 +1,92 @@
-"""The migration service in its first form: keeps the durable record of which placement each engine serves."""
+"""The migration service: keeps the durable record of which placement each engine serves, and thinks over which one would serve better.
+
+In this form plans are told to whoever asks (`roost plan`), and carried out by nobody yet.
+"""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 
-from bus import Bus, BusError, Received
+from bus import Bus, BusError, Received, Subscription
+from bus.sequence import Sequences
 from bus.subjects import Subjects
-from fleet.events import EngineJoined, EngineLeft, PlacementCommitted
+from fleet.events import (
+    ClustersPublished,
+    DemandPublished,
+    DescribeClusters,
+    EngineJoined,
+    EngineLeft,
+    HomesPublished,
+    KvMetrics,
+    PlacementCommitted,
+    TablesPublished,
+)
+from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
-from migration.ledger import Ledger, Refused
+from migration.homesteads import Homesteads
+from migration.inquiries import Inquiries
+from migration.ledger import Entry, Fault, Ledger, Refused
 from migration.metrics import MigrationMetrics
+from migration.situation import Question
+from migration.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+WARN_SECONDS = 60.0
+"""A reason to refuse what is said of demand is logged so often at most."""
+_ANSWER_SECONDS = 10.0
+
 
 class MigrationService:
-    """Runs until cancelled. `ready` is set once the log is read and epoch 0 of every engine present is recorded.
+    """Runs until cancelled, once. `ready` is set once the log is read and epoch 0 of every engine present is recorded.
 
     One such service per namespace: it records each incarnation's epoch 0 exactly once, also across its own restarts, because it
     reads the log before it writes and again whenever it does not know whether a write arrived.
+
+    clock: seconds that never go back. thinking: see `Inquiries`.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, config: MigrationConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, config: MigrationConfig, clock: Callable[[], float] = time.monotonic, thinking: Executor | None = None
+    ) -> None:
         self.ready = asyncio.Event()
         self.metrics = MigrationMetrics()
         self.ledger = Ledger(config.most_incarnations)
+        self.watch = Watch(config)
         self._bus = bus
         self._subjects = subjects
         self._config = config
         self._clock = clock
+        self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, thinking)
+        self._homes = Homesteads(time.time_ns() // 1000)
+        self._homes_publisher = bus.publisher(subjects.homes)
+        self._sequences = Sequences()
+        self._warned: dict[Fault, float] = {}
+        """when the log last told of a refusal"""
 
     async def run(self) -> None:
         """Read, then follow. BusError when the bus cannot be reached at the start."""
-        await self._read_back(self._subjects.placements())
-        async for received in self._bus.replay(self._subjects.membership(), latest=True, follow=False):
-            await self._member(received)
-        self.ready.set()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow_members(), name="records the placement of engines that join")
-            tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
+        subjects = self._subjects
+        try:
+            async with (
+                self._bus.subscribe(subjects.demand, subjects.kv_metrics, subjects.clusters, subjects.tables) as heard,
+                self._bus.serve(subjects.describe_plan, self._inquiries.answer),
+            ):
+                await self._read_back(subjects.placements())
+                async for received in self._bus.replay(subjects.membership(), latest=True, follow=False):
+                    await self._member(received)
+                self.ready.set()
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._follow_members(), name="records the placement of engines that join")
+                    tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
+                    tasks.create_task(self._listen(heard), name="hears demand, load and clusters")
+                    tasks.create_task(self._cycle(), name="thinks over every engine, and says where requests are at home")
+        finally:
+            self._inquiries.close()
+
+    # Who is there, and what they serve
 
     async def _follow_members(self) -> None:
         async for received in self._bus.replay(self._subjects.membership(), latest=True):
@@ -70,13 +117,15 @@ class MigrationService:
             case EngineJoined() as joined:
                 try:
                     missing = self.ledger.joined(joined)
-                except Refused as refusal:
-                    self._refuse(received, refusal.fault.value, str(refusal))
-                else:
                     if missing is not None:
                         await self._record(missing)
+                    if (entry := self.ledger.entry(joined.worker_id)) is not None:
+                        self.watch.joined(joined, entry, self._clock())
+                except Refused as refusal:
+                    self._refuse(received, refusal.fault.value, str(refusal))
             case EngineLeft() as left:
                 self.ledger.left(left.worker_id)
+                self.watch.left(left.worker_id)
             case _:
                 self._refuse(received, "kind", "is neither EngineJoined nor EngineLeft")
         self.metrics.serving(self.ledger.engines())
@@ -116,3 +165,85 @@ class MigrationService:
     def _refuse(self, received: Received, reason: str, detail: str) -> None:
         self.metrics.rejected(reason)
         logger.warning("refused a %s on %s: %s", type(received.message).__name__, received.subject, detail)
+
+    # What is wanted of them
+
+    async def _listen(self, heard: Subscription) -> None:
+        async for received in heard:
+            if not self._sequences.observe(received.publisher_id, received.sequence).fresh:
+                continue
+            try:
+                await self._hear(received)
+            except Refused as refusal:
+                self._refuse_often(received, refusal)
+
+    async def _hear(self, received: Received) -> None:
+        """One fact. Refused when it cannot be used."""
+        match received.message:
+            case DemandPublished() as demand:
+                self.watch.demand(demand, self._clock())
+            case KvMetrics() as load:
+                self.watch.load(load, self._clock())
+            case TablesPublished() as tables if tables.model in self.watch.models:
+                self.watch.gain(tables.model, tables.gain)
+            case ClustersPublished() as clusters if clusters.model in self.watch.models:
+                await self._clusters(clusters)
+
+    async def _clusters(self, published: ClustersPublished) -> None:
+        try:
+            clusters = await asyncio.to_thread(ClusterModel.from_record, published.record)
+        except ValueError as error:
+            raise Refused(Fault.CLUSTERS, f"clusters of model {published.model!r}: {error}") from error
+        self.watch.clusters(published.model, clusters)
+
+    def _refuse_often(self, received: Received, refusal: Refused) -> None:
+        """Counted always; in the log now and then, whoever it is that says so much nonsense."""
+        self.metrics.rejected(refusal.fault.value)
+        now = self._clock()
+        if now - self._warned.get(refusal.fault, -WARN_SECONDS) >= WARN_SECONDS:
+            self._warned[refusal.fault] = now
+            logger.warning("refused a %s: %s; others of this kind are only counted for %g s", type(received.message).__name__, refusal, WARN_SECONDS)
+
+    # What could be better
+
+    async def _cycle(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.cycle_seconds)
+            self.watch.turn(self._clock())
+            await self._ask_for_clusters()
+            for entry in self.ledger.engines().values():
+                await self._think(entry)
+            self._homes.keep_only({entry.worker_id for entry in self.ledger.engines().values()})
+            self.metrics.stored_bytes.set(self.watch.stored_bytes)
+
+    async def _ask_for_clusters(self) -> None:
+        """Of models whose clusters were not heard: the tracker says them when they change, which may have been long ago."""
+        for model in self.watch.models_without_clusters:
+            try:
+                answer = await self._bus.request(self._subjects.describe_profile, DescribeClusters(model=model), _ANSWER_SECONDS)
+                if isinstance(answer, ClustersPublished):
+                    await self._clusters(answer)
+            except (BusError, Refused) as error:
+                logger.debug("no clusters of model %s: %s", model, error)
+
+    async def _think(self, entry: Entry) -> None:
+        """One engine's plan of the cycle, of which the homes and the figures are used."""
+        try:
+            decided = await self._inquiries.decide(entry, Question(self._config.policy, self._config.budget_bytes))
+        except Refused as refusal:
+            logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
+            return
+        except Exception:  # a defect of planning must not end the record of placements
+            self.metrics.unknown("failed")
+            logger.exception("planning for engine %s failed", entry.engine)
+            return
+        self.metrics.figures(decided.record)
+        await self._say(self._homes.said(entry, decided))
+
+    async def _say(self, homes: HomesPublished) -> None:
+        self.metrics.homes.inc(self._homes.changes)
+        self._homes.changes = 0
+        try:
+            await self._homes_publisher.publish(homes)
+        except BusError as error:
+            logger.warning("the homes of engine %s cannot be said: %s", homes.engine, error)

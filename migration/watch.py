@@ -1,0 +1,278 @@
+"""What was heard of the engines, as far as plans need it: demand by rank in windows, load, clusters. Pure; bounded; the time is an argument.
+
+The tracker says a rank's demand when it changes, so the last word holds until the next; after `stale_seconds` nothing is known any more,
+unless the last word was that nothing is wanted, or the rank itself says that it is idle. Words are integrated over windows: what a window
+holds are pairs, as many as were really routed, and so its sampling noise is that of a count.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import DemandPublished, EngineJoined, KvMetrics
+from fleet.signatures import ClusterModel
+from fleet.timing import EngineSpeed
+from migration.config import MigrationConfig
+from migration.ledger import Entry, Fault, Refused
+from migration.view import Cache, Demand, View
+
+MOST_MODELS = 64
+"""Models whose clusters are kept."""
+
+
+class _Window:
+    """What was wanted since it began. wanted: float32 [ranks, layers, experts], pairs; known: float64 [ranks], seconds of which that is known."""
+
+    __slots__ = ("began", "known", "wanted")
+
+    def __init__(self, shape: tuple[int, int, int], began: float) -> None:
+        self.began = began
+        self.wanted = np.zeros(shape, np.float32)
+        self.known = np.zeros(shape[0])
+
+    def demand(self, rates: NDArray[np.float32], pairs: NDArray[np.float64], now: float) -> Demand:
+        """Mean rates; of ranks of which nothing was counted yet, the present ones. pairs: behind the present rates."""
+        known = np.maximum(self.known, 1e-9)[:, None, None]
+        mean = np.where(self.known[:, None, None] > 0, self.wanted / known, rates).astype(np.float32)
+        counted = self.wanted.sum(axis=(1, 2), dtype=np.float64) / self.wanted.shape[1]
+        return Demand(mean, np.maximum(counted, pairs), now - self.began)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The last word about one rank, and up to when it is counted."""
+
+    version: int = -1
+    heard_at: float = -np.inf
+    wants: bool = False
+    pairs: float = 0.0
+    counted_at: float = 0.0
+    load: KvMetrics | None = None
+    load_at: float = -np.inf
+
+
+@dataclass(slots=True)
+class _Engine:
+    joined: EngineJoined
+    shape: tuple[int, int, int]
+    node: NDArray[np.intp]
+    rates: NDArray[np.float32]
+    window: _Window
+    ranks: list[_Rank]
+    closed: list[Demand] = field(default_factory=list)
+    """the last two windows, the older first"""
+
+
+class Watch:
+    """Engines that are present and hold experts. `now` is seconds of one clock that never goes back."""
+
+    def __init__(self, config: MigrationConfig) -> None:
+        self._config = config
+        self._engines: dict[int, _Engine] = {}
+        """by worker_id"""
+        self._clusters: OrderedDict[str, ClusterModel] = OrderedDict()
+        self._gains: OrderedDict[str, float] = OrderedDict()
+
+    @property
+    def models(self) -> set[str]:
+        """Models of the engines that are watched."""
+        return {engine.joined.model for engine in self._engines.values()}
+
+    @property
+    def models_without_clusters(self) -> set[str]:
+        """Of these, the ones whose clusters were never heard."""
+        return self.models - self._clusters.keys()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of demand."""
+        return sum(engine.rates.nbytes * (2 + len(engine.closed)) for engine in self._engines.values())
+
+    # Who is there
+
+    def joined(self, joined: EngineJoined, entry: Entry, now: float) -> None:
+        """An incarnation serves experts; it replaces the one before. Refused when its demand would take too much room."""
+        for worker_id in [worker_id for worker_id, engine in self._engines.items() if engine.joined.engine == joined.engine and worker_id != joined.worker_id]:
+            del self._engines[worker_id]
+        if joined.worker_id in self._engines:
+            return
+        placement = entry.placement
+        shape = placement.ranks, placement.layers, placement.experts
+        cells = sum(engine.rates.size for engine in self._engines.values()) + int(np.prod(shape))
+        if cells > self._config.most_cells:
+            raise Refused(
+                Fault.CAPACITY, f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it"
+            )
+        ranks = [_Rank(counted_at=now) for _ in range(shape[0])]
+        self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), np.zeros(shape, np.float32), _Window(shape, now), ranks)
+
+    def left(self, worker_id: int) -> None:
+        """An incarnation is gone."""
+        self._engines.pop(worker_id, None)
+
+    # What is said of them
+
+    def demand(self, said: DemandPublished, now: float) -> None:
+        """Refused when it cannot be used, or is older than what is known; then nothing changed."""
+        engine, rank = self._rank(said.worker_id, said.rank, f"a demand of engine {said.engine!r}")
+        if (said.engine, said.model) != (engine.joined.engine, engine.joined.model):
+            raise Refused(Fault.CONTRADICTION, f"worker {said.worker_id} is engine {engine.joined.engine!r} of model {engine.joined.model!r}, not {said.engine!r} of {said.model!r}")
+        if said.version <= rank.version:
+            raise Refused(Fault.STALE, f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known")
+        if (said.demand.layers, said.demand.experts) != engine.shape[1:]:
+            raise Refused(Fault.SHAPE, f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r} has {engine.shape[1]} x {engine.shape[2]}")
+        try:
+            rates = said.demand.array()
+        except ValueError as error:
+            raise Refused(Fault.DEMAND, f"the demand of {said.engine}/{said.rank}: {error}") from error
+        if not 0 <= said.pairs < np.inf:
+            raise Refused(Fault.DEMAND, f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and not negative")
+        self._count(engine, said.rank, now)
+        engine.rates[said.rank] = rates
+        rank.version, rank.heard_at, rank.pairs, rank.wants = said.version, now, said.pairs, bool(rates.any())
+
+    def load(self, said: KvMetrics, now: float) -> None:
+        """Load of a rank; of engines that are not watched it means nothing here."""
+        if said.worker_id in self._engines:
+            engine, rank = self._rank(said.worker_id, said.dp_rank, "a load")
+            self._count(engine, said.dp_rank, now)
+            rank.load, rank.load_at = said, now
+
+    def clusters(self, model: str, clusters: ClusterModel) -> None:
+        """The tracker's clusters of a model; an older version than is known is ignored."""
+        known = self._clusters.get(model)
+        if known is None or clusters.version > known.version:
+            self._clusters[model] = clusters
+            _bound(self._clusters, model)
+
+    def gain(self, model: str, gain: float) -> None:
+        """What predictions of a model are worth."""
+        self._gains[model] = min(max(gain, 0.0), 1.0) if np.isfinite(gain) else 0.0
+        _bound(self._gains, model)
+
+    def turn(self, now: float) -> None:
+        """Close the windows that are long enough."""
+        for engine in self._engines.values():
+            if now - engine.window.began >= self._config.window_seconds:
+                self._count_all(engine, now)
+                engine.closed = [*engine.closed, engine.window.demand(engine.rates, _pairs(engine), now)][-2:]
+                engine.window = _Window(engine.shape, now)
+
+    # What that makes
+
+    def view(self, entry: Entry, now: float) -> View:
+        """One engine as it is now. Refused when too little is known: the text says what is missing."""
+        engine = self._engines.get(entry.worker_id)
+        if engine is None or engine.joined.shape is None:
+            raise Refused(Fault.UNKNOWN, f"engine {entry.engine!r} is not watched: it is gone, or its demand takes more than planner.most_cells allows")
+        if entry.layout.targets_are_ranks:
+            self._check_known(engine, now)
+        self._count_all(engine, now)
+        fit, later = self._windows(engine, now)
+        joined = engine.joined
+        return View(
+            engine=joined.engine,
+            worker_id=joined.worker_id,
+            model=joined.model,
+            shape=engine.joined.shape,
+            layout=entry.layout,
+            placement=entry.placement,
+            node=engine.node,
+            speed=joined.speed or EngineSpeed(),
+            demand=fit,
+            later=later,
+            running=_loads(engine, "running"),
+            cache=_cache(engine),
+            clusters=self._clusters.get(joined.model),
+            gain=self._gains.get(joined.model, 0.0),
+        )
+
+    def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
+        """What to plan from and what to judge on: the last two windows, the one that is open among them once half of it is over."""
+        found = list(engine.closed)
+        if len(found) < 2 or now - engine.window.began >= self._config.window_seconds / 2:
+            found.append(engine.window.demand(engine.rates, _pairs(engine), now))
+        return (found[-2], found[-1]) if len(found) > 1 and found[-1].pairs.sum() > 0 else (found[0], None)
+
+    def _check_known(self, engine: _Engine, now: float) -> None:
+        unknown = [number for number, rank in enumerate(engine.ranks) if not (self._holds(rank, now) or self._is_idle(rank, now))]
+        if unknown:
+            heard = max(engine.ranks[number].heard_at for number in unknown)
+            since = "never" if heard == -np.inf else f"{now - heard:.0f} s ago"
+            raise Refused(
+                Fault.DEMAND, f"what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want is not known (last heard: {since}); is the tracker running?"
+            )
+
+    def _holds(self, rank: _Rank, now: float) -> bool:
+        """Whether the last word about a rank's demand still holds; that it wants nothing holds until the rank says that it is busy."""
+        busy = rank.load is not None and now - rank.load_at <= self._config.stale_seconds and not _idle(rank.load)
+        return now - rank.heard_at <= self._config.stale_seconds or (rank.version >= 0 and not rank.wants and not busy)
+
+    def _is_idle(self, rank: _Rank, now: float) -> bool:
+        return rank.load is not None and now - rank.load_at <= self._config.stale_seconds and _idle(rank.load)
+
+    def _count(self, engine: _Engine, number: int, now: float) -> None:
+        """Enter what a rank wanted since it was last counted into the window."""
+        rank, window = engine.ranks[number], engine.window
+        began = max(rank.counted_at, window.began)
+        rank.counted_at = now
+        until = min(now, rank.heard_at + self._config.stale_seconds) if rank.wants else now
+        if rank.version >= 0 and until > began and (rank.wants or self._holds(rank, now)):
+            window.known[number] += until - began
+            if rank.wants:
+                window.wanted[number] += engine.rates[number] * np.float32(until - began)
+        elif now > began and self._is_idle(rank, now):
+            engine.rates[number], rank.wants, rank.pairs = 0.0, False, 0.0
+            window.known[number] += now - began
+
+    def _count_all(self, engine: _Engine, now: float) -> None:
+        for number in range(len(engine.ranks)):
+            self._count(engine, number, now)
+
+    def _rank(self, worker_id: int, rank: int, what: str) -> tuple[_Engine, _Rank]:
+        engine = self._engines.get(worker_id)
+        if engine is None:
+            raise Refused(Fault.UNKNOWN, f"{what}: worker {worker_id} has not joined, or has left")
+        if not 0 <= rank < len(engine.ranks):
+            raise Refused(Fault.SHAPE, f"{what}: rank {rank} of worker {worker_id}, which has ranks 0..{len(engine.ranks) - 1}")
+        return engine, engine.ranks[rank]
+
+
+def _nodes(joined: EngineJoined, ranks: int) -> NDArray[np.intp]:
+    """Number of each rank's node, from 0 in the order in which they are named."""
+    names = joined.nodes if len(joined.nodes) == ranks else (joined.node,) * ranks
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.intp)
+
+
+def _idle(load: KvMetrics) -> bool:
+    return not (load.running or load.waiting or load.active_prefill_tokens)
+
+
+def _pairs(engine: _Engine) -> NDArray[np.float64]:
+    return np.array([rank.pairs for rank in engine.ranks])
+
+
+def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
+    """float64 [ranks] of a figure of the last load reports; None where a rank has never said it."""
+    said = [None if rank.load is None else getattr(rank.load, what) for rank in engine.ranks]
+    return None if any(value is None for value in said) else np.array(said, np.float64)
+
+
+def _cache(engine: _Engine) -> Cache | None:
+    used = _loads(engine, "kv_used_blocks")
+    return None if used is None else Cache(engine.joined.kv_blocks, used, engine.joined.block_size)
+
+
+def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:
+    kept.move_to_end(newest)
+    while len(kept) > MOST_MODELS:
+        kept.popitem(last=False)
+
+
+def _listed(numbers: list[int]) -> str:
+    """The first of them."""
+    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")

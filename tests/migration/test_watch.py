@@ -1,0 +1,204 @@
+"""What the planner knows of demand: windows, silence, words that cannot be used."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet.events import DemandPublished, EngineJoined, KvMetrics
+from fleet.experts import ModelShape
+from fleet.layout import EP, Layout
+from fleet.placement import linear
+from fleet.popularity import ExpertTable
+from fleet.signatures import ClusterModel
+from migration.config import MigrationConfig
+from migration.ledger import Entry, Fault, Refused
+from migration.view import View
+from migration.watch import Watch
+
+SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
+ENTRY = Entry("a", 1, EP, linear(layers=2, experts=8, ranks=2))
+CONFIG = MigrationConfig(window_seconds=60.0, stale_seconds=15.0)
+
+
+def joined(worker_id: int = 1, **fields: Any) -> EngineJoined:
+    plain: dict[str, Any] = {
+        "engine": "a",
+        "model": "m",
+        "node": "n",
+        "urls": ("http://x", "http://y"),
+        "block_size": 16,
+        "kv_blocks": 8,
+        "max_context": 512,
+        "max_batch_tokens": 256,
+        "shape": SHAPE,
+        "layout": EP,
+        "placement": ENTRY.placement.record(),
+    }
+    return EngineJoined(worker_id=worker_id, **{**plain, **fields})
+
+
+def wanted(rank: int, rate: float, version: int, **fields: Any) -> DemandPublished:
+    table = ExpertTable.of(np.full((2, 8), rate))
+    plain: dict[str, Any] = {"engine": "a", "worker_id": 1, "model": "m", "tokens_per_second": 4 * rate, "pairs": 20 * 8 * rate, "demand": table}
+    return DemandPublished(rank=rank, version=version, **{**plain, **fields})
+
+
+def load(rank: int, **fields: Any) -> KvMetrics:
+    return KvMetrics(worker_id=1, dp_rank=rank, **{"running": 0, "waiting": 0, "active_prefill_tokens": 0, "kv_used_blocks": 0, **fields})
+
+
+def watching(config: MigrationConfig = CONFIG) -> Watch:
+    watch = Watch(config)
+    watch.joined(joined(), ENTRY, 0.0)
+    return watch
+
+
+def steady(watch: Watch, rates: tuple[float, float], began: int, ended: int) -> None:
+    """Both ranks say their demand every two seconds."""
+    for now in range(began, ended, 2):
+        for rank, rate in enumerate(rates):
+            watch.demand(wanted(rank, rate, 10 * now + rank), float(now))
+        watch.turn(float(now))
+
+
+def refused(watch: Watch, now: float) -> Refused:
+    with pytest.raises(Refused) as refusal:
+        watch.view(ENTRY, now)
+    return refusal.value
+
+
+def test_what_was_just_said_is_seen_at_once_with_the_evidence_of_whoever_said_it() -> None:
+    watch = watching()
+    steady(watch, (3.0, 1.0), 0, 2)
+    view = watch.view(ENTRY, 0.0)
+    np.testing.assert_allclose(view.demand.rates[:, 1, 5], [3.0, 1.0])
+    np.testing.assert_allclose(view.demand.pairs, [480.0, 160.0])
+    assert view.later is None
+    assert view.demand.tokens_per_second(SHAPE.top_k) == pytest.approx(16.0)
+
+
+def test_plans_are_made_from_one_window_and_judged_on_the_next() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 60)
+    steady(watch, (5.0, 1.0), 60, 150)
+    view = watch.view(ENTRY, 150.0)
+    assert view.later is not None
+    np.testing.assert_allclose(view.demand.rates[0], 5.0, rtol=0.05)
+    np.testing.assert_allclose(view.later.rates[0], 5.0)
+    np.testing.assert_allclose(view.later.pairs[1], 8 * view.later.seconds, rtol=0.2)
+    early = watching()
+    steady(early, (1.0, 1.0), 0, 62)
+    steady(early, (5.0, 1.0), 62, 96)
+    view = early.view(ENTRY, 96.0)
+    assert view.later is not None
+    np.testing.assert_allclose([view.demand.rates[0].mean(), view.later.rates[0].mean()], [1.0, 5.0], rtol=0.05)
+
+
+def test_a_rank_that_nobody_spoke_of_is_unknown_until_it_says_that_it_is_idle() -> None:
+    watch = watching()
+    watch.demand(wanted(0, 2.0, 1), 1.0)
+    assert "ranks 1 of" in str(refused(watch, 1.0))
+    watch.load(load(1, running=3), 1.5)
+    assert refused(watch, 2.0).fault is Fault.DEMAND
+    watch.load(load(1), 2.5)
+    np.testing.assert_allclose(watch.view(ENTRY, 3.0).demand.rates[1], 0.0)
+
+
+def test_silence_is_no_demand_only_where_the_last_word_was_that_nothing_is_wanted() -> None:
+    watch = watching()
+    watch.demand(wanted(0, 2.0, 1), 1.0)
+    watch.demand(wanted(1, 0.0, 2, tokens_per_second=0.0, pairs=0.0), 1.0)
+    assert watch.view(ENTRY, 10.0).demand.rates[0, 0, 0] == pytest.approx(2.0)
+    assert "ranks 0 of" in str(refused(watch, 30.0)), "rank 1 wanted nothing, and nobody says that it does now"
+    watch.load(load(1, running=1), 29.0)
+    assert "ranks 0, 1 of" in str(refused(watch, 30.0))
+
+
+def test_time_of_which_nothing_is_known_counts_neither_way() -> None:
+    watch = watching()
+    watch.demand(wanted(0, 2.0, 1), 0.0)
+    watch.demand(wanted(1, 2.0, 2), 0.0)
+    watch.demand(wanted(0, 2.0, 3), 50.0)
+    watch.demand(wanted(1, 2.0, 4), 50.0)
+    rates = watch.view(ENTRY, 55.0).demand.rates
+    np.testing.assert_allclose(rates, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (wanted(0, 1.0, 5, worker_id=9), Fault.UNKNOWN),
+        (wanted(2, 1.0, 5), Fault.SHAPE),
+        (wanted(-1, 1.0, 5), Fault.SHAPE),
+        (wanted(0, 1.0, 1), Fault.STALE),
+        (wanted(0, 1.0, 5, model="other"), Fault.CONTRADICTION),
+        (wanted(0, 1.0, 5, engine="b"), Fault.CONTRADICTION),
+        (wanted(0, np.nan, 5), Fault.DEMAND),
+        (wanted(0, 1.0, 5, pairs=-1.0), Fault.DEMAND),
+        (wanted(0, 1.0, 5, pairs=float("nan")), Fault.DEMAND),
+    ],
+)
+def test_words_that_cannot_be_used_change_nothing(said: DemandPublished, fault: Fault) -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 2)
+    watch.demand(wanted(0, 1.0, 4), 1.0)
+    before = watch.view(ENTRY, 1.0).demand
+    with pytest.raises(Refused) as refusal:
+        watch.demand(said, 1.0)
+    assert refusal.value.fault is fault
+    np.testing.assert_array_equal(watch.view(ENTRY, 1.0).demand.rates, before.rates)
+
+
+def test_a_demand_of_another_shape_is_refused() -> None:
+    with pytest.raises(Refused, match="3 x 8"):
+        watching().demand(wanted(0, 1.0, 5, demand=ExpertTable.of(np.ones((3, 8)))), 1.0)
+
+
+def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 2)
+    again = Entry("a", 2, EP, ENTRY.placement)
+    watch.joined(joined(2), again, 3.0)
+    assert refused(watch, 3.0).fault is Fault.UNKNOWN
+    with pytest.raises(Refused, match="never"):
+        watch.view(again, 3.0)
+    watch.left(2)
+    assert watch.stored_bytes == 0
+
+
+def test_what_is_kept_is_bounded() -> None:
+    watch = watching(MigrationConfig(most_cells=40))
+    with pytest.raises(Refused, match="most_cells"):
+        watch.joined(joined(2, engine="b"), Entry("b", 2, EP, ENTRY.placement), 0.0)
+    steady(watch, (1.0, 1.0), 0, 600)
+    assert watch.stored_bytes == 4 * 4 * 2 * 2 * 8
+    model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
+    for number in range(200):
+        watch.clusters(str(number), model)
+        watch.gain(str(number), 0.5)
+    assert (len(watch._clusters), len(watch._gains)) == (64, 64)
+
+
+def test_load_clusters_and_what_predictions_are_worth_are_part_of_the_view() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 2)
+    for rank in (0, 1):
+        watch.load(load(rank, running=rank + 1, kv_used_blocks=4), 1.0)
+    old, new = (ClusterModel(version, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0) for version in (1, 2))
+    watch.clusters("m", new)
+    watch.clusters("m", old)
+    watch.gain("m", float("nan"))
+    watch.gain("m", 0.25)
+    view = watch.view(ENTRY, 1.0)
+    assert (view.clusters, view.gain) == (new, 0.25)
+    assert view.running is not None
+    np.testing.assert_array_equal(view.running, [1, 2])
+    assert view.cache is not None
+    assert (view.cache.blocks, view.cache.used.tolist()) == (8, [4, 4])
+
+
+def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -> None:
+    sharded = Entry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
+    view: View = watching().view(sharded, 1.0)
+    assert view.layout.attention == "tp"
