@@ -1,0 +1,311 @@
+"""A placement from nothing, for balance alone: how many replicas each expert gets, and which ranks hold them. Pure.
+
+Load is shared evenly among an expert's replicas. Layers know nothing of each other and are worked on all at once. In three movements:
+
+1. Counts. Replicas are dealt as parliaments deal seats, by a divisor rule: t is the least load such that experts of load x get
+   max(1, ceil(x / t - s)) replicas and all fit. s = 0 makes the heaviest replica lightest. Where there are few slots per rank that is not all
+   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Where this pigeonhole bound lies above the mean, s = -1/2 is tried,
+   which gives the most wanted fewer replicas and those of middling load more.
+2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least.
+3. Trading. Heavy ranks are paired with light ones, each round otherwise, and exchange what brings the two nearest to each other: one
+   expert for one, or two for two.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Table = NDArray[np.int16]
+EVEN, SPARING = 0.0, -0.5
+"""signposts s of the divisor rule"""
+OTHERWISE = 0.5
+"""that of a second attempt, with layers that stay further than NEAR from what their counts allow"""
+NEAR = 0.004
+CLOSE = 1e-4
+"""a layer whose fullest rank is so near to what is possible is left alone"""
+ROUNDS, LONG_ROUNDS = 20, 30
+"""of trading: where two can go for two, and where only single experts are exchanged"""
+MOST_TWOS = 500
+"""ways to exchange two for two that are looked at, per pair of ranks; with more, ranks have so many experts that single ones do"""
+_HALVINGS = 40
+_LEAST = 1e-9
+"""a change of load, as a part of a rank's, that is none"""
+
+
+def full(load: NDArray[Any], ranks: int, slots_per_rank: int, *, most_replicas: int | None = None, node: NDArray[np.intp] | None = None) -> Table:
+    """int16 [layers, ranks * slots_per_rank]: the placement of best balance that could be found for load [layers, experts] (any unit).
+
+    No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and slots beyond that stay empty.
+    node: int [ranks], from 0: which ranks lie on which node; an expert's replicas are spread over nodes as far as that costs no balance.
+    ValueError when the experts do not fit, or a load is negative or not finite.
+    """
+    wanted = _checked(load, ranks, slots_per_rank)
+    most = min(ranks, most_replicas or ranks)
+    even = replica_counts(wanted, ranks * slots_per_rank, most)
+    packing = _packed(wanted, _roomier(wanted, even, ranks, slots_per_rank, most), ranks, slots_per_rank)
+    again = np.flatnonzero(packing.fullest > (1.0 + NEAR) * _least(wanted, even, ranks, slots_per_rank, most))
+    if len(again):
+        other = _packed(wanted[again], replica_counts(wanted[again], ranks * slots_per_rank, most, OTHERWISE), ranks, slots_per_rank)
+        better = other.fullest < packing.fullest[again]
+        packing.expert[again[better]] = other.expert[better]
+    table = np.where(packing.expert < wanted.shape[1], packing.expert, EMPTY).astype(np.int16)
+    if node is not None:
+        table = _spread(table, wanted, np.asarray(node))
+    return table.reshape(len(wanted), -1)
+
+
+def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> Floats:
+    """float64 [layers]: no placement into these slots has a better balance under the even split, however finely it could be cut.
+
+    Some rank carries at least the mean; and at least the heaviest replica, which is lightest under the divisor rule of s = 0, with what
+    must lie beside it: the lightest of the experts that the other ranks have no slots for.
+    """
+    wanted = _checked(load, ranks, slots_per_rank)
+    most = min(ranks, most_replicas or ranks)
+    even = replica_counts(wanted, ranks * slots_per_rank, most)
+    return np.asarray(wanted.sum(axis=1) / ranks / _least(wanted, even, ranks, slots_per_rank, most))
+
+
+def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
+    """The load, positive everywhere: what nobody has asked for yet shares the replicas that are left over."""
+    wanted = np.asarray(load, np.float64)
+    if wanted.ndim != 2 or wanted.shape[1] < 1:
+        raise ValueError(f"placing: load has shape {wanted.shape}; expected [layers, experts]")
+    if ranks < 1 or wanted.shape[1] > ranks * slots_per_rank:
+        raise ValueError(f"placing: {wanted.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks} ranks; give them more slots")
+    if not (np.isfinite(wanted).all() and (wanted >= 0).all()):
+        raise ValueError("placing: a load is negative or not finite; give counts or rates")
+    total = wanted.sum(axis=1, keepdims=True)
+    return np.asarray(wanted + np.where(total > 0, 1e-12 * total, 1.0))
+
+
+def _least(load: Floats, even: Counts, ranks: int, per_rank: int, most: int) -> Floats:
+    """float64 [layers]: what the fullest rank carries at least, whatever the counts."""
+    beside = max(0, load.shape[1] - (ranks - 1) * per_rank - 1)
+    lightest = np.sort(load, axis=1)[:, :beside].sum(axis=1) / most
+    return np.asarray(np.maximum(load.sum(axis=1) / ranks, (load / even).max(axis=1) + lightest))
+
+
+# Counts
+
+
+def replica_counts(load: Floats, slots: int, most: int, signpost: float = EVEN) -> Counts:
+    """int64 [layers, experts]: replicas by the divisor rule above, at least 1 and at most `most` each, together at most `slots`. load > 0."""
+    low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        fits = _seats(load, middle, most, signpost).sum(axis=1, keepdims=True) <= slots
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    counts = _seats(load, high, most, signpost)
+    while True:  # equal loads reach t together, and not all of them fit
+        left = slots - counts.sum(axis=1, keepdims=True)
+        first = np.argsort(np.where(counts < most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
+        given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < most)
+        if not given.any():
+            return counts.astype(np.int64)
+        layer, nth = np.nonzero(given)
+        counts[layer, first[layer, nth]] += 1
+
+
+def _seats(load: Floats, each: Floats, most: int, signpost: float) -> Floats:
+    return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), 1.0, most)
+
+
+def _roomier(load: Floats, even: Counts, ranks: int, per_rank: int, most: int) -> Counts:
+    """Even counts; sparing ones where the pigeonhole bound lies above the mean and they lower it."""
+    counts, least = even.copy(), _pigeonhole(load, even, ranks, per_rank)
+    tight = np.flatnonzero(least > load.sum(axis=1) / ranks * (1.0 + CLOSE))
+    if len(tight):
+        other = replica_counts(load[tight], ranks * per_rank, most, SPARING)
+        better = _pigeonhole(load[tight], other, ranks, per_rank) < least[tight]
+        counts[tight[better]] = other[better]
+    return counts
+
+
+def _pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Floats:
+    """float64 [layers]: what the fullest rank carries at least, given the counts.
+
+    For each k some rank holds k + 1 of the k * ranks + 1 heaviest replicas, at best the lightest of these, and per_rank - k - 1 others.
+    """
+    _, weight = _replicas(load / counts, counts, ranks * per_rank)
+    sums = np.concatenate([np.zeros((len(load), 1)), weight.cumsum(axis=1)], axis=1)
+    k = np.arange(per_rank)
+    others = sums[:, [-1]] - sums[:, ranks * per_rank - (per_rank - 1 - k)]
+    return np.asarray((sums[:, k * ranks + 1] - sums[:, k * ranks - k] + others).max(axis=1))
+
+
+def _replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats]:
+    """Experts and weights [layers, slots] of all replicas, heaviest first, those of one expert together; nobody, of weight 0, fills up."""
+    layers, experts = weight.shape
+    order = np.concatenate([np.argsort(-weight, axis=1, kind="stable"), np.full((layers, 1), experts)], axis=1)
+    times = np.concatenate([counts, slots - counts.sum(axis=1, keepdims=True)], axis=1)
+    expert = np.repeat(order.ravel(), np.take_along_axis(times, order, axis=1).ravel()).reshape(layers, slots)
+    padded = np.concatenate([weight, np.zeros((layers, 1))], axis=1)
+    return expert, np.take_along_axis(padded, expert, axis=1)
+
+
+# Dealing and trading
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Which rank holds what. A *place* is a rank in a layer, place = layer * ranks + rank. Nobody is number `experts`, of weight 0."""
+
+    unit: Floats
+    """[layers]: what the fullest rank carries at least, given the counts; weights and loads are parts of it"""
+    expert: NDArray[np.int64]
+    """[layers, ranks, slots_per_rank]"""
+    weight: Floats
+    """[places, slots_per_rank]"""
+    loads: Floats
+    """[places]"""
+    held: NDArray[np.bool_]
+    """[places, experts + 1]: whether it is there; never nobody"""
+
+    @property
+    def by_layer(self) -> Floats:
+        return self.loads.reshape(len(self.unit), -1)
+
+    @property
+    def fullest(self) -> Floats:
+        """float64 [layers]: in units of the load"""
+        return np.asarray(self.by_layer.max(axis=1) * self.unit)
+
+
+def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
+    packing = _dealt(load, counts, ranks, per_rank)
+    twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MOST_TWOS
+    for turn in range(ROUNDS if twos else LONG_ROUNDS):
+        layers = np.flatnonzero(packing.by_layer.max(axis=1) > 1.0 + CLOSE)
+        if not len(layers) or ranks == 1:
+            break
+        _trade(packing, *_pairs(packing.by_layer, layers, turn), twos)
+    return packing
+
+
+def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
+    layers, experts = load.shape
+    unit = np.maximum(load.sum(axis=1) / ranks, _pigeonhole(load, counts, ranks, per_rank))
+    replica, heavy = (part.reshape(layers, per_rank, ranks) for part in _replicas(load / counts / unit[:, None], counts, ranks * per_rank))
+    expert, weight = np.empty((layers, ranks, per_rank), np.int64), np.empty((layers, ranks, per_rank))
+    loads = np.zeros((layers, ranks))
+    rows = np.arange(layers)[:, None]
+    for at in range(per_rank):
+        first = replica[:, at, :1]
+        taken = (expert[:, :, at - 1] == first) & (first < experts) if at else np.zeros((layers, ranks), bool)
+        order = _turns(loads, taken, (replica[:, at] == first).sum(axis=1, keepdims=True))
+        expert[rows, order, at] = replica[:, at]
+        weight[rows, order, at] = heavy[:, at]
+        loads[rows, order] += heavy[:, at]
+    held = np.zeros((layers * ranks, experts + 1), bool)
+    np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
+    held[:, experts] = False
+    return _Packing(unit, expert, weight.reshape(-1, per_rank), loads.ravel(), held)
+
+
+def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.intp]:
+    """[layers, ranks]: ranks in the order in which they are dealt to, least load first; but where some have `taken` the first expert of the
+    round in the last round already, the `run` replicas that are left of it go to others."""
+    if not taken.any():
+        return np.argsort(loads, axis=1, kind="stable")
+    free = np.argsort(np.where(taken, np.inf, loads), axis=1, kind="stable")
+    ahead = np.zeros(loads.shape, bool)
+    np.put_along_axis(ahead, free, (np.arange(loads.shape[1]) < run) & taken.any(axis=1, keepdims=True), axis=1)
+    return np.lexsort((loads, ~ahead), axis=1)
+
+
+def _pairs(loads: Floats, layers: NDArray[np.intp], turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Places [n]: the heavier half of the ranks of these layers, and one of the lighter half for each, another every turn."""
+    ranks = loads.shape[1]
+    half = ranks // 2
+    order = np.argsort(-loads[layers], axis=1, kind="stable")
+    partner = ranks - 1 - (np.arange(half) + turn) % (ranks - half)
+    place = layers[:, None] * ranks
+    return (place + order[:, :half]).ravel(), (place + order[:, partner]).ravel()
+
+
+def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], twos: bool) -> None:
+    """Each pair of places makes the exchange after which their loads are nearest to each other, if any brings them nearer."""
+    per_rank = packing.weight.shape[1]
+    expert = packing.expert.reshape(-1, per_rank)
+    wide = packing.held.shape[1]
+    barred = (packing.held.take(other[:, None] * wide + expert[own]) for own, other in ((heavy, light), (light, heavy)))
+    out, back = (np.where(bar, bad, packing.weight[own]) for bar, bad, own in zip(barred, (np.inf, -np.inf), (heavy, light), strict=True))
+    aim = 0.5 * (packing.loads[heavy] - packing.loads[light])
+    missed = _missed(out, back, aim)
+    if twos:
+        first, second = np.triu_indices(per_rank, 1)
+        missed = np.concatenate([missed, _missed(out[:, first] + out[:, second], back[:, first] + back[:, second], aim)], axis=1)
+    best = missed.argmin(axis=1)
+    pair = np.flatnonzero(missed[np.arange(len(best)), best] < aim - _LEAST)
+    heavy, light, best = heavy[pair], light[pair], best[pair]
+    one = best < per_rank**2
+    _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
+    if twos and not one.all():
+        gone, come = np.divmod(best[~one] - per_rank**2, len(first))
+        for side in (first, second):
+            _exchange(packing, heavy[~one], light[~one], side[gone], side[come])
+
+
+def _missed(out: Floats, back: Floats, aim: Floats) -> Floats:
+    """[n, gone * come]: by how much an exchange of weights out [n, gone] against back [n, come] misses the change aimed at [n]."""
+    off = (out - aim[:, None])[:, :, None] - back[:, None, :]
+    return np.abs(off, out=off).reshape(len(aim), -1)
+
+
+def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], gone: NDArray[np.intp], come: NDArray[np.intp]) -> None:
+    """Places `heavy` and `light`, each place once, exchange what lies in their slots `gone` and `come`."""
+    expert, nobody = packing.expert.reshape(-1, packing.weight.shape[1]), packing.held.shape[1] - 1
+    leaving, coming = expert[heavy, gone], expert[light, come]
+    change = packing.weight[heavy, gone] - packing.weight[light, come]
+    expert[heavy, gone], expert[light, come] = coming, leaving
+    packing.weight[heavy, gone] -= change
+    packing.weight[light, come] += change
+    packing.loads[heavy] -= change
+    packing.loads[light] += change
+    packing.held[heavy, leaving] = packing.held[light, coming] = False
+    packing.held[heavy, coming] = coming != nobody
+    packing.held[light, leaving] = leaving != nobody
+
+
+# Nodes
+
+
+def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
+    """The same sets of experts [layers, ranks, slots_per_rank], dealt to ranks such that an expert's replicas lie on different nodes.
+
+    A rank's set, those of the most shared load first, goes to the node with room whose ranks have least of it already.
+    """
+    layers, ranks, _ = table.shape
+    rows = np.arange(layers)
+    shared = _shared(table, load)
+    order = np.argsort(-shared.sum(axis=2), axis=1, kind="stable")
+    room = np.tile(np.bincount(node), (layers, 1))
+    there = np.zeros((layers, room.shape[1], load.shape[1] + 1))
+    home = np.empty((layers, ranks), np.intp)
+    for nth in range(ranks):
+        of = order[:, nth]
+        experts = table[rows, of]
+        overlap = (np.take_along_axis(there, experts[:, None, :].astype(np.intp), axis=2) * shared[rows, of][:, None, :]).sum(axis=2)
+        chosen = np.where(room > 0, overlap, np.inf).argmin(axis=1)
+        home[rows, of] = chosen
+        room[rows, chosen] -= 1
+        there[rows[:, None], chosen[:, None], experts] = 1.0
+    source = np.empty((layers, ranks), np.intp)
+    source[:, np.argsort(node, kind="stable")] = np.argsort(home, axis=1, kind="stable")
+    return np.asarray(np.take_along_axis(table, source[:, :, None], axis=1))
+
+
+def _shared(table: Table, load: Floats) -> Floats:
+    """float64 [layers, ranks, slots_per_rank]: the load of the expert in each slot, 0 where it has no other replica."""
+    layers, experts = load.shape
+    place = np.arange(layers)[:, None, None] * experts + table
+    counts = np.bincount(place[table != EMPTY], minlength=load.size)
+    several = (table != EMPTY) & (counts[place] > 1)
+    return np.where(several, load.ravel()[place], 0.0)
