@@ -1,0 +1,60 @@
+"""What a window's sampling noise explains by itself, and which layers' demand has changed beyond it. Pure.
+
+A window of n (token, k) pairs per layer knows an expert's load to about the root of its count (Poisson). A plan fits the noise of its window; the next
+window has its own, so what a plan shows on its window it does not show on the next.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import chdtrc, ndtr, ndtri
+
+Layers = NDArray[np.float64]
+FALSE_ALARMS = 1e-3
+"""share of the layers reported as changed that may be so by chance (Benjamini and Hochberg 1995), and so the chance of any where none has"""
+
+
+class Noise(NamedTuple):
+    """How many (token, k) pairs stand behind a load, in each layer: a number, or [layers]."""
+
+    window: float | NDArray[Any]
+    """in the window that the load was counted in"""
+
+
+def expected_most(ranks: int) -> float:
+    """Expected largest of so many standard normals (Blom 1958); 0 for one."""
+    return float(ndtri((ranks - 0.375) / (ranks + 0.25)))
+
+
+def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pairs: float | NDArray[Any]) -> Layers:
+    """float64 [layers]: standard deviation, between two windows, of a rank's load over the mean rank load.
+
+    load: [layers, experts], any unit; replicas: int [layers, experts]. Counts are Poisson, replicas of an expert share its noise evenly: the variance
+    of an average rank is sum(load / replicas) * ranks / (sum(load) * pairs) per window.
+    """
+    total = np.maximum(load.sum(axis=1), 1e-300)
+    alone = (load / np.maximum(replicas, 1)).sum(axis=1) / total
+    return np.asarray(np.sqrt(2.0 * alone * ranks / np.maximum(pairs, 1.0)))
+
+
+def changed(loads: NDArray[np.float64], goal: Layers, noise: Layers) -> NDArray[np.bool_]:
+    """bool [layers]: where rank loads lie further apart than a good placement's do when nothing but the sample is new.
+
+    loads: [layers, ranks] over their mean, live ranks only; goal: balance that a full re-placement reaches on this window, noise: `deviation`.
+    The most loaded rank is held against the normal tail beyond the re-placement's most, all ranks together against chi-square.
+    """
+    ranks = loads.shape[1]
+    most = 1.0 / np.maximum(goal, 1e-9)
+    spread = np.maximum(noise, 1e-12)
+    alone = ranks * ndtr(-(loads.max(axis=1) - most) / spread)
+    together = chdtrc(max(ranks - 1, 1), (((loads - 1.0) / np.hypot(spread, most - 1.0)[:, None]) ** 2).sum(axis=1))
+    chance = np.minimum(2.0 * np.minimum(alone, together), 1.0)
+    return _discoveries(chance)
+
+
+def _discoveries(chance: Layers) -> NDArray[np.bool_]:
+    """Which chances are small enough together (Benjamini and Hochberg's step-up)."""
+    ordered = np.sort(chance)
+    passing = np.flatnonzero(ordered <= FALSE_ALARMS * np.arange(1, len(chance) + 1) / len(chance))
+    return chance <= ordered[passing[-1]] if len(passing) else np.zeros(len(chance), bool)
