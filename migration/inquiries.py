@@ -12,7 +12,8 @@ from fleet.events import DescribePlan, PlanDescribed, RequestRefused
 from migration.config import POLICIES, MigrationConfig
 from migration.ledger import Entry, Ledger, Refused
 from migration.metrics import MigrationMetrics
-from migration.planner import Decided, Question, decide
+from migration.planner import Decided, decide
+from migration.situation import Question
 from migration.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Inquiries:
         self._clock = clock
         self._own = thinking is None
         self._thinking = thinking or ThreadPoolExecutor(1, "plans")
-        self._asked = 0
+        self._waiting = 0
 
     def close(self) -> None:
         """End the thread, without waiting for what it is at."""
@@ -45,18 +46,13 @@ class Inquiries:
         """What is asked over the bus."""
         if not isinstance(message, DescribePlan):
             return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {DescribePlan.__name__}")
-        entry = self._ledger.engines().get(message.engine)
         try:
-            if entry is None:
-                raise ValueError(f"no engine {message.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
-            question = self._question(message, entry)
-            if self._asked >= self._config.most_questions:
-                raise ValueError(f"{self._asked} plans are being thought over already; ask again later, or raise planner.most_questions")
-            self._asked += 1
+            entry, question = self._asked_for(message)
+            self._waiting += 1
             try:
                 decided = await self.decide(entry, question)
             finally:
-                self._asked -= 1
+                self._waiting -= 1
         except ValueError as error:
             return RequestRefused(reason=str(error))
         return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record))
@@ -74,20 +70,28 @@ class Inquiries:
         self._metrics.thought(None if decided.why is None else decided.why.value, taken)
         return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
 
-    def _question(self, asked: DescribePlan, entry: Entry) -> Question:
-        """ValueError names what cannot be asked."""
-        policy = next((policy for policy in POLICIES if policy == (asked.policy or self._config.policy)), None)
-        if policy is None:
-            raise ValueError(f"no policy {asked.policy!r}; there are: {', '.join(POLICIES)}")
-        if asked.budget_bytes is not None and asked.budget_bytes < 0:
-            raise ValueError(f"a budget of {asked.budget_bytes} bytes; use 0 or more")
-        for what, numbers, most in (("rank", asked.dead, entry.placement.ranks), ("layer", asked.layers, entry.placement.layers)):
-            outside = [number for number in numbers if not 0 <= number < most]
-            if outside:
-                raise ValueError(f"engine {asked.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}")
-        if len(set(asked.dead)) == entry.placement.ranks:
-            raise ValueError("all ranks are named as dead; nothing would be left to plan for")
-        budget = self._config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
-        return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))))
+    def _asked_for(self, asked: DescribePlan) -> tuple[Entry, Question]:
+        """ValueError names what cannot be asked, or that too much is asked at once."""
+        entry = self._ledger.engines().get(asked.engine)
+        if entry is None:
+            raise ValueError(f"no engine {asked.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
+        if self._waiting >= self._config.most_questions:
+            raise ValueError(f"{self._waiting} plans are being thought over already; ask again later, or raise planner.most_questions")
+        return entry, _question(asked, entry, self._config)
 
 
+def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig) -> Question:
+    """ValueError names what cannot be asked."""
+    policy = next((policy for policy in POLICIES if policy == (asked.policy or config.policy)), None)
+    if policy is None:
+        raise ValueError(f"no policy {asked.policy!r}; there are: {', '.join(POLICIES)}")
+    if asked.budget_bytes is not None and asked.budget_bytes < 0:
+        raise ValueError(f"a budget of {asked.budget_bytes} bytes; use 0 or more")
+    for what, numbers, most in (("rank", asked.dead, entry.placement.ranks), ("layer", asked.layers, entry.placement.layers)):
+        outside = [number for number in numbers if not 0 <= number < most]
+        if outside:
+            raise ValueError(f"engine {asked.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}")
+    if len(set(asked.dead)) == entry.placement.ranks:
+        raise ValueError("all ranks are named as dead; nothing would be left to plan for")
+    budget = config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
+    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))))

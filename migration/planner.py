@@ -14,8 +14,6 @@ from migration.situation import Question, Situation, situation
 from migration.telling import measures
 from migration.view import View
 
-__all__ = ["Decided", "Question", "Why", "decide"]
-
 
 class Why(StrEnum):
     """Why there is no plan."""

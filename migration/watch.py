@@ -104,7 +104,8 @@ class Watch:
         cells = sum(engine.rates.size for engine in self._engines.values()) + int(np.prod(shape))
         if cells > self._config.most_cells:
             raise Refused(
-                Fault.CAPACITY, f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it"
+                Fault.CAPACITY,
+                f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it",
             )
         ranks = [_Rank(counted_at=now) for _ in range(shape[0])]
         self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), np.zeros(shape, np.float32), _Window(shape, now), ranks)
@@ -119,11 +120,17 @@ class Watch:
         """Refused when it cannot be used, or is older than what is known; then nothing changed."""
         engine, rank = self._rank(said.worker_id, said.rank, f"a demand of engine {said.engine!r}")
         if (said.engine, said.model) != (engine.joined.engine, engine.joined.model):
-            raise Refused(Fault.CONTRADICTION, f"worker {said.worker_id} is engine {engine.joined.engine!r} of model {engine.joined.model!r}, not {said.engine!r} of {said.model!r}")
+            raise Refused(
+                Fault.CONTRADICTION,
+                f"worker {said.worker_id} is engine {engine.joined.engine!r} of model {engine.joined.model!r}, not {said.engine!r} of {said.model!r}",
+            )
         if said.version <= rank.version:
             raise Refused(Fault.STALE, f"version {said.version} of the demand of {said.engine}/{said.rank}; {rank.version} is known")
         if (said.demand.layers, said.demand.experts) != engine.shape[1:]:
-            raise Refused(Fault.SHAPE, f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r} has {engine.shape[1]} x {engine.shape[2]}")
+            raise Refused(
+                Fault.SHAPE,
+                f"a demand of {said.demand.layers} x {said.demand.experts} experts; engine {said.engine!r} has {engine.shape[1]} x {engine.shape[2]}",
+            )
         try:
             rates = said.demand.array()
         except ValueError as error:
@@ -203,7 +210,8 @@ class Watch:
             heard = max(engine.ranks[number].heard_at for number in unknown)
             since = "never" if heard == -np.inf else f"{now - heard:.0f} s ago"
             raise Refused(
-                Fault.DEMAND, f"what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want is not known (last heard: {since}); is the tracker running?"
+                Fault.DEMAND,
+                f"what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want is not known (last heard: {since}); is the tracker running?",
             )
 
     def _holds(self, rank: _Rank, now: float) -> bool:
