@@ -22,6 +22,7 @@ SCORE = HEAD.index("= score ms")
 WHYS = {
     "cheapest": "the lowest score",
     "tie": "drawn among the {tied} ranks of the lowest score, by seed {seed}",
+    "home": "the lowest score, shared by {tied} ranks; it is at home there",
     "session": "the conversation stays where it was",
     "temperature": "drawn by temperature, by seed {seed}",
     "only": "the only candidate",
@@ -87,6 +88,8 @@ def show_decision(answer: bytes) -> None:
     if len(record.candidates) > MOST_SHOWN:
         out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
+    if record.home_ranks:
+        out.print(f"at home on: {', '.join(record.home_ranks)}")
     if record.margin is not None:
         out.print(f"margin over {record.runner_up}: {record.margin:.3f} {record.unit.replace('1', '')}".rstrip())
     _show_what_if(record)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from router.candidates import Candidates
 from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys
+from router.homes import at_home
 from router.policies import Choice, Column, Facts, Rules, Unit, choose, scored
 from router.record import Candidate, DecisionRecord, Epochs, Load, Supposed, Terms
 from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
@@ -56,6 +57,8 @@ class Outlook(NamedTuple):
     prior_local: Column
     added: Column
     priced: NDArray[np.bool_]
+    home: Column | None = None
+    """float64 [candidates], how many times its even share of the request a rank is to get; None: the planner says nothing of homes"""
 
     @property
     def expected(self) -> Expected | None:
@@ -73,7 +76,13 @@ class Outlook(NamedTuple):
         remote, nodes, local, prior, added = (
             columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
         )
-        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at))
+        home = None if self.home is None else columns(self.home, at)
+        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home)
+
+    @property
+    def homes(self) -> NDArray[np.bool_] | None:
+        """bool [candidates]: where the request is at home, as far as it is believed; None: nowhere."""
+        return at_home(self.home) if self.home is not None and self.forecast.gain else None
 
 
 class Conditions(NamedTuple):
@@ -152,6 +161,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Memory of the columns, more or less."""
         return _COLUMN_BYTES * len(self.at)
 
+    @property
+    def homes(self) -> NDArray[np.bool_] | None:
+        """bool [candidates]: where the request is at home; None: nowhere."""
+        return None if self.outlook is None else self.outlook.homes
+
     def name(self, candidate: int) -> str:
         """engine/rank of a candidate."""
         return self.roster.targets[int(self.at[candidate])].name
@@ -159,7 +173,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def without(self, term: str) -> int:
         """Who would have been chosen had a term not counted (policy cost)."""
         total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
-        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held).chosen
+        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, self.homes).chosen
 
     def if_gone(self) -> int | None:
         """Who would have been chosen had the chosen rank been gone; None: there is no other."""
@@ -167,14 +181,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not len(left):
             return None
         held = None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
-        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held)
+        homes = None if self.homes is None else self.homes[left]
+        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held, homes)
         return int(left[choice.chosen])
 
     def record(self, most: int | None = None) -> DecisionRecord:
         """The decision for readers, candidates with the lowest score first (the chosen one before its equals). most: as many candidates
         are enough; each takes some microseconds."""
         order: list[int] = self.score.argsort(kind="stable").tolist()
-        if self.choice.why in ("cheapest", "tie"):  # equals may differ by rounding
+        if self.choice.why in ("cheapest", "tie", "home"):  # equals may differ by rounding
             order.remove(self.chosen)
             order.insert(0, self.chosen)
         weights = asdict(self.weights)
@@ -197,6 +212,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if_gone=None if gone is None else self.name(gone),
             supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
             session_rank=None if self.held is None else self.name(self.held),
+            home_ranks=[] if self.homes is None else [self.name(at) for at in self.homes.nonzero()[0].tolist()],
             candidates=self._candidates(order[:most]),
             excluded=list(self.excluded),
             ignored=list(self.ignored),
@@ -289,7 +305,7 @@ def decide(
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
-    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held)
+    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, None if outlook is None else outlook.homes)
     return Decision(
         ask=ask,
         roster=roster,

@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Subscription
 from bus.subjects import Subjects
-from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted, RankDrained
+from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, HomesPublished, KvMetrics, PlacementCommitted, RankDrained
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from router.chores import Chores
+from router.homes import homes_of
 from router.kv_feeds import KvFeeds
 from router.lexicon import Lexicon
 from router.locality import Locality, Work, locality, numbered
@@ -69,7 +70,7 @@ class Feeds:
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
-            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics))
+            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics, subjects.homes))
             foretold = await stack.enter_async_context(self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING))
             self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -131,6 +132,8 @@ class Feeds:
                     self._placed(message)
                 case RankDrained():
                     self._drained(message)
+                case HomesPublished():
+                    self._homes(message)
                 case _:
                     self._metrics.bus_refused.inc()
         except ValueError as error:
@@ -181,6 +184,12 @@ class Feeds:
     def _placed(self, committed: PlacementCommitted) -> None:
         if self._view.place(committed.worker_id, Placement.from_record(committed.placement), committed.layout):
             self._unpriced.ask(committed.worker_id)
+
+    def _homes(self, said: HomesPublished) -> None:
+        """The planner's word about an engine. ValueError when it contradicts itself or the engine."""
+        state = self._view.engine(said.worker_id)
+        if state is not None and self._view.settle(said.worker_id, homes_of(said, len(state.joined.urls))):
+            log.debug("homes of engine %s, version %d: %s", said.engine, said.version, said.reason)
 
     def _drained(self, said: RankDrained) -> None:
         """An operator's word. It may come before the engine's join, and of incarnations that are gone."""

@@ -13,6 +13,7 @@ from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed
+from router.homes import Homes
 from router.locality import Locality, Prices
 from router.roster import Dialect, Excluded, RankKey, Roster, Target
 
@@ -49,6 +50,8 @@ class EngineState:
     distinct: Cells | None = None
     """[K]: experts that a request of each cluster adds to a step of the engine; None: nobody has said"""
     handover_seconds: float = 0.0
+    homes: Homes | None = None
+    """None: the planner has said nothing"""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -99,12 +102,18 @@ class PriceList:
         """[targets, K]: distinct remote ranks and nodes, and local share, as in `locality.Prices`"""
         self.distinct = self.flat[3 * targets :]
         """[engines, K]: experts added to a step"""
+        self.homes: NDArray[np.float32] | None = None
+        """[targets, K]: `homes.Homes.lift`; None: nobody has a home"""
         self._prior: tuple[Weights, Cells] | None = None
 
     def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
         """For a request's weights [K]: remote ranks, remote nodes, local share and added experts, float64 [targets] each."""
         found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
         return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
+
+    def home(self, weights: Weights) -> Cells | None:
+        """float64 [targets]: how many times its even share a target is to get of requests with these weights [K]; None: nothing is said of that."""
+        return None if self.homes is None else (self.homes @ weights).astype(np.float64)
 
     def prior_local(self, shares: Weights) -> Cells:
         """float64 [targets]: the local share of the traffic's mix [K]; computed once for each value of it."""
@@ -223,6 +232,21 @@ def price_list(roster: Roster, engines: Mapping[int, EngineState], clusters: Clu
             found.priced[at] = True
         if state.distinct is not None and len(state.distinct) == found.clusters:
             found.distinct[roster.engine[at]] = state.distinct
+    if clusters is not None:
+        found.homes = _homes(roster, engines, clusters)
+    return found
+
+
+def _homes(roster: Roster, engines: Mapping[int, EngineState], clusters: ClusterModel) -> NDArray[np.float32] | None:
+    """float32 [targets, K]; None where no engine has homes. Clusters keep their meaning from version to version; another number of them means others."""
+    found = None
+    for at, target in enumerate(roster.targets):
+        state = engines[target.key[0]]
+        lift = None if state.homes is None or state.is_one_of_many else state.homes.lift
+        if lift is not None and lift.shape[1] == clusters.clusters:
+            if found is None:
+                found = np.ones((len(roster.targets), clusters.clusters), np.float32)
+            found[at] = lift[target.rank]
     return found
 
 

@@ -15,9 +15,10 @@ from router.config import Policy, RouterConfig
 from router.scoring import Scores, Weights
 
 Unit = Literal["ms", "1"]
-Why = Literal["cheapest", "tie", "session", "temperature", "only"]
+Why = Literal["cheapest", "tie", "home", "session", "temperature", "only"]
 """cheapest: the lowest score; tie: one of those that share it, the one with the least promised work, or drawn by the seed where that is
-equal too; session: the conversation stays where it was; temperature: drawn; only: the only candidate."""
+equal too; home: the same among those of them where the request is at home; session: the conversation stays where it was; temperature:
+drawn; only: the only candidate."""
 Column = NDArray[np.float64]
 
 _SEEDS = 1 << 32
@@ -90,13 +91,16 @@ def scored(rules: Rules, facts: Facts) -> tuple[Column, Unit]:
             return _round_robin(facts), "1"
 
 
-def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None) -> Choice:
+def choose(
+    rules: Rules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None, home: NDArray[np.bool_] | None = None
+) -> Choice:
     """Pick a candidate by its score [candidates].
 
     total: predicted ms, by which a conversation decides whether it stays at `held`, the candidate that it was at, whatever the policy.
-    promised: seconds of promised work; equal scores are told apart by it (beside an engine's slowest rank, all ranks cost the same), and
-    then by the seed, u32 of chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with
-    exp(-d / temperature_ms) of the probability of the lowest.
+    home: bool [candidates], where the request is at home; None: nowhere. promised: seconds of promised work. Of equal scores (beside an
+    engine's slowest rank, all ranks cost the same) homes come first, then the least promised work, and then the seed decides, u32 of
+    chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) of the
+    probability of the lowest.
     """
     lowest = float(score[score.argmin()])
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
@@ -110,9 +114,11 @@ def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Col
             return Choice(drawn, len(best), "temperature")
     if len(best) == 1:
         return Choice(int(best[0]), 1, "cheapest")
-    work = promised[best]
-    least = best[work == work.min()]
-    return Choice(int(least[seed % len(least)]), len(best), "tie")
+    homes = best if home is None else best[home[best]]
+    among = homes if len(homes) else best
+    work = promised[among]
+    least = among[work == work.min()]
+    return Choice(int(least[seed % len(least)]), len(best), "home" if len(among) < len(best) else "tie")
 
 
 def _classic(rules: Rules, facts: Facts) -> Column:

@@ -103,6 +103,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """None: nothing"""
     session_rank: str | None
     """the rank that the conversation was at, as far as it is still routed to"""
+    home_ranks: list[str]
+    """candidates where the planner wants requests like this to live, by what was foretold of it; empty: nowhere, or nothing is known of that"""
     candidates: list[Candidate]
     """lowest score first"""
     excluded: list[Excluded]

@@ -14,6 +14,7 @@ from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import MOST_SECONDS
+from router.homes import Homes
 from router.locality import Locality
 from router.muster import Cells, EngineState, PriceList, Standing, build, column, note, price_list
 from router.reservations import Reservations
@@ -46,7 +47,7 @@ class View:
         old = self._engines.get(joined.worker_id)
         state = EngineState(joined, now, placement, joined.layout)
         if old is not None:
-            state.heard_at, state.blocked, state.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
+            state.heard_at, state.blocked, state.handover_seconds, state.homes = old.heard_at, old.blocked, old.handover_seconds, old.homes
             state.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
             if old.placement is not None and (placement is None or old.placement.epoch > placement.epoch):
                 state.placement, state.layout = old.placement, old.layout
@@ -128,6 +129,16 @@ class View:
         models = {state.joined.model for state in self._engines.values()}
         self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
         return models
+
+    def settle(self, worker_id: int, homes: Homes) -> bool:
+        """The planner says where an engine's requests are at home. False when the engine is unknown, or something newer is known."""
+        state = self._engines.get(worker_id)
+        if state is None or (state.homes is not None and state.homes.version >= homes.version):
+            return False
+        state.homes = homes
+        self._prices.pop(state.joined.model, None)
+        self.version += 1
+        return True
 
     def price(self, worker_id: int, epoch: int | None, found: Locality) -> None:
         """Note what a placement epoch costs; ignored when the epoch has passed meanwhile."""

@@ -1,0 +1,124 @@
+"""Homes: where the planner wants requests to live decides among ranks that cost the same, and nothing else."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fleet.events import HomesPublished
+from fleet.signatures import ClusterModel
+from router.homes import at_home, homes_of
+from router.policies import Rules, choose
+from router.record import DecisionRecord
+from router.view import View
+from tests.router.decided import SLOW, decided, foretold, view_of
+from tests.router.houses import SHAPE, OpenHouse, until
+
+
+def halves() -> ClusterModel:
+    profiles = np.zeros((2, SHAPE.layers, SHAPE.experts), np.float32)
+    profiles[0, :, : SHAPE.experts // 2] = profiles[1, :, SHAPE.experts // 2 :] = 2 / SHAPE.experts
+    return ClusterModel(3, profiles, np.full(2, 0.5, np.float32), 1.0)
+
+
+def said(version: int = 1, share: Any = ((1.0, 0.0), (0.0, 1.0)), **fields: Any) -> HomesPublished:
+    table = np.asarray(share, "<f4")
+    plain: dict[str, Any] = {"engine": "e0", "worker_id": 1, "model": "demo", "epoch": 0, "clusters": 3}
+    about = {**plain, "count": len(table), "ranks": table.shape[1] if table.size else 2, "homes": table.tobytes(), **fields}
+    return HomesPublished(version=version, **about)
+
+
+def test_shares_are_read_as_times_the_even_share_and_a_cluster_without_a_home_is_at_home_everywhere() -> None:
+    homes = homes_of(said(share=((0.75, 0.25), (0.0, 0.0))), 2)
+    assert homes.lift is not None
+    np.testing.assert_allclose(homes.lift, [[1.5, 1.0], [0.5, 1.0]])
+    assert homes_of(said(homes=b"", count=0), 2).lift is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ranks": 3},
+        {"count": 3},
+        {"count": 1 << 60},
+        {"homes": b"xyz"},
+        {"share": ((np.nan, 1.0),)},
+        {"share": ((-1.0, 2.0),)},
+        {"share": ((0.2, 0.2),)},
+        {"share": ((np.inf, 0.0),)},
+    ],
+)
+def test_homes_that_contradict_themselves_or_the_engine_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="homes"):
+        homes_of(said(**wrong), 2)
+
+
+def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the_first() -> None:
+    assert at_home(np.array([4.0, 2.0, 1.9, 0.1])).tolist() == [True, True, False, False]
+    assert not at_home(np.ones(4)).any()
+    assert not at_home(np.array([1.2, 0.8])).any()
+
+
+def test_among_equals_homes_come_first_then_the_least_work_and_a_dearer_home_never() -> None:
+    def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None) -> tuple[int, str]:
+        total = np.array(score)
+        mask = None if home is None else np.array(home)
+        choice = choose(Rules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, mask)
+        return choice.chosen, choice.why
+
+    assert chosen([1, 1, 1], [False, False, True], [0, 0, 9]) == (2, "home")
+    assert chosen([1, 1, 1], [False, True, True], [0, 5, 2]) == (2, "home")
+    assert chosen([1, 1, 1], [False, False, False], [3, 1, 2]) == (1, "tie")
+    assert chosen([1, 1, 1], [True, True, True], [3, 1, 2]) == (1, "tie"), "everywhere is nowhere"
+    assert chosen([1, 1, 2], [False, False, True], [1, 0, 0]) == (1, "tie")
+    assert chosen([1, 2], [False, True]) == (0, "cheapest")
+
+
+def settled(share: Any) -> View:
+    view, _ = view_of({"speed": SLOW}, {"speed": SLOW}, clusters=halves())
+    assert view.settle(1, homes_of(said(share=share), 2))
+    return view
+
+
+def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    outlook = foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    decision = decided(roster, outlook=outlook)
+    assert (decision.target.name, decision.choice.why) == ("e0/1", "home")
+    record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
+    assert (record.home_ranks, record.chosen, record.candidates[0].rank) == (["e0/1"], "e0/1", 1)
+    unproved = decided(roster, outlook=outlook._replace(forecast=outlook.forecast._replace(gain=0.0)))
+    assert (unproved.record().home_ranks, unproved.choice.why) == ([], "tie")
+
+
+def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing() -> None:
+    view = settled(((1.0, 0.0), (0.0, 1.0)))
+    before = view.version
+    assert not view.settle(1, homes_of(said(version=1, share=((0.0, 1.0),) * 2), 2))
+    assert not view.settle(9, homes_of(said(version=5), 2))
+    assert view.version == before
+    assert view.settle(1, homes_of(said(version=2, homes=b"", count=0), 2)), "nobody has a home any more"
+
+
+def test_a_signature_is_at_home_where_its_clusters_are_and_an_engine_without_homes_is_as_good_as_any() -> None:
+    view = settled(((1.0, 0.0), (0.0, 1.0)))
+    lift = view.prices("demo").home(np.array([0.9, 0.1], np.float32))
+    assert lift is not None
+    np.testing.assert_allclose(lift, [1.8, 0.2, 1.0, 1.0], rtol=1e-6)
+    assert view.settle(1, homes_of(said(version=2, share=((1.0, 0.0),)), 2))
+    assert view.prices("demo").home(np.array([0.9, 0.1], np.float32)) is None, "they are of another number of clusters"
+
+
+async def test_homes_heard_on_the_bus_reach_decisions_and_garbage_does_not(open_house: OpenHouse) -> None:
+    house = await open_house()
+    joined = await house.join("a", ["http://127.0.0.1:9", "http://127.0.0.1:10"], None)
+    publisher = house.bus.publisher(house.subjects.homes)
+    about = {"engine": "a", "worker_id": joined.worker_id}
+    await publisher.publish(said(7, homes=b"odd", **about))
+    await publisher.publish(said(8, **about))
+    state = house.service.view.engine(joined.worker_id)
+    assert state is not None
+    await until(lambda: state.homes is not None)
+    assert state.homes is not None
+    assert state.homes.version == 8
