@@ -21,6 +21,10 @@ class EmbeddedConfig:
     model: str | None = None
     """name that requests use; None: the folder's name"""
     ranks: int = 1
+    slots_per_rank: int | None = None
+    """experts of one layer that a rank has room for; None: as many as needed. What exceeds that is room for replicas of what is wanted most"""
+    placement: Path | None = None
+    """file with the placement to begin with, as `roost plan --profile` writes it; None: experts in order"""
     kv_blocks: int = 2048
     """KV blocks per rank"""
     block_size: int = BLOCK_SIZE
@@ -58,6 +62,8 @@ class EmbeddedConfig:
         _need(self.threads is None or self.threads >= 1, "threads", self.threads, "use 1 or more, or leave it out")
         for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
+        _need(self.slots_per_rank is None or self.slots_per_rank >= 1, "slots_per_rank", self.slots_per_rank, "use 1 or more, or leave it out")
+        _need(self.placement is None or self.placement.is_file(), "placement", str(self.placement), "name an existing file, or leave it out")
         _need(self.checkpoint is None or self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json")
 
     @property

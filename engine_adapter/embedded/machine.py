@@ -11,8 +11,9 @@ from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.lockstep import Lockstep, RankGroup
 from engine_adapter.embedded.runner import Forward, Runner, Work
+from engine_adapter.initial import initial
 from fleet.experts import ModelShape
-from fleet.placement import Placement, linear
+from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 
@@ -54,7 +55,8 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
         opened.callback(lockstep.close)
         with Checkpoint(config.folder) as checkpoint:
             about = checkpoint.config
-            placement = linear(layers=about.layers, experts=about.experts, ranks=config.ranks)
+            size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
+            placement = initial(config.placement, **size, slots_per_rank=config.slots_per_rank)
             runner = Runner(
                 checkpoint,
                 placement,

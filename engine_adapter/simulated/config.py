@@ -61,7 +61,9 @@ class SimulatedConfig:
     token_skew: float = 0.5
     """sigma by which a token's taste differs from its domain's"""
     placement: str = "linear"
-    """linear: experts in order; aligned: each where a domain wants it most, ranks kept balanced"""
+    """linear: experts in order; aligned: each where a domain wants it most, ranks kept balanced; else a file, as `roost plan --profile` writes it"""
+    slots_per_rank: int | None = None
+    """experts of one layer that a rank has room for; None: as many as needed. What exceeds that is room for replicas of what is wanted most"""
     profiled_tokens_per_second: int = 4_000
     """of ended requests whose experts a rank reports one by one; what exceeds it is left out"""
     activity_seconds: float = 0.5
@@ -79,7 +81,10 @@ class SimulatedConfig:
 
     def __post_init__(self) -> None:
         _need(self.shape in SHAPES, "shape", self.shape, f"use one of {', '.join(SHAPES)}")
-        _need(self.placement in PLACEMENTS, "placement", self.placement, f"use one of {', '.join(PLACEMENTS)}")
+        named = self.placement in PLACEMENTS or "." in self.placement or "/" in self.placement
+        _need(named, "placement", self.placement, f"use one of {', '.join(PLACEMENTS)}, or name a file, with a dot or a slash in its name")
+        least = -(-SHAPES[self.shape].experts // self.ranks) if self.ranks > 0 else 1
+        _need(self.slots_per_rank is None or self.slots_per_rank >= least, "slots_per_rank", self.slots_per_rank, f"use {least} or more, or leave it out")
         for key in ("kv_blocks", "block_size", "max_running", "max_waiting", "domain_blocks", "node_ranks", "profiled_tokens_per_second"):
             _need(getattr(self, key) >= 1, key, getattr(self, key), "use 1 or more")
         _need(1 <= self.ranks <= SHAPES[self.shape].experts, "ranks", self.ranks, f"use 1 to {SHAPES[self.shape].experts}, the experts of a layer")

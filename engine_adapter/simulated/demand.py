@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.initial import with_slots
 from engine_adapter.simulated.config import SimulatedConfig
 from fleet.events import KvBlock
 from fleet.experts import ModelShape
@@ -161,10 +162,11 @@ def _others(reached: NDArray[Any], own: int) -> NDArray[np.float64]:
 
 
 def place(tastes: Tastes, config: SimulatedConfig) -> Placement:
-    """Epoch 0 as configured."""
+    """Epoch 0 as configured, where that is a named one."""
     if config.placement == "aligned":
-        return aligned(tastes, config.ranks)
-    return linear(layers=tastes.shape.layers, experts=tastes.shape.experts, ranks=config.ranks)
+        placement = aligned(tastes, config.ranks)
+        return placement if config.slots_per_rank is None else with_slots(placement, config.slots_per_rank)
+    return linear(layers=tastes.shape.layers, experts=tastes.shape.experts, ranks=config.ranks, slots_per_rank=config.slots_per_rank)
 
 
 def aligned(tastes: Tastes, ranks: int) -> Placement:

@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.engine import EngineFailed
+from engine_adapter.initial import initial
 from engine_adapter.rank.facts import DecodeSteps
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.config import PLACEMENTS, SimulatedConfig
 from engine_adapter.simulated.demand import Routes, Tastes, place
 from engine_adapter.simulated.faults import FaultOrder, Faults
 from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
@@ -45,7 +47,7 @@ class SimulatedEngine:
         self.faults = Faults(config.ranks)
         self.tastes = Tastes(config)
         self.tokenizer = WordTokenizer()
-        self.placement = place(self.tastes, config) if placement is None else placement
+        self.placement = self._first() if placement is None else placement
         self.at_death: Callable[[], None] = _nothing
         """called when the engine is told to die, before its open requests hear of it"""
         self.steps = 0
@@ -58,6 +60,14 @@ class SimulatedEngine:
         self._alarm = asyncio.Event()
         self._over = asyncio.Event()
         self.ranks = tuple(SimulatedRank(self, number) for number in range(config.ranks))
+
+    def _first(self) -> Placement:
+        """Epoch 0 as configured. ValueError when it is to come from a file that cannot be read, or is of another model."""
+        if self.config.placement in PLACEMENTS:
+            return place(self.tastes, self.config)
+        shape = self.tastes.shape
+        file, size = Path(self.config.placement), {"layers": shape.layers, "experts": shape.experts, "ranks": self.config.ranks}
+        return initial(file, **size, slots_per_rank=self.config.slots_per_rank)
 
     @property
     def now(self) -> float:
