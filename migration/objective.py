@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
-from fleet.dispatch import flows
+from fleet.dispatch import loads
 from fleet.placement import EMPTY, FULL, Placement
 from fleet.timing import EngineSpeed
+from migration.noise import expected_most
 
 Array = NDArray[np.float64]
-_EMPTY_SLOT = 0
-"""any expert will do where the share is 0"""
+_LEAST = 1e-300
+"""below any demand"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +84,10 @@ def figures(placement: Placement, demand: NDArray[Any], terms: Terms, memory_sec
     memory_seconds: of `migration.memory`. Without any demand, nothing takes time and everything is balanced and local.
     """
     scale = terms.pairs_per_demand(demand)
-    load = _loads(placement, demand, terms.node)
+    load = loads(placement, demand, terms.node)
     even = balance(load)
     sent = traffic(placement, demand, terms)
-    tokens = max(terms.step_tokens * placement.layers, 1e-300)
+    tokens = terms.step_tokens * placement.layers
     pairs = float(demand.sum(dtype=np.float64))
     return Figures(
         seconds=Seconds(experts=float(expert_seconds(load * scale, terms.speed).sum()), dispatch=float(sent.seconds(terms.speed).sum()), memory=memory_seconds),
@@ -112,14 +112,8 @@ def expert_seconds(pairs: Array, speed: EngineSpeed) -> Array:
 
 
 def step_ceiling(ranks: int, step_pairs: float) -> float:
-    """Balance that sampling noise leaves to a single step: 1 / (1 + z / sqrt(n)), n = pairs per rank, z = expected largest of so many normals (Blom 1958)."""
-    most = float(ndtri((ranks - 0.375) / (ranks + 0.25))) if ranks > 1 else 0.0
-    return 1.0 / (1.0 + most / sqrt(max(step_pairs / ranks, 1e-300)))
-
-
-def _loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Array:
-    served = flows(placement, demand, node).served
-    return np.asarray(served.reshape(placement.layers, placement.ranks, -1).sum(axis=2))
+    """Balance that sampling noise leaves to a single step: 1 / (1 + z / sqrt(n)), n = pairs per rank, z = `expected_most`."""
+    return 1.0 / (1.0 + expected_most(ranks) / sqrt(max(step_pairs / ranks, _LEAST)))
 
 
 class Traffic(NamedTuple):
@@ -145,58 +139,60 @@ class Traffic(NamedTuple):
 def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic:
     """Distinct destinations of one step's tokens, by the rule of `fleet.dispatch`. A token's k experts are taken as independent draws, so a
     place that serves the part m of a rank's pairs is reached by its tokens with probability 1 - (1 - m)^k."""
-    wanted = np.asarray(demand, np.float64).transpose(1, 0, 2)
-    pairs = wanted.sum(axis=2)
+    pairs = demand.sum(axis=2, dtype=np.float64).T
     tokens = pairs * (terms.pairs_per_demand(demand) / terms.top_k)
-    mass = served_by(placement, wanted, terms.node)
-    local = np.einsum("lrr->lr", mass).copy()
-    mass /= np.maximum(pairs, 1e-300)[:, :, None]
+    part = served_by(placement, demand, terms.node)
+    local = np.einsum("lrr->lr", part).copy()
+    part /= np.maximum(pairs, _LEAST)[:, None, :]
     member = (terms.node[:, None] == np.arange(int(terms.node.max()) + 1)).astype(np.float64)
-    reached = _reached(mass, terms.top_k) * tokens[:, :, None]
+    across = _reached(member.T @ part, terms.top_k) * tokens[:, None, :] * (1.0 - member.T)
+    reached = _reached(part, terms.top_k) * tokens[:, None, :]
     np.einsum("lrr->lr", reached)[...] = 0.0
-    across = _reached(mass @ member, terms.top_k) * tokens[:, :, None] * (1.0 - member)
     return Traffic(
-        ranks_out=reached.sum(axis=2),
-        ranks_in=reached.sum(axis=1),
-        nodes_out=across.sum(axis=2),
-        nodes_in=(across.sum(axis=1) / np.maximum(member.sum(axis=0), 1.0))[:, terms.node],
+        ranks_out=reached.sum(axis=1),
+        ranks_in=reached.sum(axis=2),
+        nodes_out=across.sum(axis=1),
+        nodes_in=(across.sum(axis=2) / np.maximum(member.sum(axis=0), 1.0))[:, terms.node],
         local=local,
     )
 
 
-def served_by(placement: Placement, wanted: Array, node: NDArray[np.intp]) -> Array:
-    """float64 [layers, ranks, ranks]: pairs of each rank's tokens (first) that each rank serves, by the rule of `fleet.dispatch`.
+def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Array:
+    """float64 [layers, ranks, ranks]: pairs that each rank (first) serves of each rank's tokens, by the rule of `fleet.dispatch`.
 
-    wanted: float64 [layers, ranks, experts]. Works slot by slot of all ranks at once, so nothing is larger than [layers, ranks, ranks].
+    demand: [ranks, layers, experts]. The slots of all ranks are worked on one position after another: nothing is larger than the demand.
     """
-    layers, ranks = wanted.shape[:2]
-    table = placement.expert_of_slot.reshape(layers, ranks, -1)
+    table = placement.expert_of_slot.reshape(placement.layers, placement.ranks, -1)
     keep, spill, claim = (np.asarray(part, np.float64).reshape(table.shape) / FULL for part in placement.split)
-    expert = np.where(table == EMPTY, _EMPTY_SLOT, table)
-    row = np.arange(layers)[:, None, None]
-    rank = np.arange(ranks)[None, :, None]
-    own = wanted[row, rank, expert] * keep
-    left = wanted.copy()
-    np.subtract.at(left, (row, rank, expert), own)
-    found = np.zeros((layers, ranks, ranks))
+    layer, rank, at = np.nonzero(table != EMPTY)
+    expert = np.where(table == EMPTY, 0, table)  # whatever it is: it serves the part 0
+    left = np.ascontiguousarray(np.asarray(demand, np.float64).transpose(1, 2, 0))
+    own = left[layer, expert[layer, rank, at], rank] * keep[layer, rank, at]
+    left[layer, expert[layer, rank, at], rank] -= own
+    found = np.zeros((placement.layers, placement.ranks, placement.ranks))
     if claim.any():
         left = _near(left, found, expert, claim, node)
-    for at in range(table.shape[2]):
-        found += np.take_along_axis(left, expert[:, None, :, at], axis=2) * spill[:, None, :, at]
-    np.einsum("lrr->lr", found)[...] += own.sum(axis=2)
+    _spread(left, found, expert, spill)
+    np.add.at(found, (layer, rank, rank), own)
     return found
 
 
-def _near(left: Array, found: Array, expert: NDArray[Any], claim: Array, node: NDArray[np.intp]) -> Array:
-    """Adds what the replicas of a node take of its tokens to `found`; returns what is left, [layers, ranks, experts]."""
-    layers, _, experts = left.shape
-    claimed = np.zeros((layers, int(node.max()) + 1, experts))
-    np.add.at(claimed, (np.arange(layers)[:, None, None], node[None, :, None], expert), claim)
-    taken = left / np.maximum(claimed, 1.0)[:, node]
-    same = node[:, None] == node
+def _spread(left: Array, found: Array, expert: NDArray[Any], part: Array) -> None:
+    """Add to `found` what slots take: their `part` [layers, ranks, slots] of the tokens `left`, [layers, experts, ranks]."""
+    layer = np.arange(len(left))[:, None]
     for at in range(expert.shape[2]):
-        found += np.take_along_axis(taken, expert[:, None, :, at], axis=2) * claim[:, None, :, at] * same
-    return np.asarray(left - taken * claimed[:, node])
+        found += left[layer, expert[:, :, at]] * part[:, :, at, None]
+
+
+def _near(left: Array, found: Array, expert: NDArray[Any], claim: Array, node: NDArray[np.intp]) -> Array:
+    """Adds what the replicas of a node take of its tokens to `found`; returns what is left, [layers, experts, ranks]."""
+    claimed = np.zeros((len(left), left.shape[1], int(node.max()) + 1))
+    np.add.at(claimed, (np.arange(len(left))[:, None, None], expert, node[None, :, None]), claim)
+    taken = left / np.maximum(claimed, 1.0)[:, :, node]
+    within = np.zeros_like(found)
+    _spread(taken, within, expert, claim)
+    found += within * (node[:, None] == node)
+    return np.asarray(left - taken * claimed[:, :, node])
 
 
 def _reached(mass: Array, top_k: int) -> Array:
