@@ -230,6 +230,7 @@ class Agent:
             nodes=self._identity.nodes,
             block_size=about.block_size,
             kv_blocks=about.kv_blocks,
+            kv_block_bytes=about.kv_block_bytes,
             max_context=about.max_context,
             max_batch_tokens=about.max_batch_tokens,
             layout=about.layout,

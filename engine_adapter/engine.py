@@ -23,6 +23,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     block_size: int
     kv_blocks: int
+    kv_block_bytes: int = 0
+    """memory of one, with all layers; 0: not known"""
     max_context: int
     max_batch_tokens: int
     capabilities: Capabilities

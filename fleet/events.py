@@ -44,6 +44,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     block_size: int
     kv_blocks: int
     """KV blocks per rank"""
+    kv_block_bytes: int = 0
+    """memory of one, with all layers; 0: the engine does not say"""
     max_context: int
     """tokens, prompt and completion together"""
     max_batch_tokens: int

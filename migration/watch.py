@@ -272,7 +272,7 @@ def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
 
 def _cache(engine: _Engine) -> Cache | None:
     used = _loads(engine, "kv_used_blocks")
-    return None if used is None else Cache(engine.joined.kv_blocks, used, engine.joined.block_size)
+    return None if used is None else Cache(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
 
 
 def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:

@@ -68,6 +68,7 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         ranks=config.ranks,
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
+        kv_block_bytes=machine.kv_block_bytes,
         max_context=room if config.max_context is None else min(room, config.max_context),
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(),

@@ -35,6 +35,8 @@ class Machine:
     speed: EngineSpeed
     runner: ForwardPass
     lockstep: Lockstep
+    kv_block_bytes: int = 0
+    """memory of one KV block, with all layers; 0: not known"""
     close: Callable[[], None]
     """give everything back; the other ranks then see that this one is gone"""
 
@@ -75,6 +77,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             max_context=about.max_positions,
             placement=placement,
             speed=speed,
+            kv_block_bytes=runner.kv.nbytes // config.kv_blocks,
             runner=runner,
             lockstep=lockstep,
             close=opened.pop_all().close,

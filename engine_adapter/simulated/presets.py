@@ -50,6 +50,7 @@ PRESETS = {
     ),
 }
 DEMO_SHAPE = ModelShape(layers=4, experts=32, top_k=4, hidden=192, expert_intermediate=64, dtype="bfloat16")
+DEMO_CACHE_TOKEN_BYTES = 4 * 2 * 2 * 32 * 2
 SHAPES = {name: preset.shape for name, preset in PRESETS.items()} | {"demo": DEMO_SHAPE}
 
 
@@ -76,3 +77,8 @@ def speed_of(name: str, block_size: int) -> EngineSpeed:
         dispatch_node=copy_bytes / RDMA_BYTES_PER_SECOND,
         expert_read=about.shape.expert_bytes / HBM_BYTES_PER_SECOND,
     )
+
+
+def cache_token_bytes(name: str) -> int:
+    """Bytes of KV cache that a token of this model takes, with all layers."""
+    return int(PRESETS[name].cache_token_bytes) if name in PRESETS else DEMO_CACHE_TOKEN_BYTES

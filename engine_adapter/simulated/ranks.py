@@ -17,6 +17,7 @@ from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.demand import Tastes
 from engine_adapter.simulated.faults import Faults
 from engine_adapter.simulated.pace import Plan, plan, tokens_of_row
+from engine_adapter.simulated.presets import cache_token_bytes
 from engine_adapter.simulated.seats import RowTrace, Seat
 from engine_adapter.simulated.words import VOCABULARY, Script, WordTokenizer
 from fleet.events import Capabilities
@@ -272,6 +273,7 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         ranks=config.ranks,
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
+        kv_block_bytes=config.block_size * cache_token_bytes(config.shape),
         max_context=config.context,
         max_batch_tokens=config.max_batch_tokens,
         capabilities=Capabilities(),
