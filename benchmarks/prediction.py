@@ -214,9 +214,13 @@ def calibration(scenario: Scenario) -> tuple[float, float, float]:
     """Of the predicted local share of each request on each rank: expected calibration error (BINS bins of as many), root mean square error,
     and that of the mix."""
     everything, _ = scenario.truth()
-    share = scenario.fleet.placement.share
-    said, mix = (expected_local_share(scenario.expected(scenario.weights()[name]), share).ravel() for name in (COMBINED, PRIOR))
-    seen = expected_local_share(everything / everything.sum(axis=2, keepdims=True), share).ravel()
+    placement = scenario.fleet.placement
+    profiles = (
+        scenario.expected(scenario.weights()[COMBINED]),
+        scenario.expected(scenario.weights()[PRIOR]),
+        everything / everything.sum(axis=2, keepdims=True),
+    )
+    said, mix, seen = (expected_local_share(each, placement, np.zeros(placement.ranks, np.intp)).ravel() for each in profiles)
     bins = np.array_split(np.argsort(said, kind="stable"), BINS)
     error = sum(len(each) * abs(said[each].mean() - seen[each].mean()) for each in bins) / len(said)
     return float(error), float(np.sqrt(np.mean((said - seen) ** 2))), float(np.sqrt(np.mean((mix - seen) ** 2)))

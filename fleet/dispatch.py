@@ -93,9 +93,9 @@ def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
 
 def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
     """float64 [layers, ranks, experts]: the part of its own tokens that a rank serves itself: what it keeps, and what of the rest comes back to it."""
-    keep: Table = placement.keep
+    keep = placement.keep
     if placement.keeps_all:
-        return keep
+        return np.asarray(keep)
     if not placement.split.near.any():
         return np.asarray(keep + (1.0 - keep) * placement.share)
     rank = np.arange(placement.ranks)
@@ -109,7 +109,7 @@ def onward(placement: Placement, layer: int, node: NDArray[np.intp]) -> Table:
 
     [1, ranks, experts] where that is the same for all nodes.
     """
-    spill = placement.share[layer]
+    spill: Table = placement.share[layer]
     if not placement.split.near[layer].any():
         return spill[None]
     member = node == np.arange(int(node.max()) + 1)[:, None]
@@ -131,7 +131,7 @@ class Chooser:
         self.home = home
         experts = placement.experts
         slot, ends = _circles(placement, shares(placement, home, node))
-        several: NDArray[np.bool_] = np.any(ends[:, :, :1] < _LAST, axis=2)  # [layers, experts]; without columns: none
+        several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # [layers, experts]; without ends: none
         self.table: Slots = np.ascontiguousarray(slot[:, :, 0])
         """int64 [layers, experts]: the first slot that may serve an expert; the only one in `plain` layers"""
         self.plain: tuple[bool, ...] = tuple(not any(one) for one in several.tolist())
@@ -154,13 +154,13 @@ class Chooser:
         wanted = experts[at]
         before = turn[wanted] if isinstance(turn, np.ndarray) else turn & _LAST
         point = self._phase[wanted] + (_ordinals(wanted) + before).astype(np.uint32) * _TURN
-        nth = (point[:, None] > self._ends[layer][wanted]).sum(axis=1)
+        nth = (point > self._ends[layer].take(wanted, axis=1)).sum(axis=0)
         found[at] = self._slots[layer][wanted, nth]
         return found
 
 
 def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint32]]:
-    """The slots with a part in each expert, ascending: int64 [layers, experts, m]; and the last point of each but the last: [layers, experts, m - 1]."""
+    """The slots with a part in each expert, ascending: int64 [layers, experts, m]; and the last point of each but the last: [layers, m - 1, experts]."""
     places = placement.layers * placement.experts
     layer, slot = np.nonzero(part > 0.0)
     place = layer * placement.experts + placement.expert_of_slot[layer, slot]
@@ -173,13 +173,13 @@ def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint3
     length[place[order], nth] = part[layer, slot][order]
     ends = np.clip(np.rint(length.cumsum(axis=1) * 2.0**32) - 1.0, 0.0, _LAST).astype(np.uint32)
     ends[np.arange(ends.shape[1]) >= counts[:, None] - 1] = _LAST
-    shape = (placement.layers, placement.experts, -1)
-    return slots.reshape(shape), ends[:, :-1].reshape(*shape[:2], slots.shape[1] - 1)
+    shape = (placement.layers, placement.experts, slots.shape[1])
+    return slots.reshape(shape), np.ascontiguousarray(ends.reshape(shape)[:, :, :-1].transpose(0, 2, 1))
 
 
 def _ordinals(values: NDArray[Any]) -> NDArray[np.int64]:
     """int64 [n]: how often each value came before it, in order."""
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values.astype(np.int16), kind="stable")  # ids of experts are small, and numpy sorts short integers by their digits
     ordered = values[order]
     begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(values) else order
     nth = np.arange(len(values))

@@ -4,11 +4,15 @@ Everything is vectorised over candidates: array arguments have shape [candidates
 added seconds: of the request, and of those it makes wait.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from fleet.dispatch import onward, own_part
+from fleet.placement import EMPTY, FULL, Placement
 
 Seconds = NDArray[np.float64]
 _CELLS = 1 << 21
@@ -123,49 +127,62 @@ def distinct_seconds(read_s: Seconds, added_experts: NDArray[np.float64], output
     return output_tokens * (read_s * added_experts)
 
 
-def expected_remote(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, node: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def expected_remote(
+    profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp], boundary: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Expected numbers of distinct remote ranks and of distinct remote nodes a token must reach, summed over layers, per home rank:
     float64 [..., ranks] each.
 
-    profile: [..., layers, experts] probability of an expert per routed pair. share: [layers, ranks, experts] of an expert's
-    tokens that a rank serves. node: int [ranks], numbers from 0. A rank that holds a replica serves its own tokens itself (local
-    first); what the other ranks of its node serve crosses no machine. A token's k experts are taken as independent draws, so a rank, or
-    a node, of mass m is reached with probability 1 - (1 - m)^k.
+    profile: [..., layers, experts] probability of an expert per routed pair. node: int [ranks], numbers from 0. boundary: layers below it
+    are left out. Replicas serve by the rule of `fleet.dispatch`; what other ranks of its node serve crosses no machine. A token's k
+    experts are taken as independent draws, so a rank, or a node, of mass m is reached with probability 1 - (1 - m)^k.
     """
-    layers, ranks, experts = share.shape
-    wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
+    ranks = placement.ranks
+    wanted = np.asarray(profile, np.float64).reshape(-1, placement.layers, placement.experts)
     member = (node[:, None] == np.arange(int(node.max()) + 1)).astype(np.float64)
-    several = (share > 0).sum(axis=1) > 1
-    found = np.zeros((2, len(wanted), ranks))
-    most = max(1, _CELLS // (len(wanted) * ranks))
-    for layer in range(layers):
-        mass = wanted[:, layer] @ share[layer].T
-        if not several[layer].any():  # nobody's own experts are served by others: the mass of a rank is the same for every home
-            found[0] += _others(_reached(mass, top_k))
+    replicated, everyone = _replicated(placement), np.arange(ranks)
+    found = np.zeros((2, ranks, len(wanted)))
+    for layer in range(boundary, placement.layers):
+        masses = _masses(wanted[:, layer], placement, layer, node) if replicated[layer] else _same_masses(wanted[:, layer], placement, layer)
+        for homes, away in masses:
+            found[0][homes] += _elsewhere(_reached(away, top_k), everyone[homes])
             if member.shape[1] > 1:
-                found[1] += _others(_reached(mass @ member, top_k))[:, node]
-            continue
-        for start in range(0, ranks, most):
-            homes = np.arange(start, min(start + most, ranks))
-            away = np.repeat(mass[:, None], len(homes), axis=1)
-            for at, home in enumerate(homes):
-                here = np.flatnonzero(several[layer] & (share[layer, home] > 0))
-                away[:, at] -= wanted[:, layer, here] @ share[layer][:, here].T
-            found[0][:, homes] += _elsewhere(_reached(away, top_k), homes)
-            if member.shape[1] > 1:
-                found[1][:, homes] += _elsewhere(_reached(away @ member, top_k), node[homes])
-    remote_ranks, remote_nodes = found.reshape(2, *profile.shape[:-2], ranks)
+                found[1][homes] += _elsewhere(_reached(away @ member, top_k), node[homes])
+    remote_ranks, remote_nodes = found.transpose(0, 2, 1).reshape(2, *profile.shape[:-2], ranks)
     return remote_ranks, remote_nodes
 
 
-def _others(reached: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[n, places]: of all places but each."""
-    return np.asarray(reached.sum(axis=1, keepdims=True) - reached)
+def _replicated(placement: Placement) -> list[bool]:
+    """Of each layer, whether any expert has more than one replica."""
+    held: list[int] = (placement.expert_of_slot != EMPTY).sum(axis=1).tolist()
+    return [slots > placement.experts for slots in held]
+
+
+def _same_masses(wanted: NDArray[np.float64], placement: Placement, layer: int) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+    """As `_masses`, where no expert has a replica more than it needs: [1, n, ranks], since a home's own mass counts for nothing."""
+    yield slice(0, placement.ranks), (wanted @ placement.share[layer].T)[None]
+
+
+def _masses(wanted: NDArray[np.float64], placement: Placement, layer: int, node: NDArray[np.intp]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+    """Some homes, and the mass that each of them sends to each rank: [homes, n, ranks]. wanted: [n, experts]."""
+    ranks, rest = placement.ranks, onward(placement, layer, node)
+    which = np.minimum(node, len(rest) - 1)
+    sent = wanted @ rest.transpose(0, 2, 1)  # [nodes, n, ranks], if nobody kept anything
+    held = placement.expert_of_slot[layer].reshape(ranks, -1)
+    expert = np.where(held == EMPTY, 0, held)  # of which nothing is kept
+    keep = placement.split.keep[layer].reshape(ranks, -1, 1) / FULL
+    by_expert, wanted_by = np.ascontiguousarray(rest.transpose(0, 2, 1)), np.ascontiguousarray(wanted.T)
+    most = max(1, _CELLS // (len(wanted) * ranks))
+    for start in range(0, ranks, most):
+        homes = slice(start, min(start + most, ranks))
+        kept = (wanted_by[expert[homes]] * keep[homes]).transpose(0, 2, 1)  # [homes, n, slots of a rank]
+        yield homes, sent[which[homes]] - kept @ by_expert[which[homes][:, None], expert[homes]]
 
 
 def _elsewhere(reached: NDArray[np.float64], own: NDArray[np.intp]) -> NDArray[np.float64]:
-    """[n, homes] of [n, homes, places]: of all places but each home's own."""
-    return np.asarray(reached.sum(axis=2) - reached[:, np.arange(len(own)), own])
+    """[homes, n] of [homes or 1, n, places]: of all places but each home's own."""
+    at = np.arange(len(own)) if len(reached) > 1 else 0
+    return np.asarray(reached.sum(axis=2) - reached[at, :, own])
 
 
 def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
@@ -180,11 +197,18 @@ def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
     return np.asarray(1.0 - power)
 
 
-def expected_local_share(profile: NDArray[Any], share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Expected share of routed pairs whose expert has a replica on the home rank, mean over layers: float64 [..., ranks]. Arguments as above."""
-    layers, ranks, experts = share.shape
-    held = (share > 0).transpose(0, 2, 1).reshape(layers * experts, ranks)
-    return np.asarray(np.asarray(profile, np.float64).reshape(*profile.shape[:-2], -1) @ held / layers)
+def expected_local_share(profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], boundary: int = 0) -> NDArray[np.float64]:
+    """Expected share of routed pairs that the home rank serves itself, mean over layers: float64 [..., ranks]. Arguments as above."""
+    own = own_part(placement, node)[boundary:]  # [layers, ranks, experts]
+    wanted = np.asarray(profile, np.float64)[..., boundary:, :].reshape(-1, len(own), placement.experts)
+    local = (wanted.transpose(1, 0, 2) @ own.transpose(0, 2, 1)).sum(axis=0)
+    return np.asarray(local.reshape(*profile.shape[:-2], placement.ranks) / len(own))
+
+
+def surplus_pairs(served: NDArray[Any]) -> NDArray[np.float64]:
+    """Pairs that the fullest rank serves above the mean rank, summed over layers: float64 [...] of [..., layers, ranks]. So many pairs a
+    step of the whole engine waits for."""
+    return np.asarray((served.max(axis=-1) - served.mean(axis=-1)).sum(axis=-1), np.float64)
 
 
 def log_misses(profiles: NDArray[Any], top_k: int) -> NDArray[np.float32]:
@@ -217,13 +241,15 @@ def step_seconds(
     remote_ranks: NDArray[Any],
     remote_nodes: NDArray[Any],
     distinct_experts: NDArray[Any],
+    surplus: float,
 ) -> Seconds:
-    """What one step takes each rank of an engine, every argument [ranks]; the engine's step is as long as the longest.
+    """What one step takes each rank of an engine, every argument but the last [ranks]; the engine's step is as long as the longest.
 
     prefill_pairs: pairs of a computed prompt token and one it attends to. sequences: that decode; blocks: KV blocks they hold.
     remote_ranks, remote_nodes: distinct destinations, summed over the rank's tokens and layers. distinct_experts: that it must read.
+    surplus: of the engine, `surplus_pairs`: in each layer all ranks wait for the fullest, so that it is the same for all.
     """
     prefill = speed.prefill_token * prefill_tokens + speed.prefill_pair * prefill_pairs
     decode = speed.step + speed.decode_sequence * sequences + speed.decode_block * blocks
-    experts = speed.dispatch * remote_ranks + speed.dispatch_node * remote_nodes + speed.expert_read * distinct_experts
+    experts = speed.dispatch * remote_ranks + speed.dispatch_node * remote_nodes + speed.expert_read * distinct_experts + speed.expert_pair * surplus
     return np.asarray(prefill + decode + experts, np.float64)

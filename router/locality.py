@@ -16,7 +16,7 @@ Matrix = NDArray[np.float64]
 
 class Prices(NamedTuple):
     """float64 [ranks, K], of a token of each cluster. remote, nodes: expected distinct remote ranks and nodes it must reach, summed over
-    MoE layers. local: expected share of its routed pairs whose expert has a replica on the rank."""
+    MoE layers. local: expected share of its routed pairs that the rank serves itself."""
 
     remote: Matrix
     nodes: Matrix
@@ -49,7 +49,7 @@ class Work(NamedTuple):
         mine, others = self.placement, other.placement
         if mine is None or others is None:
             return mine is others
-        return mine.experts == others.experts and mine.ranks == others.ranks and np.array_equal(mine.expert_of_slot, others.expert_of_slot)
+        return mine.serves_as(others)
 
 
 def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
@@ -76,14 +76,14 @@ def locality(nodes: tuple[int, ...], shape: ModelShape | None, layout: Layout | 
         return Locality(None, "no clusters of this model yet: experts are not priced")
     if clusters.profiles.shape[1:] != (shape.layers, shape.experts):
         return Locality(None, f"the clusters are of another shape: {clusters.profiles.shape[1:]}; experts are not priced")
-    return Locality(_prices(clusters, placement.share[layout.boundary :], layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version)
+    return Locality(_prices(clusters, placement, layout.boundary, shape.top_k, np.array(nodes)), None, clusters.version)
 
 
-def _prices(clusters: ClusterModel, share: NDArray[np.float64], boundary: int, top_k: int, node: NDArray[np.intp]) -> Prices:
+def _prices(clusters: ClusterModel, placement: Placement, boundary: int, top_k: int, node: NDArray[np.intp]) -> Prices:
     """Clusters that nobody uses have the mean's price, which is what they stand for until they are used."""
     used = np.flatnonzero(clusters.shares > 0)
-    profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])[:, boundary:]
+    profiles = np.concatenate([clusters.profiles[used], clusters.mean[None]])
     which = np.full(clusters.clusters, len(used))
     which[used] = np.arange(len(used))
-    found = *expected_remote(profiles, share, top_k, node), expected_local_share(profiles, share)
+    found = *expected_remote(profiles, placement, top_k, node, boundary), expected_local_share(profiles, placement, node, boundary)
     return Prices(*(np.ascontiguousarray(table[which].T) for table in found))

@@ -107,8 +107,8 @@ class Fleet:
         return self.now
 
     def _local(self, weights: Weights) -> NDArray[np.float64]:
-        """float64 [RANKS]: expected share of pairs that find their expert on each rank."""
-        return expected_local_share(self.model.expected(weights), self.placement.share)
+        """float64 [RANKS]: expected share of pairs that each rank serves itself."""
+        return expected_local_share(self.model.expected(weights), self.placement, np.zeros(self.placement.ranks, np.intp))
 
     def _profile(self, request: Request, decision: str, rank: int) -> RequestProfile:
         blocks = [KvBlock(block_hash=each, tokens_hash=each) for each in request.blocks]

@@ -16,7 +16,7 @@ MOST_CONTEXT = 32768
 class SimulatedConfig:
     """One engine's settings. ValueError at birth names the key and what to do.
 
-    The speeds (prefill_token ... expert_read) are `fleet.timing.EngineSpeed`'s; unset ones are the shape's on H100s (`presets`).
+    The speeds (prefill_token ... expert_pair) are `fleet.timing.EngineSpeed`'s; unset ones are the shape's on H100s (`presets`).
     """
 
     shape: str = "demo"
@@ -50,6 +50,7 @@ class SimulatedConfig:
     dispatch: float | None = None
     dispatch_node: float | None = None
     expert_read: float | None = None
+    expert_pair: float | None = None
     domains: int = 8
     """kinds of traffic, each with a taste of its own in experts; a prompt's first blocks choose one by their hash"""
     domain_blocks: int = 1

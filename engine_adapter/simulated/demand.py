@@ -8,21 +8,24 @@ whatever a step does is a sum over rows.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.initial import with_slots
 from engine_adapter.simulated.config import SimulatedConfig
+from fleet.dispatch import shares
 from fleet.events import KvBlock
 from fleet.experts import ModelShape
-from fleet.placement import Placement, linear
+from fleet.placement import EMPTY, Placement, linear
 from fleet.routings import UNKNOWN
 
 BUCKETS = 64
 """kinds of tokens of one domain"""
 _MIX = 0x9E3779B1
+_NEVER = 1e-300
+"""in place of 0, which has no logarithm"""
 _BALANCE = 1.05
 """load of a rank above the mean that alignment accepts"""
 
@@ -39,7 +42,8 @@ class Tastes:
         self.table = _table(config)
         """int16 [rows, layers, k] distinct experts"""
         places = self.table.astype(np.int32) + np.arange(self.shape.layers, dtype=np.int32)[None, :, None] * self.shape.experts
-        self._places = places.reshape(self.rows, -1)
+        self.places = places.reshape(self.rows, -1)
+        """int32 [rows, layers * k]: the same as layer * experts + expert"""
 
     def domain_of(self, blocks: Sequence[KvBlock]) -> int:
         """The domain of what follows these full blocks, which begin a prompt; `domains` when there are none."""
@@ -62,7 +66,7 @@ class Tastes:
     def counts(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [layers, experts] (token, k) pairs of so many tokens [rows] of each row."""
         there = np.flatnonzero(tokens_of_row)
-        pairs = self._places[there]
+        pairs = self.places[there]
         weights = np.repeat(tokens_of_row[there], pairs.shape[1])
         counted = np.bincount(pairs.ravel(), weights, minlength=self.shape.layers * self.shape.experts)
         return counted.astype(np.int64).reshape(self.shape.layers, self.shape.experts)
@@ -96,69 +100,142 @@ def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 class Traffic(NamedTuple):
-    """What the tokens of a step cause, per rank: float64 [ranks] each, summed over tokens and layers."""
+    """What the tokens of a step cause, as is to be expected. The first three per rank: float64 [ranks], summed over tokens and layers."""
 
     remote_ranks: NDArray[np.float64]
     remote_nodes: NDArray[np.float64]
     distinct_experts: NDArray[np.float64]
     """experts that the rank must read"""
+    served: NDArray[np.float64]
+    """[layers, ranks] (token, k) pairs"""
 
 
 class Routes:
-    """Where rows go under one placement: a rank's own replica first, else one on its node, else any, always the same one."""
+    """Where rows go under one placement: by the rule of `fleet.dispatch`, in expectation. Exact numbers where nothing is shared out."""
 
     def __init__(self, tastes: Tastes, placement: Placement, node_of_rank: Sequence[int]) -> None:
-        nodes = np.asarray(node_of_rank)
+        node = np.asarray(node_of_rank, np.intp)
+        layer, slot = np.nonzero(placement.expert_of_slot != EMPTY)
+        part = np.stack([shares(placement, home, node)[layer, slot] for home in range(placement.ranks)])
+        held = _Held(layer * placement.experts + placement.expert_of_slot[layer, slot], layer, slot // placement.slots_per_rank, part)
+        replicas = np.bincount(held.place)[held.place]
         self.placement = placement
-        servers = np.stack([_servers(placement, home, nodes) for home in range(placement.ranks)])  # [ranks, layers, experts]
-        layer = np.arange(placement.layers)[None, :, None]
-        reached = [servers[home][layer, tastes.table] for home in range(placement.ranks)]  # [rows, layers, k] each
-        self._remote_ranks = np.stack([_others(one, home) for home, one in enumerate(reached)])
-        self._remote_nodes = np.stack([_others(nodes[one], nodes[home]) for home, one in enumerate(reached)])
-        self._ranks = placement.ranks
-        self._servers = servers.reshape(placement.ranks, -1)
-        self._alike = bool((servers == servers[0]).all())
-        wanted = np.zeros((tastes.rows, placement.layers, placement.experts), bool)
-        np.put_along_axis(wanted, tastes.table.astype(np.int64), True, axis=2)
-        self._wanted = np.packbits(wanted.reshape(tastes.rows, -1), axis=1)
+        self._sole = _Sole(tastes, held.only(replicas == 1), placement)
+        self._several = _Several(tastes, held.only(replicas > 1), placement)
+        self._remote_ranks = _remote(tastes, placement, held, np.arange(placement.ranks))
+        self._remote_nodes = _remote(tastes, placement, held, node)
 
     def traffic(self, tokens_of_row: NDArray[np.int64]) -> Traffic:
         """tokens_of_row: int [ranks, rows] of one step."""
         remote = (tokens_of_row * self._remote_ranks).sum(axis=1, dtype=np.float64)
         nodes = (tokens_of_row * self._remote_nodes).sum(axis=1, dtype=np.float64)
-        return Traffic(remote, nodes, self._distinct(tokens_of_row > 0))
-
-    def _distinct(self, present: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """float64 [ranks]: experts that a rank reads for the rows present [ranks, rows]."""
-        if self._alike:  # without replicas it does not matter who asks
-            return np.bincount(self._servers[0][self._read(present.any(axis=0))], minlength=self._ranks).astype(np.float64)
-        reads = np.zeros((self._ranks, self._servers.shape[1]), bool)
-        for home in range(self._ranks):
-            experts = self._read(present[home])
-            reads[self._servers[home][experts], experts] = True
-        return np.asarray(reads.sum(axis=1), np.float64)
-
-    def _read(self, rows: Any) -> NDArray[np.intp]:
-        """Places (layer, expert) that any of these rows, bool [rows], wants."""
-        joined = np.bitwise_or.reduce(self._wanted[rows], axis=0)
-        return np.flatnonzero(np.unpackbits(joined, count=self._servers.shape[1]))
+        pairs = self._several.pairs(tokens_of_row)
+        read = self._sole.read(tokens_of_row) + self._several.read(pairs)
+        return Traffic(remote, nodes, read, self._sole.served(tokens_of_row) + self._several.served(pairs))
 
 
-def _servers(placement: Placement, home: int, nodes: NDArray[Any]) -> NDArray[np.int16]:
-    """int16 [layers, experts]: which rank serves an expert to the tokens of `home`."""
-    held = placement.replicas_on_rank > 0  # [layers, ranks, experts]
-    # the least distance wins; among equals the next rank after home, so that homes spread over replicas
-    after = (np.arange(placement.ranks) - home) % placement.ranks
-    distance = after + placement.ranks * (nodes != nodes[home])
-    price = np.where(held, distance[None, :, None], 2 * placement.ranks + 1)
-    return np.asarray(price.argmin(axis=1), np.int16)
+class _Held(NamedTuple):
+    """Slots that hold an expert."""
+
+    place: NDArray[np.intp]
+    """[slots]: layer * experts + expert"""
+    layer: NDArray[np.intp]
+    rank: NDArray[np.intp]
+    part: NDArray[np.float64]
+    """[homes, slots]: `fleet.dispatch.shares`"""
+
+    def only(self, these: NDArray[np.bool_]) -> "_Held":
+        return _Held(self.place[these], self.layer[these], self.rank[these], self.part[:, these])
 
 
-def _others(reached: NDArray[Any], own: int) -> NDArray[np.float64]:
-    """float64 [rows]: distinct values other than `own` among the k of each layer, summed over layers; reached: [rows, layers, k]."""
-    ordered = np.sort(np.where(reached == own, -1, reached), axis=2)
-    fresh = (np.diff(ordered, axis=2, prepend=-1) != 0) & (ordered >= 0)
-    return np.asarray(fresh.sum(axis=(1, 2)), np.float64)
+class _Sole:
+    """Experts with one replica: it does not matter who asks."""
+
+    def __init__(self, tastes: Tastes, held: _Held, placement: Placement) -> None:
+        layers, self._ranks = placement.layers, placement.ranks
+        self._place, self._rank = held.place, held.rank
+        servers = layers * placement.ranks
+        server = np.full(layers * placement.experts, servers)  # the last one: of no interest here
+        server[held.place] = held.layer * placement.ranks + held.rank
+        cells = np.arange(tastes.rows)[:, None] * (servers + 1) + server[tastes.places]
+        by_row = np.bincount(cells.ravel(), minlength=tastes.rows * (servers + 1)).reshape(tastes.rows, -1)
+        self._pairs = by_row[:, :servers].astype(np.float32)
+        """[rows, layers * ranks] that a token of each row wants there"""
+        wanted = np.zeros((tastes.rows, layers * placement.experts), bool)
+        np.put_along_axis(wanted, tastes.places, True, axis=1)
+        bits = np.packbits(wanted[:, held.place], axis=1)
+        self._wanted = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 8)))).view(np.uint64)
+        """[rows, slots / 64]: a bit of each slot"""
+
+    def served(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float64 [layers, ranks]"""
+        found = tokens_of_row.sum(axis=0).astype(np.float32) @ self._pairs
+        return np.asarray(found.astype(np.float64).reshape(-1, self._ranks))
+
+    def read(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float64 [ranks] experts that each must read"""
+        joined = np.bitwise_or.reduce(self._wanted[tokens_of_row.any(axis=0)], axis=0)
+        read = np.flatnonzero(np.unpackbits(joined.view(np.uint8), count=len(self._rank)))
+        return np.bincount(self._rank[read], minlength=self._ranks).astype(np.float64)
+
+
+class _Several:
+    """Experts with more replicas than one: it matters who asks."""
+
+    def __init__(self, tastes: Tastes, held: _Held, placement: Placement) -> None:
+        self._ranks, self._servers = placement.ranks, placement.layers * placement.ranks
+        places, self._which = np.unique(held.place, return_inverse=True)
+        self._rank, self._server = held.rank, held.layer * placement.ranks + held.rank
+        self._part = held.part
+        self._miss = np.log(np.maximum(1.0 - held.part, _NEVER))
+        """logarithm of the probability that a pair goes to another slot"""
+        wanted = np.zeros((tastes.rows, placement.layers * placement.experts), bool)
+        np.put_along_axis(wanted, tastes.places, True, axis=1)
+        self._wanted = wanted[:, places].astype(np.float32)
+
+    def pairs(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float64 [homes, slots]: what each home wants of the expert in each slot"""
+        there = np.flatnonzero(tokens_of_row.any(axis=0))
+        wanted = tokens_of_row[:, there].astype(np.float32) @ self._wanted[there]
+        return np.asarray(wanted.astype(np.float64)[:, self._which])
+
+    def served(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [layers, ranks]"""
+        found = np.bincount(self._server, (pairs * self._part).sum(axis=0), self._servers)
+        return found.astype(np.float64).reshape(-1, self._ranks)
+
+    def read(self, pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [ranks] experts that each is expected to have to read"""
+        return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(np.float64)
+
+
+def _remote(tastes: Tastes, placement: Placement, held: _Held, spot: NDArray[np.intp]) -> NDArray[np.float64]:
+    """float64 [ranks, rows]: how many spots other than its own a token of each home and row goes to, summed over layers. spot: of each rank, from 0."""
+    found, shape = np.zeros((placement.ranks, tastes.rows)), (placement.layers * placement.experts, int(spot.max()) + 1)
+    if shape[1] == 1:
+        return found
+    alike = bool((held.part == held.part[0]).all())
+    for home in range(placement.ranks):
+        if not home or not alike:
+            share = np.zeros(shape)
+            np.add.at(share, (held.place, spot[held.rank]), held.part[home])
+            went = _went(tastes.table, share.reshape(placement.layers, placement.experts, -1))
+        found[home] = went.sum(axis=1) - went[:, spot[home]]
+    return found
+
+
+def _went(table: NDArray[np.int16], share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 [rows, places]: the probability that a token of a row goes to a place, summed over layers.
+
+    table: [rows, layers, k] distinct experts; share: [layers, experts, places] of an expert's tokens. Each of the k goes its own way.
+    """
+    went = np.zeros((len(table), share.shape[2]))
+    for layer, elsewhere in enumerate(1.0 - share):
+        missed = np.ones_like(went)
+        for experts in table[:, layer].T:
+            missed *= elsewhere[experts]
+        went += 1.0 - missed
+    return went
 
 
 def place(tastes: Tastes, config: SimulatedConfig) -> Placement:

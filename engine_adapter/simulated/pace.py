@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.rank.scheduler import Slice
 from engine_adapter.simulated.demand import Routes, Tastes
-from fleet.timing import EngineSpeed, step_seconds
+from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
 
 
 class Planned(NamedTuple):
@@ -73,4 +73,5 @@ def seconds(speed: EngineSpeed, plans: Sequence[Plan], by_row: NDArray[np.int64]
         remote_ranks=caused.remote_ranks,
         remote_nodes=caused.remote_nodes,
         distinct_experts=caused.distinct_experts,
+        surplus=float(surplus_pairs(caused.served)),
     )

@@ -15,6 +15,8 @@ NVLINK_BYTES_PER_SECOND = 450e9
 """NVLink 4, one direction"""
 RDMA_BYTES_PER_SECOND = 50e9
 """one 400 Gbit/s port per GPU"""
+_PAIR_FLOPS = 2 * 3
+"""of a (token, expert) pair, per number of an expert's matrix: a product and a sum, in each of three matrices"""
 LAYER_SECONDS = 6e-5
 """two collectives of a MoE layer that carry next to nothing: tens of microseconds each"""
 
@@ -59,7 +61,8 @@ def speed_of(name: str, block_size: int) -> EngineSpeed:
 
     After the constants of Roost's cost model: KV bytes / HBM bandwidth per token read, expert bytes / HBM bandwidth per distinct expert, and per
     (token, destination) H bytes of fp8 with a scale per 128 out and 2H of bf16 back, over NVLink within a machine and RDMA between
-    machines. Arithmetic runs at 40 % of the peak. A decode step's fixed part is the dense weights and two small collectives per layer.
+    machines. Arithmetic runs at 40 % of the peak, also that of what a rank serves above the mean. A decode step's fixed part is the dense
+    weights and two small collectives per layer.
     """
     if name not in PRESETS:
         return EngineSpeed()
@@ -76,6 +79,7 @@ def speed_of(name: str, block_size: int) -> EngineSpeed:
         dispatch=copy_bytes / NVLINK_BYTES_PER_SECOND,
         dispatch_node=copy_bytes / RDMA_BYTES_PER_SECOND,
         expert_read=about.shape.expert_bytes / HBM_BYTES_PER_SECOND,
+        expert_pair=_PAIR_FLOPS * hidden * about.shape.expert_intermediate / FLOPS,
     )
 
 

@@ -17,7 +17,8 @@ from engine_adapter.simulated.demand import BUCKETS, Routes, Tastes, aligned, pl
 from engine_adapter.simulated.pace import Plan, plan, seconds, tokens_of_row
 from engine_adapter.simulated.presets import PRESETS, SHAPES, speed_of
 from engine_adapter.simulated.words import END, VOCABULARY, Script, WordTokenizer
-from fleet.placement import Placement, linear
+from fleet.dispatch import loads, shares
+from fleet.placement import FULL, Placement, Split, linear
 from fleet.routings import count_pairs
 from fleet.timing import EngineSpeed
 
@@ -70,29 +71,50 @@ def with_replicas() -> Placement:
     return Placement(slots.reshape(4, -1), experts=32, ranks=4)
 
 
-@pytest.mark.parametrize("placement", [place(TASTES, CONFIG), aligned(TASTES, 4), with_replicas()], ids=["linear", "aligned", "replicas"])
+def unevenly() -> Placement:
+    """The same, with splits that are not even: ranks keep some of their own, nodes take some of theirs."""
+    dice, replicated = np.random.default_rng(7), with_replicas()
+    even, table = replicated.split, replicated.expert_of_slot
+    spill = even.spill.copy()
+    for layer, expert in itertools.product(range(4), (0, 5, 9, 17, 25, 31)):
+        first, second = np.flatnonzero(table[layer] == expert)
+        spill[layer, first] = dice.choice([0, 20_000, FULL])
+        spill[layer, second] = FULL - spill[layer, first]
+    keep, near = (np.where(table >= 0, dice.choice([0, 30_000, FULL], table.shape), 0).astype(np.uint16) for _ in range(2))
+    return Placement(table, experts=32, ranks=4, split=Split(keep, spill, near))
+
+
+PLACEMENTS = {"linear": place(TASTES, CONFIG), "aligned": aligned(TASTES, 4), "replicas": with_replicas(), "uneven": unevenly()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_traffic_is_what_counting_token_by_token_gives(placement):
-    by_row = np.random.default_rng(2).integers(0, 3, (4, TASTES.rows)) * (np.arange(TASTES.rows) % 17 == 0)
+    """Each expert of each token goes its own way: all ways that a token's experts may go together, by their probability."""
+    by_row = np.random.default_rng(2).integers(0, 3, (4, TASTES.rows)) * (np.arange(TASTES.rows) % 29 == 0)
     node = CONFIG.node_of_rank
-    ranks, nodes = np.zeros(4), np.zeros(4)
-    read: list[set[tuple[int, int]]] = [set() for _ in range(4)]
+    part = np.stack([shares(placement, home, np.array(node)) for home in range(4)])
+    ranks, nodes, served = np.zeros(4), np.zeros(4), np.zeros((4, 4))
+    unread = np.ones(placement.expert_of_slot.shape)
     for home, row in zip(*np.nonzero(by_row), strict=True):
+        tokens = by_row[home, row]
         for layer, experts in enumerate(TASTES.table[row]):
-            servers = {int(expert): server(placement, layer, int(expert), int(home), node) for expert in experts}
-            ranks[home] += by_row[home, row] * len(set(servers.values()) - {home})
-            nodes[home] += by_row[home, row] * len({node[one] for one in servers.values()} - {node[home]})
-            for expert, rank in servers.items():
-                read[rank].add((layer, expert))
+            ways = [[slot for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert) if part[home, layer, slot]] for expert in experts]
+            for slots in itertools.product(*ways):
+                chance = tokens * np.prod(part[home, layer, list(slots)])
+                to = {slot // placement.slots_per_rank for slot in slots}
+                ranks[home] += chance * len(to - {home})
+                nodes[home] += chance * len({node[rank] for rank in to} - {node[home]})
+                for slot in slots:
+                    served[layer, slot // placement.slots_per_rank] += chance
+            for slot in itertools.chain(*ways):
+                unread[layer, slot] *= (1 - part[home, layer, slot]) ** tokens
     found = Routes(TASTES, placement, node).traffic(by_row)
-    assert found.remote_ranks.tolist() == ranks.tolist()
-    assert found.remote_nodes.tolist() == nodes.tolist()
-    assert found.distinct_experts.tolist() == [len(one) for one in read]
-
-
-def server(placement: Placement, layer: int, expert: int, home: int, node: tuple[int, ...]) -> int:
-    """The holder on the home rank, else one on its node, else any; the next one after home among equals."""
-    held = np.flatnonzero(placement.replicas_on_rank[layer, :, expert]).tolist()
-    return min(held, key=lambda rank: (rank != home, node[rank] != node[home], (rank - home) % placement.ranks))
+    assert found.remote_ranks == pytest.approx(ranks)
+    assert found.remote_nodes == pytest.approx(nodes)
+    assert found.served == pytest.approx(served)
+    assert found.distinct_experts == pytest.approx((1 - unread).reshape(4, 4, -1).sum(axis=(0, 2)))
+    demand = np.stack([TASTES.counts(rows) for rows in by_row])
+    assert found.served == pytest.approx(loads(placement, demand, np.array(node)))
 
 
 def test_alignment_keeps_domains_at_home_and_ranks_balanced():
@@ -123,14 +145,24 @@ def test_a_step_costs_what_its_slices_say():
     by_row = np.stack([tokens_of_row(found.parts, TASTES.rows), np.zeros(TASTES.rows, np.int64)])
     assert by_row.sum() == 21
     speed = EngineSpeed(
-        prefill_token=1.0, prefill_pair=1e-3, step=100.0, decode_sequence=7.0, decode_block=0.5, dispatch=1e-4, dispatch_node=1e-5, expert_read=1e-6
+        prefill_token=1.0,
+        prefill_pair=1e-3,
+        step=100.0,
+        decode_sequence=7.0,
+        decode_block=0.5,
+        dispatch=1e-4,
+        dispatch_node=1e-5,
+        expert_read=1e-6,
+        expert_pair=0.01,
     )
     routes = Routes(TASTES, linear(layers=4, experts=32, ranks=2), (0, 1))
     cause = routes.traffic(by_row)
     busy, idle = seconds(speed, [found, Plan([], 0, 0.0, 0, 0)], by_row, routes)
+    waits = 0.01 * sum(float(layer.max() - layer.mean()) for layer in cause.served)
+    assert waits > 0
     experts = 1e-4 * cause.remote_ranks[0] + 1e-5 * cause.remote_nodes[0] + 1e-6 * cause.distinct_experts[0]
-    assert busy == pytest.approx(20 + 1e-3 * found.prefill_pairs + 100 + 7 + 1.5 + experts)
-    assert idle == pytest.approx(100 + 1e-6 * cause.distinct_experts[1])
+    assert busy == pytest.approx(20 + 1e-3 * found.prefill_pairs + 100 + 7 + 1.5 + experts + waits)
+    assert idle == pytest.approx(100 + 1e-6 * cause.distinct_experts[1] + waits)
 
 
 def test_speeds_of_the_presets_are_those_of_the_cost_model():
@@ -138,6 +170,7 @@ def test_speeds_of_the_presets_are_those_of_the_cost_model():
     assert SHAPES["deepseek-v3"].expert_bytes == pytest.approx(44.04e6, rel=1e-3)
     assert speed.dispatch_node * 50e9 == pytest.approx(7392 + 14336, rel=2e-3)
     assert speed.decode_block == pytest.approx(16 * 70_272 / 2.7e12)
+    assert speed.expert_pair == pytest.approx(88.1e6 / 8e14, rel=1e-3)
     assert 0.008 < speed.step < 0.02
     assert 5_000 < 1 / speed.prefill_token < 20_000
     assert all(getattr(speed_of(name, 16), field) > 0 for name in PRESETS for field in EngineSpeed.__struct_fields__)

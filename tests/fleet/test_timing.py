@@ -15,12 +15,12 @@ from fleet.popularity import ExpertTable, profile, uniform
 from fleet.timing import EngineSpeed, expected_local_share, expected_remote, running_seconds
 
 
-def expected_remote_ranks(profile: NDArray[Any], share: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    return expected_remote(profile, share, top_k, np.zeros(share.shape[1], np.intp))[0]
+def expected_remote_ranks(profile: NDArray[Any], placement: Placement, top_k: int) -> NDArray[np.float64]:
+    return expected_remote(profile, placement, top_k, np.zeros(placement.ranks, np.intp))[0]
 
 
-def expected_remote_nodes(profile: NDArray[Any], share: NDArray[np.float64], top_k: int, node: NDArray[np.intp]) -> NDArray[np.float64]:
-    return expected_remote(profile, share, top_k, node)[1]
+def expected_remote_nodes(profile: NDArray[Any], placement: Placement, top_k: int, node: NDArray[np.intp]) -> NDArray[np.float64]:
+    return expected_remote(profile, placement, top_k, node)[1]
 
 
 def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws() -> None:
@@ -32,7 +32,7 @@ def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws()
         for layer, draws in itertools.product(range(2), itertools.product(range(5), repeat=3)):
             ranks = {placement.holders(ExpertId(layer, e))[0] for e in draws} - {home}
             exact += float(np.prod([wanted[layer, e] for e in draws])) * len(ranks)
-        assert expected_remote_ranks(wanted, placement.share, 3)[home] == pytest.approx(exact)
+        assert expected_remote_ranks(wanted, placement, 3)[home] == pytest.approx(exact)
 
 
 def _with_replicas(rng: np.random.Generator, layers: int, experts: int, ranks: int, extra: int) -> Placement:
@@ -50,15 +50,16 @@ def _with_replicas(rng: np.random.Generator, layers: int, experts: int, ranks: i
 def test_many_profiles_are_priced_at_once_as_each_alone_and_by_the_definition(extra: int) -> None:
     rng = np.random.default_rng(extra)
     profiles = rng.dirichlet(np.ones(12), size=(5, 3))
-    share = _with_replicas(rng, 3, 12, 4, extra).share
-    remote, local = expected_remote_ranks(profiles, share, 4), expected_local_share(profiles, share)
+    placement = _with_replicas(rng, 3, 12, 4, extra)
+    share = placement.share
+    remote, local = expected_remote_ranks(profiles, placement, 4), expected_local_share(profiles, placement, np.zeros(4, np.intp))
     assert remote.shape == local.shape == (5, 4)
     for at, home in itertools.product(range(5), range(4)):
         held = share[:, home] > 0
         assert local[at, home] == pytest.approx(float((profiles[at] * held).sum()) / 3)
         mass = np.einsum("le,lre->lr", profiles[at], np.where(held[:, None], 0.0, share))
         assert remote[at, home] == pytest.approx(float((1 - (1 - mass) ** 4).sum()))
-        assert expected_remote_ranks(profiles[at], share, 4)[home] == pytest.approx(remote[at, home])
+        assert expected_remote_ranks(profiles[at], placement, 4)[home] == pytest.approx(remote[at, home])
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 0, 0)])
@@ -66,7 +67,7 @@ def test_expected_remote_nodes_equal_the_exhaustive_count_of_independent_draws(n
     rng = np.random.default_rng(5)
     wanted = rng.dirichlet(np.ones(5), size=2)
     placement = linear(layers=2, experts=5, ranks=3)
-    found = expected_remote_nodes(wanted, placement.share, 3, np.array(nodes))
+    found = expected_remote_nodes(wanted, placement, 3, np.array(nodes))
     for home in range(3):
         exact = 0.0
         for layer, draws in itertools.product(range(2), itertools.product(range(5), repeat=3)):
@@ -80,11 +81,12 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
     """Tokens are drawn expert by expert, and each expert's holder by its share; what the home rank holds it serves itself."""
     rng = np.random.default_rng(extra)
     node, ranks, top_k, tokens = np.array([0, 0, 1, 1, 2, 2]), 6, 4, 40_000
-    share = _with_replicas(rng, 1, 12, ranks, extra).share
+    placement = _with_replicas(rng, 1, 12, ranks, extra)
+    share = placement.share
     wanted = rng.dirichlet(np.ones(12), size=1)
     drawn = rng.choice(12, size=(tokens, top_k), p=wanted[0])
     served = (rng.random((tokens, top_k, 1)) > share[0].cumsum(axis=0).T[drawn]).sum(axis=2)
-    found = expected_remote_nodes(wanted, share, top_k, node)
+    found = expected_remote_nodes(wanted, placement, top_k, node)
     for home in range(ranks):
         at = node[np.where(share[0, home][drawn] > 0, home, served)]
         reached = sum((at == other).any(axis=1) for other in range(3) if other != node[home])
@@ -93,17 +95,17 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
 
 def test_nodes_are_reached_less_often_than_ranks_and_one_node_reaches_nobody() -> None:
     rng = np.random.default_rng(1)
-    profiles, share = rng.dirichlet(np.ones(12), size=(5, 3)), _with_replicas(rng, 3, 12, 4, 1).share
-    remote = expected_remote_ranks(profiles, share, 4)
-    assert (expected_remote_nodes(profiles, share, 4, np.array([0, 0, 1, 1])) < remote).all()
-    assert expected_remote_nodes(profiles, share, 4, np.arange(4)) == pytest.approx(remote)
-    assert (expected_remote_nodes(profiles, share, 4, np.zeros(4, np.intp)) == 0).all()
+    profiles, placement = rng.dirichlet(np.ones(12), size=(5, 3)), _with_replicas(rng, 3, 12, 4, 1)
+    remote = expected_remote_ranks(profiles, placement, 4)
+    assert (expected_remote_nodes(profiles, placement, 4, np.array([0, 0, 1, 1])) < remote).all()
+    assert expected_remote_nodes(profiles, placement, 4, np.arange(4)) == pytest.approx(remote)
+    assert (expected_remote_nodes(profiles, placement, 4, np.zeros(4, np.intp)) == 0).all()
 
 
 def test_uniform_demand_over_nodes_reaches_about_the_published_number_of_them() -> None:
     """k = 8 of E = 256: one remote node of two, 2.71 of four."""
     for ranks, nodes, published in ((16, 2, 1.00), (32, 4, 2.71)):
-        found = expected_remote_nodes(uniform(1, 256), linear(layers=1, experts=256, ranks=ranks).share, 8, np.repeat(np.arange(nodes), ranks // nodes))
+        found = expected_remote_nodes(uniform(1, 256), linear(layers=1, experts=256, ranks=ranks), 8, np.repeat(np.arange(nodes), ranks // nodes))
         assert found == pytest.approx(np.full(ranks, published), rel=0.01)
 
 
@@ -117,14 +119,14 @@ def test_what_runs_adds_to_each_step_until_it_is_done(alike: int, left: int, blo
 
 
 def test_one_rank_reaches_nobody_and_more_ranks_cost_more() -> None:
-    assert expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=1).share, 4).max() == 0
-    two, four = (expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=r).share, 4)[0] for r in (2, 4))
+    assert expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=1), 4).max() == 0
+    two, four = (expected_remote_ranks(uniform(4, 32), linear(layers=4, experts=32, ranks=r), 4)[0] for r in (2, 4))
     assert 0 < two < four
 
 
 def test_uniform_demand_over_eight_ranks_reaches_about_the_published_number_of_ranks() -> None:
     """Distinct experts reach 4.63 remote ranks at k = 8, E = 256; independent draws come within 1.5 %."""
-    remote = expected_remote_ranks(uniform(1, 256), linear(layers=1, experts=256, ranks=8).share, 8)[0]
+    remote = expected_remote_ranks(uniform(1, 256), linear(layers=1, experts=256, ranks=8), 8)[0]
     assert remote == pytest.approx(4.63, rel=0.015)
 
 

@@ -52,6 +52,7 @@ def test_the_ranks_of_an_engine_step_as_long_as_the_slowest() -> None:
         remote_ranks=zeros,
         remote_nodes=zeros,
         distinct_experts=zeros,
+        surplus=0.0,
     )
     assert found == pytest.approx(0.5 + float(alone.max()))
     assert pace.reported(1, 0, 0) == pytest.approx(float(alone[0]))
