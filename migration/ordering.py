@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement, Split, even_split
 from migration.changes import COPIES, NOWHERE, Changes, Kind, Table, made
 from migration.limits import UNLIMITED, Limits
@@ -53,13 +52,10 @@ def ordered(
     if len(alone):
         steps = tuple(_reweight(int(layer), 0.0 if reweighted is None else float(reweighted[layer])) for layer in alone)
         series.append(Handover(epoch=placement.epoch + 1, steps=steps, split=shares.after(placement.expert_of_slot, alone)))
-    table = placement.expert_of_slot.copy()
+    telling = _Telling(placement, changes, room, limits, why)
     while queue.waiting:
-        taken = queue.round()
-        steps = tuple(_steps(placement, table, changes, taken, room, limits, why))
-        for at in taken:
-            _write(table, changes, at)
-        series.append(Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=shares.after(table, queue.complete())))
+        steps = telling.steps(queue.round())
+        series.append(Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=shares.after(telling.table, queue.complete())))
     return tuple(series)
 
 
@@ -139,79 +135,92 @@ def _reweight(layer: int, gain: float) -> Step:
     return Step(kind="reweight", layer=layer, gain=gain, why="its replicas share its tokens in another way, which evens out the ranks and copies nothing")
 
 
-def _write(table: Table, changes: Changes, at: int) -> None:
-    layer = changes.layer[at]
-    table[layer, changes.slot[at]] = changes.expert[at]
-    if changes.other_slot[at] != NOWHERE:
-        table[layer, changes.other_slot[at]] = changes.other_expert[at]
+class _Telling:
+    """Turns changes into steps: where their copies come from, what gives way for them, and why."""
+
+    def __init__(self, placement: Placement, changes: Changes, room: Room, limits: Limits, why: Sequence[str] | None) -> None:
+        self._per = placement.slots_per_rank
+        self._rows: list[list[int]] = placement.expert_of_slot.tolist()
+        self._changes = list(zip(*(part.tolist() for part in changes), strict=True))
+        self._room, self._limits = room, limits
+        self._why = why
+
+    @property
+    def table(self) -> Table:
+        """As the steps so far leave it."""
+        return np.array(self._rows, np.int16)
+
+    def steps(self, taken: list[int]) -> tuple[Step, ...]:
+        """Of one handover."""
+        sources = _Sources([row[:] for row in self._rows], self._per, self._room, self._limits)
+        return tuple(self._step(at, sources) for at in taken)
+
+    def _step(self, at: int, sources: "_Sources") -> Step:
+        kind, layer, slot, expert, other_slot, other_expert, gain = self._changes[at]
+        row = self._rows[layer]
+        found = row[slot]
+        copies = [sources.copy(layer, expert, slot)] if COPIES[kind] else []
+        if kind == Kind.SWAP:
+            copies.append(sources.copy(layer, other_expert, other_slot))
+        step = Step(
+            kind=KINDS[kind],
+            layer=layer,
+            slot=slot,
+            expert=found if kind == Kind.DROP else expert,
+            evicted=found if kind in (Kind.REPLICATE, Kind.MOVE) and found != EMPTY else None,
+            other_slot=None if other_slot == NOWHERE else other_slot,
+            other_expert=other_expert if kind == Kind.SWAP else None,
+            copies=tuple(copies),
+            gain=gain,
+            why=self._reason(Kind(kind), layer, slot, expert, other_slot) if self._why is None else self._why[at],
+        )
+        row[slot] = expert
+        if other_slot != NOWHERE:
+            row[other_slot] = other_expert
+        return step
+
+    def _reason(self, kind: Kind, layer: int, slot: int, expert: int, other_slot: int) -> str:
+        """What the tables tell of a change."""
+        row = self._rows[layer]
+        found, rank, other = row[slot], slot // self._per, other_slot // self._per
+        if kind == Kind.DROP:
+            return f"expert {layer}/{found} is held {row.count(found) - 1} times more; this replica is not worth its slot"
+        if kind == Kind.SWAP:
+            return f"ranks {other} and {rank} are more even, or nearer to who asks, with experts {layer}/{expert} and {layer}/{found} exchanged"
+        room = "in an empty slot" if found == EMPTY else f"where expert {layer}/{found} gives way, which is held {row.count(found) - 1} times more"
+        if kind == Kind.MOVE:
+            return f"rank {rank} can serve expert {layer}/{expert} better than rank {other}, {room}"
+        return f"expert {layer}/{expert} is held by {row.count(expert)} ranks; rank {rank} can take a part of its tokens, {room}"
 
 
 class _Sources:
     """Picks where copies of one handover are read from: the nearest live holder, and of equally near ones that which has given least so far."""
 
-    def __init__(self, table: Table, per: int, room: Room, limits: Limits) -> None:
-        self._table, self._per, self._node, self._bytes = table, per, room.node.tolist(), room.expert_bytes
+    def __init__(self, rows: list[list[int]], per: int, room: Room, limits: Limits) -> None:
+        self._rows, self._per, self._node, self._bytes = rows, per, room.node.tolist(), room.expert_bytes
         self._live = [True] * len(self._node) if limits.live is None else limits.live.tolist()
         self._given = [0] * len(self._node)
 
     def copy(self, layer: int, expert: int, slot: int) -> Copy:
-        """slot: where it goes."""
+        """slot: where it goes. With nothing to choose by, ranks take from the one that follows them, so that not all take from the first."""
         rank, ranks = slot // self._per, len(self._node)
-        holders = [one for one in np.flatnonzero(self._table[layer] == expert).tolist() if self._live[one // self._per]]
-        if not holders:
+        best: tuple[tuple[int, int, int], int] | None = None
+        for source in _places(self._rows[layer], expert):
+            holder = source // self._per
+            if self._live[holder]:
+                far = (self._node[holder] != self._node[rank]) + (holder != rank)
+                best = min(best or ((ranks, 0, 0), 0), ((far, self._given[holder], (holder - rank) % ranks), source))
+        if best is None:
             return Copy(expert=expert, slot=slot, link="checkpoint", bytes=self._bytes)
-        source = min(holders, key=lambda one: (self._far(one // self._per, rank), self._given[one // self._per], (one // self._per - rank) % ranks))
-        self._given[source // self._per] += 1
-        link: Link = "cross-node" if self._far(source // self._per, rank) == _CROSS else "same-node"
-        return Copy(expert=expert, slot=slot, source=source, link=link, bytes=self._bytes)
-
-    def _far(self, one: int, other: int) -> int:
-        return 0 if one == other else 1 if self._node[one] == self._node[other] else _CROSS
+        holder = best[1] // self._per
+        self._given[holder] += 1
+        link: Link = "same-node" if self._node[holder] == self._node[rank] else "cross-node"
+        return Copy(expert=expert, slot=slot, source=best[1], link=link, bytes=self._bytes)
 
 
-_CROSS = 2
-"""how far ranks of different nodes are apart"""
-
-
-def _steps(placement: Placement, begin: Table, changes: Changes, taken: list[int], room: Room, limits: Limits, why: Sequence[str] | None) -> Iterator[Step]:
-    table, per = begin.copy(), placement.slots_per_rank
-    sources = _Sources(begin, per, room, limits)
-    for at in taken:
-        kind, layer, slot, expert, other_slot, other_expert = (int(part[at]) for part in changes[:6])
-        found = int(table[layer, slot])
-        copies = [sources.copy(layer, expert, slot)] if COPIES[kind] else []
-        if kind == Kind.SWAP:
-            copies.append(sources.copy(layer, other_expert, other_slot))
-        subject = found if kind == Kind.DROP else expert
-        yield Step(
-            kind=KINDS[kind],
-            layer=layer,
-            slot=slot,
-            expert=subject,
-            evicted=found if kind in (Kind.REPLICATE, Kind.MOVE) and found != EMPTY else None,
-            other_slot=None if other_slot == NOWHERE else other_slot,
-            other_expert=None if other_expert == EMPTY or other_slot == NOWHERE else other_expert,
-            copies=tuple(copies),
-            gain=float(changes.gain[at]),
-            why=_why(table[layer], Kind(kind), layer, slot, subject, found, other_slot, per) if why is None else why[at],
-        )
-        _write(table, changes, at)
-
-
-def _why(row: Table, kind: Kind, layer: int, slot: int, expert: int, found: int, other_slot: int, per: int) -> str:
-    """What the tables tell of a change."""
-    rank, other = slot // per, other_slot // per
-    room = (
-        "in an empty slot" if found == EMPTY else f"where expert {ExpertId(layer, found)} gives way, which is held {int((row == found).sum()) - 1} times more"
-    )
-    match kind:
-        case Kind.REPLICATE:
-            return f"expert {ExpertId(layer, expert)} is held by {int((row == expert).sum())} ranks; rank {rank} can take a part of its tokens, {room}"
-        case Kind.MOVE:
-            return f"rank {rank} can serve expert {ExpertId(layer, expert)} better than rank {other}, {room}"
-        case Kind.SWAP:
-            return (
-                f"ranks {other} and {rank} are more even, or nearer to who asks, with experts {ExpertId(layer, expert)} and {ExpertId(layer, found)} exchanged"
-            )
-        case Kind.DROP:
-            return f"expert {ExpertId(layer, expert)} is held {int((row == expert).sum()) - 1} times more; this replica is not worth its slot"
+def _places(row: list[int], expert: int) -> Iterator[int]:
+    """The slots that hold an expert, ascending."""
+    at = -1
+    for _ in range(row.count(expert)):
+        at = row.index(expert, at + 1)
+        yield at

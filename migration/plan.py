@@ -24,7 +24,7 @@ Link = Literal["same-node", "cross-node", "checkpoint"]
 """what a copy crosses; checkpoint: no rank holds the expert any more, its weights are read from storage"""
 
 
-class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An expert's weights brought into a slot of another rank."""
 
     expert: int
@@ -35,7 +35,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One change of one layer. What it does, by kind:
 
     - `reweight`: the replicas of the layer share its tokens in another way; nothing is copied.

@@ -116,6 +116,8 @@ class Queue:
 
 
 def _fits(group: _Group, left: list[int]) -> bool:
+    if len(group.receives) == 1:
+        return left[group.receives[0]] > 0
     return all(left[rank] >= group.receives.count(rank) for rank in group.receives)
 
 
@@ -157,7 +159,7 @@ class _Checked:
         for member in members:
             for expert in self._make(layer, row, held, member, together):
                 (short.add if held[expert] < floor[expert] else short.discard)(expert)
-                if held[expert] < min(1, floor[expert]):
+                if held[expert] == 0 < floor[expert]:
                     raise Unorderable(layer, f"change {member} takes the last live replica of expert {ExpertId(layer, expert)}")
             if not short:
                 found.append(together)
@@ -171,7 +173,7 @@ class _Checked:
         """Write a change into the row; returns the experts that lost a replica, or got one."""
         _, _, slot, expert, other_slot, other_expert = self._rows[member]
         self._expect(layer, row, member)
-        writes = [(slot, expert)] if other_slot == NOWHERE else [(slot, expert), (other_slot, other_expert)]
+        writes = ((slot, expert),) if other_slot == NOWHERE else ((slot, expert), (other_slot, other_expert))
         touched = [one for at, new in writes for one in (row[at], new) if one != EMPTY]
         for at, _ in writes:
             if row[at] != EMPTY and self._live[at // self._per]:
