@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine_adapter.embedded.lockstep import RankGroup, bytes_of
-from fleet.placement import EMPTY, Placement
+from fleet.dispatch import Chooser
+from fleet.placement import Placement
 
 GROUP_ROWS = 4
 """Least rows of any matrix product: with one torch thread a row's fp32 result is then the same bits whatever the batch."""
@@ -75,27 +76,30 @@ def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_
     return Groups(row_of_pair, pair_of_row, ends.astype(np.int32), counts)
 
 
-def slot_table(placement: Placement, home: int) -> NDArray[np.int64]:
-    """int64 [layers, experts]: the physical slot that serves tokens living on rank `home`.
+class _Choosers:
+    """Which physical slots serve the pairs of all ranks, by the rule of `fleet.dispatch`. Every rank must come to the same result, so every
+    rank asks for every layer of every step once."""
 
-    A replica of its own first; otherwise the homes without one share the holders evenly, each expert starting at another holder.
-    """
-    table = np.zeros((placement.layers, placement.experts), np.int64)
-    for layer in range(placement.layers):
-        slots_of: list[list[int]] = [[] for _ in range(placement.experts)]
-        for slot, expert in enumerate(placement.expert_of_slot[layer].tolist()):
-            if expert != EMPTY:
-                slots_of[expert].append(slot)
-        table[layer] = [_choose(slots, expert, home, placement.slots_per_rank) for expert, slots in enumerate(slots_of)]
-    return table
+    def __init__(self, placement: Placement) -> None:
+        # the ranks of an engine of ours meet in a folder: they are on one machine
+        of_rank = [Chooser(placement, home, np.zeros(placement.ranks, np.intp)) for home in range(placement.ranks)]
+        self._of_rank = of_rank
+        self._tables = np.stack([one.table for one in of_rank])
+        self._plain = [all(one.plain[layer] for one in of_rank) for layer in range(placement.layers)]
+        self._turns = np.zeros(self._tables.shape, np.int64)
+        """[ranks, layers, experts]: pairs so far, of layers where there is a choice"""
 
+    def slots(self, layer: int, home: Indices, experts: Indices) -> Indices:
+        """int64 [T, k] of tokens whose home ranks are [T], ascending, and whose experts are [T, k]."""
+        if self._plain[layer]:
+            return np.asarray(self._tables[home[:, None], layer, experts])
+        return np.concatenate([self._of_one(rank, layer, experts[slice(*np.searchsorted(home, (rank, rank + 1)))]) for rank in range(len(self._tables))])
 
-def _choose(slots: list[int], expert: int, home: int, per_rank: int) -> int:
-    holders = [slot // per_rank for slot in slots]
-    if home in holders:
-        return slots[holders.index(home)]
-    homes_before = home - sum(holder < home for holder in holders)
-    return slots[(homes_before + expert) % len(slots)]
+    def _of_one(self, rank: int, layer: int, experts: Indices) -> Indices:
+        wanted, turns = experts.reshape(-1), self._turns[rank, layer]
+        found = self._of_rank[rank].choose(layer, wanted, turns)
+        turns += np.bincount(wanted, minlength=len(turns))
+        return found.reshape(experts.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ class LocalDispatch:
     def __init__(self, placement: Placement, max_tokens: int) -> None:
         if placement.ranks != 1:
             raise ValueError(f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one")
-        self._table = slot_table(placement, 0)
+        self._table = Chooser(placement, 0, np.zeros(1, np.intp)).table  # of one rank every expert has one slot
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
         self._calls = _Calls()
@@ -224,7 +228,8 @@ class GlooDispatch:
             raise ValueError(f"dispatch: {placement!r} does not fit a group of {group.ranks} ranks")
         self._group = group
         self._slots = placement.slots_per_rank
-        self._tables = np.stack([slot_table(placement, home) for home in range(group.ranks)])
+        self._experts = placement.experts
+        self._choosers = _Choosers(placement)
         self._max_tokens = max_tokens
         self._small_gather_bytes = small_gather_bytes
         self._calls = _Calls()
@@ -237,10 +242,10 @@ class GlooDispatch:
         self._step = _Step.of(tuple(tokens_by_rank))
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
-        _check_experts(experts, self._tables.shape[2])
+        _check_experts(experts, self._experts)
         small = self._step.most * x.shape[1] * x.element_size() <= self._small_gather_bytes
         everyones_x, ids = self._gather(x if small else x[:, :0], experts)
-        slots = self._tables[self._step.home[:, None], layer, ids]
+        slots = self._choosers.slots(layer, self._step.home, ids)
         pairs = np.flatnonzero(slots // self._slots == self._group.rank)
         tokens = pairs // ids.shape[1]
         if not small:

@@ -17,14 +17,17 @@ from engine_adapter.embedded.arena import load_arena
 from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from engine_adapter.embedded.crew import Crew, share
-from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, slot_table
+from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch
 from engine_adapter.embedded.lockstep import RankGroup
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
+from fleet.dispatch import own_part
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
 PAGE_TOKENS = 16
 """Positions per KV page; equal to the block size that identities are computed with."""
+_FEW_PAIRS, _MANY_PAIRS = 16, 144
+"""rows of one expert that are compared to find what one of them takes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +231,12 @@ class Runner:
         step = max(0.0, alone - sequence)
         block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
         return EngineSpeed(
-            prefill_token=max(0.0, prefill - step) / prompt, step=step, decode_sequence=sequence, decode_block=block, dispatch=self._dispatch_seconds()
+            prefill_token=max(0.0, prefill - step) / prompt,
+            step=step,
+            decode_sequence=sequence,
+            decode_block=block,
+            dispatch=self._dispatch_seconds(),
+            expert_pair=self._pair_seconds(),
         )
 
     def _decodes(self, sequences: int, pages: int) -> list[Work]:
@@ -236,6 +244,19 @@ class Runner:
 
     def _fastest_step(self, work: Sequence[Work], times: int) -> float:
         return _fastest_seconds(lambda: self.forward(work), times)
+
+    @torch.inference_mode()
+    def _pair_seconds(self) -> float:
+        """Of one row more for an expert that has rows already: what a rank does with a pair that the others do not have."""
+        block = self._layers[0].block
+        slots = self.placement.slots_per_rank
+
+        def compute(rows: int) -> float:
+            hidden, ends = torch.zeros((rows, self.config.hidden), dtype=self._dtype), torch.full((slots,), rows, dtype=torch.int32)
+            return _fastest_seconds(lambda: block.compute(hidden, ends), 25)
+
+        few, many = compute(_FEW_PAIRS), compute(_MANY_PAIRS)
+        return max(0.0, many - few) / (_MANY_PAIRS - _FEW_PAIRS)
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:
@@ -246,8 +267,8 @@ class Runner:
         ranks, tokens = self.placement.ranks, self.max_tokens
         if ranks == 1:
             return 0.0
-        rank_of = slot_table(self.placement, self.rank)[0] // self.placement.slots_per_rank
-        own, away = np.flatnonzero(rank_of == self.rank), np.flatnonzero(rank_of != self.rank)
+        here = own_part(self.placement, np.zeros(ranks, np.intp))[0, self.rank]
+        own, away = np.flatnonzero(here == here.max()), np.flatnonzero(here == here.min())
         x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
 
         def there_and_back(candidates: NDArray[np.int64]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.lockstep import Lockstep, LockstepError, RankGroup, StepHeader
 from engine_adapter.embedded.runner import PAGE_TOKENS, Runner, Work
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, Split, linear
 
 
 class Sequence:
@@ -91,13 +91,14 @@ def generate(job, rank, group, folder):
     with Checkpoint(Path(job["checkpoint"])) as checkpoint:
         config = checkpoint.config
         if "slots" in job:
-            placement = Placement(np.array(job["slots"]), experts=config.experts, ranks=job["ranks"])
+            split = Split(*(np.array(part, np.uint16) for part in job["split"])) if job["split"] else None
+            placement = Placement(np.array(job["slots"]), experts=config.experts, ranks=job["ranks"], split=split)
         else:
             placement = linear(layers=config.layers, experts=config.experts, ranks=job["ranks"])
         runner = Runner(checkpoint, placement, rank=rank, group=group, kv_pages=job["kv_pages"])
     tokens, logits = greedy(runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(lockstep))
     speed = runner.measure_speed()
-    np.savez(folder / f"{rank}.npz", tokens=tokens, logits=logits, step_seconds=speed.step, dispatch_seconds=speed.dispatch)
+    np.savez(folder / f"{rank}.npz", tokens=tokens, logits=logits, step_seconds=speed.step, dispatch_seconds=speed.dispatch, pair_seconds=speed.expert_pair)
     lockstep.exchange(StepHeader(step=10**6))  # nobody leaves while another still needs it
     lockstep.close()
     group.close()

@@ -17,15 +17,16 @@ from engine_adapter.embedded.dispatch import (
     HandleError,
     LocalDispatch,
     group_by_slot,
-    slot_table,
 )
 from engine_adapter.embedded.lockstep import RankGroup
+from fleet.dispatch import flows
 from fleet.placement import Placement, linear
+from tests.fleet.splits import random_split, random_table
 
 
 @st.composite
 def placements(draw, ranks, experts, layers=1):
-    """Any legal placement: every expert somewhere, some on several ranks, empty slots in between."""
+    """Any legal placement: every expert somewhere, some on several ranks, empty slots in between, shared out evenly or in any other way."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = []
     for _ in range(layers):
@@ -35,7 +36,9 @@ def placements(draw, ranks, experts, layers=1):
         for rank in range(ranks):
             row[rank] = random.permutation(np.where(holds[rank], np.arange(experts), -1))
         rows.append(row.reshape(-1))
-    return Placement(np.stack(rows), experts=experts, ranks=ranks)
+    table = np.stack(rows).astype(np.int16)
+    split = random_split(random, table, experts, nodes=draw(st.booleans())) if draw(st.booleans()) else None
+    return Placement(table, experts=experts, ranks=ranks, split=split)
 
 
 @st.composite
@@ -92,22 +95,6 @@ def test_groups_are_sorted_stable_padded_and_complete(slots, least_rows):
         assert end - begin == (max(len(pairs), least_rows) if pairs else 0)
         assert groups.row_of_pair[pairs].tolist() == list(range(begin, begin + len(pairs)))
         assert groups.pair_of_row[begin : begin + len(pairs)].tolist() == pairs
-
-
-@settings(deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 8))
-def test_a_rank_serves_its_own_tokens_and_the_others_share_the_replicas_evenly(data, ranks, experts):
-    placement = data.draw(placements(ranks, experts))
-    tables = np.stack([slot_table(placement, home)[0] for home in range(ranks)])
-    for expert in range(experts):
-        served = tables[:, expert]
-        assert (placement.expert_of_slot[0][served] == expert).all()
-        holders = [rank for rank in range(ranks) if placement.replicas_on_rank[0, rank, expert]]
-        serving = served // placement.slots_per_rank
-        assert all(serving[rank] == rank for rank in holders)
-        strangers = [int(serving[rank]) for rank in range(ranks) if rank not in holders]
-        load = [strangers.count(rank) for rank in holders]
-        assert max(load) - min(load) <= 1
 
 
 def test_an_expert_the_model_does_not_have_is_refused_before_anything_is_computed():
@@ -180,6 +167,31 @@ def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_byt
         assert sum(int(found[layer][0].counts.sum()) for found in everyone) == sum(chosen.size for _, chosen, _ in brought)
         for (x, chosen, weights), found in zip(brought, everyone, strict=True):
             assert torch.allclose(found[layer][1].double(), expected(x, chosen, weights), rtol=1e-5, atol=1e-5)
+
+
+def test_slots_serve_their_shares_of_what_all_ranks_bring_step_by_step(groups):
+    joined, pool = groups
+    ranks, random = len(joined), np.random.default_rng(5)
+    table = random_table(random, 2, ranks, 6, 3)
+    placement = Placement(table, experts=6, ranks=ranks, split=random_split(random, table, 6, nodes=True))
+    brought = random.integers(0, 6, (ranks, 40, 3, 1))
+
+    def run(group):
+        dispatch = GlooDispatch(group, placement, 64)
+        served = np.zeros((2, placement.slots_per_rank), np.int64)
+        for step in range(40):
+            dispatch.begin_step(3, [3] * ranks)
+            for layer in range(2):
+                sent = dispatch.dispatch(layer, torch.ones(3, 4), brought[group.rank, step])
+                dispatch.combine(sent.rows, torch.ones(3, 1), sent.handle)
+                served[layer] += sent.counts
+        return served
+
+    found = np.concatenate(list(pool.map(run, joined)), axis=1)
+    demand = np.stack([[np.bincount(one.ravel(), minlength=6)] * 2 for one in brought])
+    expected = flows(placement, demand, np.zeros(ranks, np.intp)).served
+    assert found.sum(axis=1).tolist() == [ranks * 120] * 2
+    assert np.abs(found - expected).max() < 2 * ranks
 
 
 def test_rows_of_a_slot_are_ordered_by_source_rank_then_token(groups):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.runner import PAGE_TOKENS, Runner, Work
 from fleet.placement import linear
+from tests.fleet.splits import random_split
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -137,14 +138,19 @@ def test_ranks_in_processes_of_their_own_compute_the_same_bits_as_one(tmp_path, 
     assert_continues_like(oracle, PROMPTS, tokens, logits)
     assert np.array_equal(tokens, alone[0])
     assert np.array_equal(logits, alone[1])
-    assert all(arrays["step_seconds"] > 0 for arrays in found)
+    assert all(arrays["step_seconds"] > 0 and 0 < arrays["pair_seconds"] < arrays["step_seconds"] for arrays in found)
 
 
 @pytest.mark.timeout(300)
-def test_replicas_and_scattered_experts_change_no_bit(tmp_path, alone):
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2], ids=["even", "uneven", "nodes-too"])
+def test_replicas_scattered_experts_and_how_they_share_tokens_change_no_bit(tmp_path, alone, seed):
     random = np.random.default_rng(3)
     rows = [np.concatenate([random.permutation(32)[:24], [-1] * 4]) for _ in range(4)]
-    slots = [np.concatenate([row, random.permutation(np.concatenate([np.setdiff1d(np.arange(32), row), row[:16], [-1] * 4]))]).tolist() for row in rows]
-    tokens, logits, _ = run_ranks(tmp_path, 2, slots=slots, count=16)
+    slots = np.array(
+        [np.concatenate([row, random.permutation(np.concatenate([np.setdiff1d(np.arange(32), row), row[:16], [-1] * 4]))]) for row in rows], np.int16
+    )
+    dice = np.random.default_rng(seed)
+    split = None if seed is None else [part.tolist() for part in random_split(dice, slots, 32, nodes=seed == 2)]
+    tokens, logits, _ = run_ranks(tmp_path, 2, slots=slots.tolist(), split=split, count=16)
     assert np.array_equal(tokens, alone[0][:, :16])
     assert np.array_equal(logits, alone[1][:, :16])
