@@ -198,7 +198,7 @@ class _Checked:
         held[expert] += 1
 
     def _expect(self, layer: int, row: list[int], member: int) -> None:
-        """A swap and a move find in their slots what they were planned on."""
+        """A change finds in its slots what it was planned on."""
         kind, _, slot, expert, other_slot, other_expert = self._rows[member]
         if kind in (Kind.SWAP, Kind.MOVE) and row[other_slot] != expert:
             raise Unorderable(layer, f"change {member} takes expert {ExpertId(layer, expert)} from slot {other_slot}, which holds {row[other_slot]}")
@@ -206,3 +206,5 @@ class _Checked:
             raise Unorderable(layer, f"change {member} takes expert {ExpertId(layer, other_expert)} from slot {slot}, which holds {row[slot]}")
         if kind == Kind.DROP and row[slot] == EMPTY:
             raise Unorderable(layer, f"change {member} drops what slot {slot} holds, which is empty")
+        if row[slot] == expert:
+            raise Unorderable(layer, f"change {member} brings expert {ExpertId(layer, expert)} to slot {slot}, which holds it")
