@@ -1,12 +1,14 @@
 """Placement: invariants are checked at birth, and epoch 0 is linear."""
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.experts import ExpertId
-from fleet.placement import EMPTY, Placement, linear
+from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear
+from tests.fleet.splits import random_split
 
 
 @st.composite
@@ -29,8 +31,102 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @given(placements())
+@settings(max_examples=30)
 def test_a_placement_survives_the_wire(placement: Placement) -> None:
-    assert Placement.from_record(placement.record()) == placement
+    again = Placement.from_record(placement.record())
+    assert again == placement
+    assert again.even
+
+
+def with_split(placement: Placement, seed: int) -> Placement:
+    split = random_split(np.random.default_rng(seed), placement.expert_of_slot, placement.experts, nodes=True)
+    return Placement(placement.expert_of_slot, experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
+
+
+@given(placements(), st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_any_legal_split_survives_the_wire_and_is_there_by_rank(even: Placement, seed: int) -> None:
+    placement = with_split(even, seed)
+    again = Placement.from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(placement.record()), type=PlacementRecord))
+    assert again == placement
+    assert (again == even) == placement.serves_as(even) == all(map(np.array_equal, placement.split, even.split))
+    assert placement.keeps_all == (placement.split.keep[even.expert_of_slot != EMPTY] == FULL).all()
+    assert np.allclose(placement.share.sum(axis=1), 1.0)
+    for name, by_rank in (("keep", placement.keep), ("spill", placement.share), ("near", placement.near)):
+        for layer, slot in np.argwhere(placement.expert_of_slot != EMPTY):
+            part = getattr(placement.split, name)[layer, slot] / FULL
+            assert by_rank[layer, slot // placement.slots_per_rank, placement.expert_of_slot[layer, slot]] == pytest.approx(part)
+
+
+@given(placements())
+@settings(max_examples=30)
+def test_the_even_split_keeps_what_is_its_own_and_shares_the_rest_to_within_one_part(placement: Placement) -> None:
+    held = placement.expert_of_slot != EMPTY
+    assert placement.keeps_all
+    assert not placement.split.near.any()
+    assert not placement.split.keep[~held].any()
+    assert not placement.split.spill[~held].any()
+    for layer, expert in np.ndindex(placement.layers, placement.experts):
+        spill = placement.split.spill[layer, placement.expert_of_slot[layer] == expert].astype(int)
+        assert spill.sum() == FULL
+        assert sorted(spill, reverse=True) == spill.tolist()
+        assert spill[0] - spill[-1] <= 1
+
+
+HALVES = Placement(np.array([[0, 1, -1, 0, 1, -1]]), experts=2, ranks=2, epoch=3)
+
+
+@pytest.mark.parametrize(
+    ("part", "slot", "value", "message"),
+    [
+        ("spill", 0, 5, "spills of expert 0/0 add up to 32772; they must be 65535"),
+        ("spill", 4, 0, "spills of expert 0/1 add up to 32768"),
+        ("spill", 2, 9, "layer 0 slot 2 is empty but has spill 9; it must be 0"),
+        ("keep", 5, FULL, "layer 0 slot 5 is empty but has keep 65535"),
+        ("near", 2, 1, "layer 0 slot 2 is empty but has near 1"),
+    ],
+)
+def test_an_illegal_split_is_refused_and_the_offender_named(part: str, slot: int, value: int, message: str) -> None:
+    wrong = HALVES.split._replace(**{part: getattr(HALVES.split, part).copy()})
+    getattr(wrong, part)[0, slot] = value
+    with pytest.raises(ValueError, match=message):
+        Placement(HALVES.expert_of_slot, experts=2, ranks=2, split=wrong)
+    sent = msgspec.structs.replace(HALVES.record(), **{name: each.astype("<u2").tobytes() for name, each in wrong._asdict().items()})
+    with pytest.raises(ValueError, match=message):
+        Placement.from_record(sent)
+
+
+@pytest.mark.parametrize(
+    ("keep", "spill", "near", "named"), [(12, 12, 11, "11 bytes of near"), (0, 12, 12, "0 bytes of keep"), (12, 24, 12, "24 bytes of spill")]
+)
+def test_a_split_of_the_wrong_length_is_refused(keep: int, spill: int, near: int, named: str) -> None:
+    record = msgspec.structs.replace(HALVES.record(), keep=bytes(keep), spill=bytes(spill), near=bytes(near))
+    with pytest.raises(ValueError, match=named):
+        Placement.from_record(record)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 5), np.uint16), ((2, 6), np.uint16), ((1, 6), np.int32)])
+def test_a_split_of_another_shape_or_kind_is_refused(shape: tuple[int, int], dtype: type) -> None:
+    with pytest.raises(ValueError, match=r"keep is .* expected uint16 \(1, 6\), one number per slot"):
+        Placement(HALVES.expert_of_slot, experts=2, ranks=2, split=HALVES.split._replace(keep=np.zeros(shape, dtype)))
+
+
+def test_a_split_is_copied_and_cannot_be_changed() -> None:
+    keep = HALVES.split.keep.copy()
+    placement = Placement(HALVES.expert_of_slot, experts=2, ranks=2, split=HALVES.split._replace(keep=keep))
+    keep[:] = 0
+    assert placement.keeps_all
+    with pytest.raises(ValueError, match="read-only"):
+        placement.split.spill[0, 0] = 1
+
+
+def test_placements_that_differ_in_their_split_alone_differ() -> None:
+    other = Placement(HALVES.expert_of_slot, experts=2, ranks=2, epoch=3, split=HALVES.split._replace(near=HALVES.split.keep))
+    assert other != HALVES
+    assert not other.serves_as(HALVES)
+    later = Placement(HALVES.expert_of_slot, experts=2, ranks=2, epoch=4)
+    assert later != HALVES
+    assert later.serves_as(HALVES)
 
 
 @given(placements())

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fleet.dispatch import shares
 from fleet.experts import ExpertId
-from fleet.placement import Placement, linear
+from fleet.placement import EMPTY, Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
-from fleet.timing import EngineSpeed, expected_local_share, expected_remote, running_seconds
+from fleet.timing import EngineSpeed, expected_local_share, expected_remote, running_seconds, step_seconds, surplus_pairs
+from tests.fleet.splits import random_split, random_table
 
 
 def expected_remote_ranks(profile: NDArray[Any], placement: Placement, top_k: int) -> NDArray[np.float64]:
@@ -91,6 +93,38 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
         at = node[np.where(share[0, home][drawn] > 0, home, served)]
         reached = sum((at == other).any(axis=1) for other in range(3) if other != node[home])
         assert found[home] == pytest.approx(float(np.mean(reached)), abs=0.02)
+
+
+@pytest.mark.parametrize(("seed", "nodes"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (2, (1, 0, 2)), (3, (0, 1, 1)), (4, (0, 0, 1))])
+def test_any_split_reaches_what_the_exhaustive_count_of_the_rule_says(seed: int, nodes: tuple[int, ...]) -> None:
+    """Two draws of an expert and the slot that serves it, all of them; layers below the boundary count for nothing."""
+    rng, node = np.random.default_rng(seed), np.array(nodes)
+    table = random_table(rng, 3, 3, 5, 2)
+    placement = Placement(table, experts=5, ranks=3, split=random_split(rng, table, 5, nodes=seed > 0))
+    wanted = rng.dirichlet(np.ones(5), size=(2, 3))
+    remote, away = expected_remote(wanted, placement, 2, node, boundary=1)
+    local = expected_local_share(wanted, placement, node, boundary=1)
+    for at, home in itertools.product(range(2), range(3)):
+        part = shares(placement, home, node)
+        ranks = nodes_reached = own = 0.0
+        for layer in (1, 2):
+            chance = [float(wanted[at, layer, expert] * part[layer, slot]) if expert != EMPTY else 0.0 for slot, expert in enumerate(table[layer])]
+            rank = [slot // placement.slots_per_rank for slot in range(len(chance))]
+            own += sum(each for each, server in zip(chance, rank, strict=True) if server == home) / 2
+            for one, two in itertools.product(range(len(chance)), repeat=2):
+                together = chance[one] * chance[two]
+                ranks += together * len({rank[one], rank[two]} - {home})
+                nodes_reached += together * len({nodes[rank[one]], nodes[rank[two]]} - {nodes[home]})
+        assert (remote[at, home], away[at, home]) == pytest.approx((ranks, nodes_reached))
+        assert local[at, home] == pytest.approx(own)
+
+
+def test_a_step_waits_for_the_fullest_rank_of_each_layer() -> None:
+    served = np.array([[[4.0, 0.0, 2.0], [1.0, 1.0, 1.0]], [[0.0, 9.0, 0.0], [3.0, 0.0, 0.0]]])
+    assert surplus_pairs(served).tolist() == [2.0, 8.0]
+    nothing, speed = np.zeros(3), EngineSpeed(step=1.0, expert_pair=0.5)
+    names = ("prefill_tokens", "prefill_pairs", "sequences", "blocks", "remote_ranks", "remote_nodes", "distinct_experts")
+    assert step_seconds(speed, **dict.fromkeys(names, nothing), surplus=float(surplus_pairs(served[1]))).tolist() == [5.0] * 3
 
 
 def test_nodes_are_reached_less_often_than_ranks_and_one_node_reaches_nobody() -> None:
