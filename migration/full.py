@@ -4,7 +4,7 @@ Load is shared evenly among an expert's replicas. Layers know nothing of each ot
 
 1. Counts. Replicas are dealt as parliaments deal seats, by a divisor rule: t is the least load such that experts of load x get
    max(1, ceil(x / t - s)) replicas and all fit. s = 0 makes the heaviest replica lightest. Where there are few slots per rank that is not all
-   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Where this pigeonhole bound lies above the mean, s = -1/2 is tried,
+   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Layers that do not come near their bound are tried once more with s < 0,
    which gives the most wanted fewer replicas and those of middling load more.
 2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least.
 3. Trading. Heavy ranks are paired with light ones, each round otherwise, and exchange what brings the two nearest to each other: one
@@ -12,52 +12,64 @@ Load is shared evenly among an expert's replicas. Layers know nothing of each ot
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
+from migration.polishing import cells, fullest, polished
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Table = NDArray[np.int16]
-EVEN, SPARING = 0.0, -0.5
+EVEN, SPARING = 0.0, -0.3
 """signposts s of the divisor rule"""
-OTHERWISE = 0.5
-"""that of a second attempt, with layers that stay further than NEAR from what their counts allow"""
 NEAR = 0.004
+"""a layer whose fullest rank is further above the bound than this is tried once more"""
 CLOSE = 1e-4
 """a layer whose fullest rank is so near to what is possible is left alone"""
-ROUNDS, LONG_ROUNDS = 20, 30
-"""of trading: where two can go for two, and where only single experts are exchanged"""
+ROUNDS, MORE_ROUNDS, FEWER = 8, 32, 8
+"""of trading: of the heavier half of the ranks; after that, of one part in so many of them"""
 MOST_TWOS = 500
 """ways to exchange two for two that are looked at, per pair of ranks; with more, ranks have so many experts that single ones do"""
+SMALL, EMPTIES = 1 << 16, 3
+"""layers are polished where one step looks at no more numbers than this; also with so many slots left empty"""
 _HALVINGS = 40
-_LEAST = 1e-9
+_LEAST = 1e-6
 """a change of load, as a part of a rank's, that is none"""
 
 
-def full(load: NDArray[Any], ranks: int, slots_per_rank: int, *, most_replicas: int | None = None, node: NDArray[np.intp] | None = None) -> Table:
+def full(
+    load: NDArray[Any],
+    ranks: int,
+    slots_per_rank: int,
+    *,
+    most_replicas: int | None = None,
+    least_replicas: NDArray[np.integer[Any]] | None = None,
+    node: NDArray[np.intp] | None = None,
+) -> Table:
     """int16 [layers, ranks * slots_per_rank]: the placement of best balance that could be found for load [layers, experts] (any unit).
 
     No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and slots beyond that stay empty.
-    node: int [ranks], from 0: which ranks lie on which node; an expert's replicas are spread over nodes as far as that costs no balance.
-    ValueError when the experts do not fit, or a load is negative or not finite.
+    least_replicas: int [layers, experts], 1 where None. node: int [ranks], from 0: which ranks lie on which node; an expert's replicas are spread over
+    nodes as far as that costs no balance. ValueError when the experts do not fit, or a load is negative or not finite.
     """
     wanted = _checked(load, ranks, slots_per_rank)
-    most = min(ranks, most_replicas or ranks)
-    even = replica_counts(wanted, ranks * slots_per_rank, most)
-    packing = _packed(wanted, _roomier(wanted, even, ranks, slots_per_rank, most), ranks, slots_per_rank)
-    again = np.flatnonzero(packing.fullest > (1.0 + NEAR) * _least(wanted, even, ranks, slots_per_rank, most))
+    bounds = Bounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
+    even = replica_counts(wanted, bounds)
+    packing, floor = _packed(wanted, even, ranks, slots_per_rank), _floor(wanted, even, ranks, slots_per_rank)
+    table, most = _table(packing, wanted.shape[1]), packing.fullest
+    again = np.flatnonzero(most > (1.0 + NEAR) * floor)
     if len(again):
-        other = _packed(wanted[again], replica_counts(wanted[again], ranks * slots_per_rank, most, OTHERWISE), ranks, slots_per_rank)
-        better = other.fullest < packing.fullest[again]
-        packing.expert[again[better]] = other.expert[better]
-    table = np.where(packing.expert < wanted.shape[1], packing.expert, EMPTY).astype(np.int16)
-    if node is not None:
-        table = _spread(table, wanted, np.asarray(node))
-    return table.reshape(len(wanted), -1)
+        other = _packed(wanted[again], replica_counts(wanted[again], bounds.of_layers(again), SPARING), ranks, slots_per_rank)
+        better = other.fullest < most[again]
+        table[again[better]] = _table(other, wanted.shape[1])[better]
+        most[again[better]] = other.fullest[better]
+    short = np.flatnonzero(most > (1.0 + CLOSE) * floor)
+    if len(short) and cells(table[short], wanted.shape[1], ranks) <= SMALL:
+        table[short] = _tried(table[short], wanted[short], bounds.of_layers(short), ranks)
+    return table if node is None else _spread(table, wanted, np.asarray(node))
 
 
 def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> Floats:
@@ -67,9 +79,8 @@ def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: in
     must lie beside it: the lightest of the experts that the other ranks have no slots for.
     """
     wanted = _checked(load, ranks, slots_per_rank)
-    most = min(ranks, most_replicas or ranks)
-    even = replica_counts(wanted, ranks * slots_per_rank, most)
-    return np.asarray(wanted.sum(axis=1) / ranks / _least(wanted, even, ranks, slots_per_rank, most))
+    even = replica_counts(wanted, Bounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
+    return np.asarray(wanted.sum(axis=1) / ranks / _floor(wanted, even, ranks, slots_per_rank))
 
 
 def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
@@ -85,47 +96,58 @@ def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
     return np.asarray(wanted + np.where(total > 0, 1e-12 * total, 1.0))
 
 
-def _least(load: Floats, even: Counts, ranks: int, per_rank: int, most: int) -> Floats:
+def _floor(load: Floats, even: Counts, ranks: int, per_rank: int) -> Floats:
     """float64 [layers]: what the fullest rank carries at least, whatever the counts."""
     beside = max(0, load.shape[1] - (ranks - 1) * per_rank - 1)
-    lightest = np.sort(load, axis=1)[:, :beside].sum(axis=1) / most
+    lightest = np.sort(load, axis=1)[:, :beside].sum(axis=1) / ranks
     return np.asarray(np.maximum(load.sum(axis=1) / ranks, (load / even).max(axis=1) + lightest))
 
 
 # Counts
 
 
-def replica_counts(load: Floats, slots: int, most: int, signpost: float = EVEN) -> Counts:
-    """int64 [layers, experts]: replicas by the divisor rule above, at least 1 and at most `most` each, together at most `slots`. load > 0."""
+class Bounds(NamedTuple):
+    """Of the numbers of replicas."""
+
+    slots: int
+    least: Counts
+    """[layers, experts]"""
+    most: int
+    """of one expert"""
+
+    @classmethod
+    def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "Bounds":
+        """ValueError when the least there must be does not fit."""
+        most = ranks if most is None else min(ranks, most)
+        fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
+        if fewest.sum(axis=1).max() > ranks * per_rank:
+            raise ValueError(f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of {ranks * per_rank}; ask for fewer replicas")
+        return cls(ranks * per_rank, fewest, most)
+
+    def of_layers(self, layers: NDArray[np.intp]) -> "Bounds":
+        return self._replace(least=self.least[layers])
+
+
+def replica_counts(load: Floats, bounds: Bounds, signpost: float = EVEN) -> Counts:
+    """int64 [layers, experts]: replicas by the divisor rule above, within bounds. load > 0."""
     low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
     for _ in range(_HALVINGS):
         middle = 0.5 * (low + high)
-        fits = _seats(load, middle, most, signpost).sum(axis=1, keepdims=True) <= slots
+        fits = _seats(load, middle, bounds, signpost).sum(axis=1, keepdims=True) <= bounds.slots
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    counts = _seats(load, high, most, signpost)
+    counts = _seats(load, high, bounds, signpost)
     while True:  # equal loads reach t together, and not all of them fit
-        left = slots - counts.sum(axis=1, keepdims=True)
-        first = np.argsort(np.where(counts < most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
-        given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < most)
+        left = bounds.slots - counts.sum(axis=1, keepdims=True)
+        first = np.argsort(np.where(counts < bounds.most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
+        given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < bounds.most)
         if not given.any():
             return counts.astype(np.int64)
         layer, nth = np.nonzero(given)
         counts[layer, first[layer, nth]] += 1
 
 
-def _seats(load: Floats, each: Floats, most: int, signpost: float) -> Floats:
-    return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), 1.0, most)
-
-
-def _roomier(load: Floats, even: Counts, ranks: int, per_rank: int, most: int) -> Counts:
-    """Even counts; sparing ones where the pigeonhole bound lies above the mean and they lower it."""
-    counts, least = even.copy(), _pigeonhole(load, even, ranks, per_rank)
-    tight = np.flatnonzero(least > load.sum(axis=1) / ranks * (1.0 + CLOSE))
-    if len(tight):
-        other = replica_counts(load[tight], ranks * per_rank, most, SPARING)
-        better = _pigeonhole(load[tight], other, ranks, per_rank) < least[tight]
-        counts[tight[better]] = other[better]
-    return counts
+def _seats(load: Floats, each: Floats, bounds: Bounds, signpost: float) -> Floats:
+    return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), bounds.least, bounds.most)
 
 
 def _pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Floats:
@@ -181,11 +203,12 @@ class _Packing:
 def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
     packing = _dealt(load, counts, ranks, per_rank)
     twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MOST_TWOS
-    for turn in range(ROUNDS if twos else LONG_ROUNDS):
+    for turn in range(ROUNDS + MORE_ROUNDS if ranks > 1 else 0):
         layers = np.flatnonzero(packing.by_layer.max(axis=1) > 1.0 + CLOSE)
-        if not len(layers) or ranks == 1:
+        if not len(layers):
             break
-        _trade(packing, *_pairs(packing.by_layer, layers, turn), twos)
+        first = turn < ROUNDS
+        _trade(packing, *_pairs(packing.by_layer, layers, ranks // 2 if first else max(1, ranks // FEWER), turn), twos and not first)
     return packing
 
 
@@ -220,14 +243,13 @@ def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.i
     return np.lexsort((loads, ~ahead), axis=1)
 
 
-def _pairs(loads: Floats, layers: NDArray[np.intp], turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places [n]: the heavier half of the ranks of these layers, and one of the lighter half for each, another every turn."""
+def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Places [n]: the `count` heaviest ranks of each of these layers, and for each of them one of the others, another every turn."""
     ranks = loads.shape[1]
-    half = ranks // 2
     order = np.argsort(-loads[layers], axis=1, kind="stable")
-    partner = ranks - 1 - (np.arange(half) + turn) % (ranks - half)
+    partner = ranks - 1 - (np.arange(count) + turn) % (ranks - count)
     place = layers[:, None] * ranks
-    return (place + order[:, :half]).ravel(), (place + order[:, partner]).ravel()
+    return (place + order[:, :count]).ravel(), (place + order[:, partner]).ravel()
 
 
 def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], twos: bool) -> None:
@@ -238,25 +260,24 @@ def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], 
     barred = (packing.held.take(other[:, None] * wide + expert[own]) for own, other in ((heavy, light), (light, heavy)))
     out, back = (np.where(bar, bad, packing.weight[own]) for bar, bad, own in zip(barred, (np.inf, -np.inf), (heavy, light), strict=True))
     aim = 0.5 * (packing.loads[heavy] - packing.loads[light])
-    missed = _missed(out, back, aim)
+    best, missed = _nearest(out, back, aim)
+    one = np.flatnonzero(missed < aim - _LEAST)
     if twos:
         first, second = np.triu_indices(per_rank, 1)
-        missed = np.concatenate([missed, _missed(out[:, first] + out[:, second], back[:, first] + back[:, second], aim)], axis=1)
-    best = missed.argmin(axis=1)
-    pair = np.flatnonzero(missed[np.arange(len(best)), best] < aim - _LEAST)
-    heavy, light, best = heavy[pair], light[pair], best[pair]
-    one = best < per_rank**2
-    _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
-    if twos and not one.all():
-        gone, come = np.divmod(best[~one] - per_rank**2, len(first))
+        best_two, missed_two = _nearest(out[:, first] + out[:, second], back[:, first] + back[:, second], aim)
+        one, two = np.flatnonzero((missed < aim - _LEAST) & (missed <= missed_two)), np.flatnonzero(missed_two < np.minimum(aim - _LEAST, missed))
         for side in (first, second):
-            _exchange(packing, heavy[~one], light[~one], side[gone], side[come])
+            _exchange(packing, heavy[two], light[two], *(side[at] for at in np.divmod(best_two[two], len(first))))
+    _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
 
 
-def _missed(out: Floats, back: Floats, aim: Floats) -> Floats:
-    """[n, gone * come]: by how much an exchange of weights out [n, gone] against back [n, come] misses the change aimed at [n]."""
-    off = (out - aim[:, None])[:, :, None] - back[:, None, :]
-    return np.abs(off, out=off).reshape(len(aim), -1)
+def _nearest(out: Floats, back: Floats, aim: Floats) -> tuple[NDArray[np.intp], Floats]:
+    """[n]: which exchange of weights out [n, gone] against back [n, come] comes nearest to the change aimed at [n], and by how much it misses it.
+    In single precision: there are many."""
+    off = (out - aim[:, None]).astype(np.float32)[:, :, None] - back.astype(np.float32)[:, None, :]
+    missed = np.abs(off, out=off).reshape(len(aim), -1)
+    best = missed.argmin(axis=1)
+    return best, missed[np.arange(len(best)), best].astype(np.float64)
 
 
 def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], gone: NDArray[np.intp], come: NDArray[np.intp]) -> None:
@@ -274,24 +295,47 @@ def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp
     packing.held[light, leaving] = leaving != nobody
 
 
+# Small engines
+
+
+def _table(packing: _Packing, nobody: int) -> Table:
+    return np.where(packing.expert == nobody, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
+
+
+def _tried(table: Table, load: Floats, bounds: Bounds, ranks: int) -> Table:
+    """The best of this placement and of those that leave one slot empty, two, or three, each polished: where slots are few, a replica that no
+    rank has room for does harm."""
+    layers, slots = table.shape
+    experts = load.shape[1]
+    totals = range(max(int(bounds.least.sum(axis=1).max()), slots - EMPTIES), slots)
+    counts = [replica_counts(load, bounds._replace(slots=total)) for total in totals]
+    starts = np.concatenate([table, *(_table(_packed(load, count, ranks, slots // ranks), experts) for count in counts)])
+    loads = np.tile(load, (len(counts) + 1, 1))
+    found = polished(starts, loads, ranks, np.tile(bounds.least, (len(counts) + 1, 1)), bounds.most)
+    best = fullest(found, loads, ranks).reshape(-1, layers).argmin(axis=0)
+    return np.asarray(found.reshape(-1, layers, slots)[best, np.arange(layers)])
+
+
 # Nodes
 
 
 def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
-    """The same sets of experts [layers, ranks, slots_per_rank], dealt to ranks such that an expert's replicas lie on different nodes.
+    """The same sets of experts, one per rank, dealt to ranks such that an expert's replicas lie on different nodes.
 
-    A rank's set, those of the most shared load first, goes to the node with room whose ranks have least of it already.
+    A rank's set, those of the most shared load first, goes to the node with room whose ranks have least of it already. Layers where nothing is won
+    that way stay as they are.
     """
-    layers, ranks, _ = table.shape
+    layers, ranks = len(table), len(node)
+    sets = table.reshape(layers, ranks, -1)
     rows = np.arange(layers)
-    shared = _shared(table, load)
+    shared = _shared(sets, load)
     order = np.argsort(-shared.sum(axis=2), axis=1, kind="stable")
     room = np.tile(np.bincount(node), (layers, 1))
     there = np.zeros((layers, room.shape[1], load.shape[1] + 1))
     home = np.empty((layers, ranks), np.intp)
     for nth in range(ranks):
         of = order[:, nth]
-        experts = table[rows, of]
+        experts = sets[rows, of]
         overlap = (np.take_along_axis(there, experts[:, None, :].astype(np.intp), axis=2) * shared[rows, of][:, None, :]).sum(axis=2)
         chosen = np.where(room > 0, overlap, np.inf).argmin(axis=1)
         home[rows, of] = chosen
@@ -299,7 +343,17 @@ def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
         there[rows[:, None], chosen[:, None], experts] = 1.0
     source = np.empty((layers, ranks), np.intp)
     source[:, np.argsort(node, kind="stable")] = np.argsort(home, axis=1, kind="stable")
-    return np.asarray(np.take_along_axis(table, source[:, :, None], axis=1))
+    spread = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(table.shape)
+    better = _reach(spread, load, node) > _reach(table, load, node)
+    return np.where(better[:, None], spread, table)
+
+
+def _reach(table: Table, load: Floats, node: NDArray[np.intp]) -> Floats:
+    """float64 [layers]: load that finds its expert on a node, summed over nodes."""
+    layers, experts = load.shape
+    there = np.zeros((layers, int(node.max()) + 1, experts + 1), bool)
+    there[np.arange(layers)[:, None], node[np.arange(table.shape[1]) * len(node) // table.shape[1]], table] = True
+    return np.asarray((there[:, :, :experts].sum(axis=1) * load).sum(axis=1))
 
 
 def _shared(table: Table, load: Floats) -> Floats:
