@@ -173,7 +173,8 @@ class _Survivors:
         """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.
 
         On a live rank that lacks it, empty or of a spare replica; `at_need` of one that its expert should keep, too, but not the last. On a node that
-        lacks it rather than on one that has it; and where the rank, and those who take over from what gives way, then carry least.
+        lacks it rather than on one that has it; where the rank, and those who take over from what gives way, then carry least; and the least wanted
+        gives way.
         """
         table, rank = self.table[layer], self.rank_of_slot
         lacks = ~np.take_along_axis(self.held[layer], expert[:, None, None], axis=2)[:, :, 0]
@@ -187,7 +188,7 @@ class _Survivors:
         carried = np.stack([(each * self.held[:, one]).sum(axis=1) for one in range(self.ranks)], axis=1)[layer][:, rank]
         leaves = self._of_slot(each)[layer]
         shifted = carried - leaves + leaves / np.maximum(count - 1, 1)
-        first = np.lexsort((shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1)[:, 0]
+        first = np.lexsort((leaves, shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1)[:, 0]
         return np.where(open_to[np.arange(len(layer)), first], first, NOWHERE)
 
     def _bring(self, layer: NDArray[np.intp], slot: NDArray[np.intp], expert: NDArray[np.intp], *, from_dead: bool) -> Changes:
