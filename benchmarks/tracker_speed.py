@@ -280,7 +280,7 @@ def measure_profile(out: Report) -> None:
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        request_profiles([ended], model, linear(layers=58, experts=256, ranks=32), 3, block_size=BLOCK, most_blocks=1024, sampled=[True])
+        request_profiles([ended], model, linear(layers=58, experts=256, ranks=32), 3, np.zeros(32, np.intp), block_size=BLOCK, most_blocks=1024, sampled=[True])
         took.append(1e3 * (time.perf_counter() - began))
     out.add("ms for a rank to profile a prompt of 8,192 tokens", statistics.median(took), "58 x 256, K = 32, 512 blocks and a sample")
 

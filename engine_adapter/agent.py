@@ -84,7 +84,7 @@ class Agent:
         about, who = self._about, self._identity
         if about.shape is None or not about.capabilities.experts:
             return None
-        return Profiling(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config)
+        return Profiling(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes)
 
     def leaving(self, reason: str | None) -> None:
         """Say why the engine will leave; goes into `EngineLeft`. None: it goes without a word, and keeps its name until the claim has run out."""

@@ -12,12 +12,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from bus import Bus
 from bus.subjects import Subjects
 from engine_adapter.clusters import ClusterFeed
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.signatures import most_together, request_profiles
+from fleet.dispatch import numbered
 from fleet.events import RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.placement import Placement
@@ -61,13 +64,25 @@ class _Waiting(NamedTuple):
 class Profiling:
     """The profiles of one rank. `take` never blocks; `run` works until it is cancelled."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, about: EngineDescription, shape: ModelShape, engine: str, worker_id: int, config: AgentConfig) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        about: EngineDescription,
+        shape: ModelShape,
+        engine: str,
+        worker_id: int,
+        config: AgentConfig,
+        nodes: tuple[str, ...] = (),
+    ) -> None:
+        """nodes: the machine of each rank; empty: all are on one."""
         self.lost = 0
         """requests that ended faster than they could be profiled"""
         self._about = about
         self._engine = engine
         self._worker_id = worker_id
         self._config = config
+        self._node = np.array(numbered(nodes or ("",) * about.ranks), np.intp)
         self._clusters = ClusterFeed(bus, subjects, about.model, shape, config.heartbeat_seconds)
         self._publisher = bus.publisher(subjects.requests_profiled)
         self._waiting: deque[_Waiting] = deque()
@@ -147,6 +162,7 @@ class Profiling:
             model,
             turn[0].placement,
             self._about.rank,
+            self._node,
             block_size=self._about.block_size,
             most_blocks=self._config.profile_blocks,
             sampled=sampled,

@@ -32,6 +32,13 @@ _BY_HOME = 1_779_033_703
 _LAST = 0xFFFF_FFFF
 
 
+def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
+    """The nodes of ranks, by the names of their machines. Equal names get equal numbers, from 0 in the order in which they come: engines
+    whose ranks are spread alike are alike."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
 class Flows(NamedTuple):
     """Where an engine's (token, k) pairs are served, per slot: float64 [layers, slots] each; their sum is the slot's load."""
 
@@ -89,6 +96,13 @@ def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
     part = part * (1.0 - kept)[layer, expert]
     part[:, own] += keep[:, own]
     return np.asarray(part)
+
+
+def own_shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
+    """float64 [layers, slots_per_rank]: the part of what rank `home` wants of the expert in each of its slots that it serves itself."""
+    if placement.keeps_all:
+        return np.asarray(placement.on_rank(home) != EMPTY, np.float64)
+    return shares(placement, home, node)[:, home * placement.slots_per_rank : (home + 1) * placement.slots_per_rank]
 
 
 def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:

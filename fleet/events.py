@@ -128,7 +128,7 @@ class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
     signature: bytes
     """`fleet.signatures.pack`; of the computed tokens"""
     local: float | None = None
-    """share of the computed (token, k) pairs whose expert has a replica on this rank; None: nothing was computed"""
+    """share of the computed (token, k) pairs that this rank serves itself; None: nothing was computed"""
     parent: int | None = None
     """sequence hash of the block before the first of `blocks`; None: they begin the prompt"""
     blocks: bytes = b""
@@ -168,7 +168,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     predicted: bytes
     """the packed signature that was predicted"""
     predicted_local: float | None
-    """share of pairs that was expected to find its expert on the chosen rank; None where every rank is as near (TP)"""
+    """share of pairs that the chosen rank was expected to serve itself; None where every rank is as near (TP)"""
     prior_local: float | None
     """the same under the traffic's mix, without any knowledge of the request"""
 

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Subscription
 from bus.subjects import Subjects
+from fleet.dispatch import numbered
 from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, HomesPublished, KvMetrics, PlacementCommitted, RankDrained
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
@@ -15,7 +16,7 @@ from router.chores import Chores
 from router.homes import homes_of
 from router.kv_feeds import KvFeeds
 from router.lexicon import Lexicon
-from router.locality import Locality, Work, locality, numbered
+from router.locality import Locality, Work, locality
 from router.metrics import RouterMetrics
 from router.muster import Standing
 from router.picker import Picker

@@ -52,12 +52,6 @@ class Work(NamedTuple):
         return mine.serves_as(others)
 
 
-def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Equal names get equal numbers, from 0 in the order in which they come: engines whose ranks are spread alike are alike."""
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
-
-
 def locality(nodes: tuple[int, ...], shape: ModelShape | None, layout: Layout | None, placement: Placement | None, clusters: ClusterModel | None) -> Locality:
     """Price one engine's placement (`Work`).
 

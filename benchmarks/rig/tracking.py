@@ -114,7 +114,9 @@ class Fleet:
         blocks = [KvBlock(block_hash=each, tokens_hash=each) for each in request.blocks]
         ended = EndedRequest(decision=decision, prompt_tokens=min(self.prompt, len(request.ids)), routed=request.computed, blocks=blocks)
         sampled = [bool(decision)]
-        return request_profiles([ended], self.model, self.placement, rank, block_size=BLOCK_SIZE, most_blocks=4096, sampled=sampled)[0]
+        return request_profiles(
+            [ended], self.model, self.placement, rank, np.zeros(self.placement.ranks, np.intp), block_size=BLOCK_SIZE, most_blocks=4096, sampled=sampled
+        )[0]
 
     def _learn(self, profile: RequestProfile, now: float) -> None:
         if profile.sample is not None:

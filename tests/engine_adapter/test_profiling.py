@@ -122,7 +122,9 @@ def decisions(messages: Sequence[RequestsProfiled]) -> list[str]:
 
 
 def expected(one: EndedRequest, model: ClusterModel, placement: Placement = HERE, *, sampled: bool = True) -> RequestProfile:
-    (profile,) = request_profiles([one], model, placement, 1, block_size=16, most_blocks=CONFIG.profile_blocks, sampled=[sampled])
+    (profile,) = request_profiles(
+        [one], model, placement, 1, np.zeros(placement.ranks, np.intp), block_size=16, most_blocks=CONFIG.profile_blocks, sampled=[sampled]
+    )
     return profile
 
 

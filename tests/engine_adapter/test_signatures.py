@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from engine_adapter import signatures
 from engine_adapter.engine import EndedRequest
@@ -14,10 +15,12 @@ from engine_adapter.rank.routed import RoutedTrace
 from engine_adapter.rank.scheduler import identify
 from engine_adapter.signatures import longest_run, pair_counts, request_profiles
 from fleet.blocks import local_hashes, sequence_hashes
+from fleet.dispatch import shares
 from fleet.events import RequestProfile
 from fleet.placement import Placement, linear
 from fleet.routings import UNKNOWN
 from fleet.signatures import PACKED, ClusterModel, pack, unpack
+from tests.fleet.splits import random_split
 
 BLOCK = 4
 
@@ -37,7 +40,9 @@ def placement_of(random: np.random.Generator, layers: int, experts: int, ranks: 
         homes = random.integers(0, ranks, experts)
         held = [np.union1d(np.flatnonzero(homes == rank), random.integers(0, experts, random.integers(0, 3))) for rank in range(ranks)]
         rows.append([np.pad(each, (0, experts - len(each)), constant_values=-1) for each in held])
-    return Placement(np.array(rows).reshape(layers, -1), experts=experts, ranks=ranks)
+    table = np.array(rows, np.int16).reshape(layers, -1)
+    split = random_split(random, table, experts, nodes=True) if random.random() < 0.5 else None
+    return Placement(table, experts=experts, ranks=ranks, split=split)
 
 
 class Case(NamedTuple):
@@ -45,10 +50,11 @@ class Case(NamedTuple):
     model: ClusterModel
     placement: Placement
     rank: int
+    node: NDArray[np.intp]
 
     def profiles(self, most_blocks: int = 100, sampled: bool = False) -> list[RequestProfile]:
         wanted = [sampled] * len(self.requests)
-        return request_profiles(self.requests, self.model, self.placement, self.rank, block_size=BLOCK, most_blocks=most_blocks, sampled=wanted)
+        return request_profiles(self.requests, self.model, self.placement, self.rank, self.node, block_size=BLOCK, most_blocks=most_blocks, sampled=wanted)
 
 
 @st.composite
@@ -67,7 +73,9 @@ def cases(draw: st.DrawFn) -> Case:
         routed = routed[: np.flatnonzero(known)[-1] + 1 if known.any() else 0]
         tokens = random.integers(0, 1000, len(routed) + draw(st.integers(0, BLOCK))).tolist()
         requests.append(EndedRequest(f"d{at}", draw(st.integers(0, len(routed))), routed, identify(tokens, BLOCK)))
-    return Case(requests, clusters(random, layers, experts), placement_of(random, layers, experts, ranks), draw(st.integers(0, ranks - 1)))
+    return Case(
+        requests, clusters(random, layers, experts), placement_of(random, layers, experts, ranks), draw(st.integers(0, ranks - 1)), random.integers(0, 2, ranks)
+    )
 
 
 def counted(routed: np.ndarray, positions: Any, experts: int) -> np.ndarray:
@@ -116,8 +124,9 @@ def assert_counted(ended: EndedRequest, profile: RequestProfile, case: Case) -> 
     computed = sum(position[0][0] != UNKNOWN for position in routed.tolist())
     assert (profile.tokens, profile.cached_tokens, profile.block_size) == (computed, len(routed) - computed, BLOCK)
     assert_packed(profile.signature, model, counts)
-    held = [set(placement.on_rank(case.rank)[layer].tolist()) for layer in range(placement.layers)]
-    near = sum(count for layer, row in enumerate(counts) for expert, count in enumerate(row.tolist()) if expert in held[layer])
+    part, per = shares(placement, case.rank, case.node), placement.slots_per_rank
+    here = [(layer, slot) for layer in range(placement.layers) for slot in range(case.rank * per, (case.rank + 1) * per)]
+    near = sum(part[at] * counts[at[0], placement.expert_of_slot[at]] for at in here)
     assert profile.local == (pytest.approx(near / counts.sum()) if computed else None)
     run = run_of(routed)
     assert blocks_of(profile) == [ended.blocks[block].block_hash for block in run]
@@ -149,7 +158,7 @@ def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix(
     trace = RoutedTrace(2, 6, 2)
     trace.note(3 * BLOCK, random.integers(0, 6, (len(tokens) - 1 - 3 * BLOCK, 2, 2)))
     ended = EndedRequest("", 20, trace.chosen(), identify(tokens, BLOCK))
-    (profile,) = Case([ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1).profiles()
+    (profile,) = Case([ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1, np.zeros(2, np.intp)).profiles()
     chained = sequence_hashes(local_hashes(tokens, BLOCK))
     assert (blocks_of(profile), profile.parent) == (chained[3:], chained[2])
     assert (profile.tokens, profile.cached_tokens) == (8 * BLOCK, 3 * BLOCK)

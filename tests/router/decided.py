@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 
+from fleet.dispatch import numbered
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from router.candidates import Limits, candidates
 from router.decision import Ask, Conditions, Decision, Outlook, decide
 from router.foresight import Forecast
-from router.locality import locality, numbered
+from router.locality import locality
 from router.policies import Rules
 from router.reservations import AMOUNTS, Reservations
 from router.roster import Roster

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from fleet.dispatch import numbered
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
-from router.locality import locality, numbered
+from router.locality import locality
 from router.reservations import AMOUNTS, BLOCKS, PREFILL, STEPS
 from router.roster import Roster
 from router.scoring import TERMS, Expected, Scores, Weights, score
