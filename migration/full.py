@@ -48,13 +48,22 @@ def full(
     most_replicas: int | None = None,
     least_replicas: NDArray[np.integer[Any]] | None = None,
     node: NDArray[np.intp] | None = None,
+    live: NDArray[np.bool_] | None = None,
 ) -> Table:
     """int16 [layers, ranks * slots_per_rank]: the placement of best balance that could be found for load [layers, experts] (any unit).
 
     No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and slots beyond that stay empty.
     least_replicas: int [layers, experts], 1 where None. node: int [ranks], from 0: which ranks lie on which node; an expert's replicas are spread over
-    nodes as far as that costs no balance. ValueError when the experts do not fit, or a load is negative or not finite.
+    nodes as far as that costs no balance. live: bool [ranks], the slots of the others stay empty; None: all. ValueError when the experts do not fit, or
+    a load is negative or not finite.
     """
+    if live is not None and not live.all():
+        seats = np.flatnonzero(live)
+        nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
+        placed = full(load, len(seats), slots_per_rank, most_replicas=most_replicas, least_replicas=least_replicas, node=nodes)
+        table = np.full((len(placed), ranks, slots_per_rank), EMPTY, np.int16)
+        table[:, seats] = placed.reshape(len(placed), -1, slots_per_rank)
+        return table.reshape(len(placed), -1)
     wanted = _checked(load, ranks, slots_per_rank)
     bounds = Bounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
     even = replica_counts(wanted, bounds)

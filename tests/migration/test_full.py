@@ -125,6 +125,16 @@ def test_chosen_experts_have_the_replicas_they_must_have() -> None:
         full(load, 4, 2, least_replicas=least)
 
 
+def test_ranks_that_are_not_live_get_nothing_and_the_others_what_they_would_get_alone() -> None:
+    load, live = lognormal(2, 6, 8), np.array([True, False, True, True])
+    table = full(load, 4, 3, live=live, node=np.array([0, 0, 1, 2]))
+    assert (table.reshape(2, 4, 3)[:, 1] == EMPTY).all()
+    alone = full(load, 3, 3)
+    np.testing.assert_allclose(balance(table.reshape(2, 4, 3)[:, live].reshape(2, -1), load, 3), balance(alone, load, 3))
+    with pytest.raises(ValueError, match="6 experts do not fit into 3 slots on each of 1 ranks"):
+        full(load, 4, 3, live=np.array([True, False, False, False]))
+
+
 @pytest.mark.parametrize(
     ("load", "named"),
     [
