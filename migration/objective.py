@@ -50,7 +50,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
     """Of one engine step, all layers together."""
 
     experts: float = 0.0
-    """of the slowest rank of each layer, over what it serves"""
+    """of the slowest rank of each layer, over what it serves, chance included"""
     dispatch: float = 0.0
     """of the busiest link of each layer, over what tokens send to other ranks and nodes and get back"""
     memory: float = 0.0
@@ -78,19 +78,25 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """share of (token, k) pairs that the rank of their own request serves"""
 
 
-def figures(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seconds: float = 0.0) -> Figures:
+class Judged(NamedTuple):
+    """A placement under a demand."""
+
+    figures: Figures
+    seconds: Array
+    """float64 [layers]: of a step, experts and dispatch"""
+
+
+def judged(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seconds: float = 0.0) -> Judged:
     """demand: [ranks, layers, experts], (token, k) pairs in any unit by the rank their requests live on.
 
     memory_seconds: of `migration.memory`. Without any demand, nothing takes time and everything is balanced and local.
     """
-    scale = terms.pairs_per_demand(demand)
-    load = loads(placement, demand, terms.node)
-    even = balance(load)
+    load = loads(placement, demand, terms.node) * terms.pairs_per_demand(demand)
     sent = traffic(placement, demand, terms)
-    tokens = terms.step_tokens * placement.layers
-    pairs = float(demand.sum(dtype=np.float64))
-    return Figures(
-        seconds=Seconds(experts=float(expert_seconds(load * scale, terms.speed).sum()), dispatch=float(sent.seconds(terms.speed).sum()), memory=memory_seconds),
+    even, experts, dispatch = balance(load), expert_seconds(load, terms.speed), sent.seconds(terms.speed)
+    tokens, pairs = terms.step_tokens * placement.layers, float(demand.sum(dtype=np.float64))
+    found = Figures(
+        seconds=Seconds(experts=float(experts.sum()), dispatch=float(dispatch.sum()), memory=memory_seconds),
         balance=float(even.mean()),
         least_balance=float(even.min()),
         step_ceiling=step_ceiling(placement.ranks, terms.step_tokens * terms.top_k),
@@ -98,6 +104,12 @@ def figures(placement: Placement, demand: NDArray[Any], terms: Terms, memory_sec
         remote_nodes=float(sent.nodes_out.sum()) / tokens,
         local=float(sent.local.sum() / pairs) if pairs else 1.0,
     )
+    return Judged(found, experts + dispatch)
+
+
+def figures(placement: Placement, demand: NDArray[Any], terms: Terms, memory_seconds: float = 0.0) -> Figures:
+    """A placement under a demand, all layers together. Arguments as of `judged`."""
+    return judged(placement, demand, terms, memory_seconds).figures
 
 
 def balance(load: Array) -> Array:
@@ -107,8 +119,14 @@ def balance(load: Array) -> Array:
 
 
 def expert_seconds(pairs: Array, speed: EngineSpeed) -> Array:
-    """float64 [layers]: time of the slowest rank over the (token, k) pairs of one step, pairs [layers, ranks]."""
-    return np.asarray(speed.expert_pair * pairs.max(axis=1))
+    """float64 [layers]: expected time of the slowest rank of a step whose ranks serve `pairs` [layers, ranks] on average.
+
+    It exceeds the mean rank's by what the placement leaves uneven and by what the chance of so few tokens adds, as independent deviations do: by the
+    root of the sum of their squares. So nothing is gained by evening out what chance unevens again.
+    """
+    mean = pairs.mean(axis=1)
+    chance = expected_most(pairs.shape[1]) / np.sqrt(np.maximum(mean, _LEAST))
+    return np.asarray(speed.expert_pair * mean * (1.0 + np.hypot(1.0 / balance(pairs) - 1.0, chance)))
 
 
 def step_ceiling(ranks: int, step_pairs: float) -> float:

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.changes import NOWHERE, Changes, Kind
+from migration.changes import NOWHERE, Changes, Kind, joined
 from migration.history import NEVER, SIGNIFICANT, History, counted, differs
 
 WORKER = 5
@@ -21,11 +21,7 @@ def counts(*shares: float, pairs: float = 10_000.0) -> NDArray[np.float32]:
 
 
 def change(kind: Kind, slot: int, expert: int, other: int = NOWHERE, other_expert: int = EMPTY) -> Changes:
-    return Changes(
-        np.array([kind], np.uint8),
-        *(np.array([one]) for one in (0, slot, expert, other, other_expert)),
-        np.ones(1),  # type: ignore[arg-type]
-    )
+    return Changes._make(np.array([part]) for part in (int(kind), 0, slot, expert, other, other_expert, 1.0))
 
 
 BEFORE, AFTER = [0, 1, 2, EMPTY], [0, 1, 2, 0]
@@ -66,7 +62,7 @@ def test_new_demand_for_what_comes_instead_is_evidence_too() -> None:
 
 def test_what_builds_on_a_dropped_change_is_dropped_with_it() -> None:
     history = replicated(counts(0.5, 0.25, 0.25))
-    both = Changes._make(np.concatenate(parts) for parts in zip(BACK, change(Kind.REPLICATE, 3, 1), strict=True))
+    both = joined([BACK, change(Kind.REPLICATE, 3, 1)])
     assert not history.without_reversals(both, counts(0.5, 0.25, 0.25))
 
 
