@@ -1,0 +1,154 @@
+"""Few copies with split weights: as few as exhaustive search needs, within every limit, none for noise."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from benchmarks.rig.placing import Case, Drifting, balance, share_of_gain
+from fleet.dispatch import loads
+from fleet.placement import EMPTY, Placement
+from migration.changes import Kind, copies_between, made
+from migration.full import full
+from migration.limits import Limits
+from migration.noise import Noise
+from migration.weighted import Weighted, weighted
+
+Table = NDArray[np.int16]
+
+
+def served(plan: Weighted, demand: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
+    """[layers, ranks] by the rule everybody uses, demand [layers, experts] coming from all ranks alike."""
+    placement = Placement(plan.table, experts=demand.shape[1], ranks=ranks, split=plan.split)
+    return loads(placement, np.broadcast_to(demand / ranks, (ranks, *demand.shape)), np.zeros(ranks, np.intp))
+
+
+def fullest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int) -> float:
+    """Least possible load of the fullest rank, in mean rank loads, when every expert is shared out at will."""
+    slot = np.flatnonzero(row != EMPTY)
+    rank, expert, n = slot // (len(row) // ranks), row[slot], len(slot)
+    upper, equal = np.zeros((ranks, n + 1)), np.zeros((len(load), n + 1))
+    upper[rank, np.arange(n)], upper[:, n] = load[expert], -1.0
+    equal[expert, np.arange(n)] = 1.0
+    return float(linprog(np.eye(n + 1)[n], upper, np.zeros(ranks), equal, np.ones(len(load)), method="highs").fun) * ranks / load.sum()
+
+
+def fewest(row: NDArray[np.int16], load: NDArray[np.float64], ranks: int, cap: float, most: int) -> int | None:
+    """Fewest replications after which some split keeps all ranks under the cap; None: more than `most` are needed."""
+    counts = np.bincount(row[row != EMPTY], minlength=len(load))
+    spare = [slot for slot in range(len(row)) if row[slot] == EMPTY or counts[row[slot]] > 1]
+    for copies in range(most + 1):
+        for slots in combinations(spare, copies):
+            for experts in product(range(len(load)), repeat=copies):
+                new = row.copy()
+                new[list(slots)] = experts
+                per_rank = [part[part != EMPTY] for part in new.reshape(ranks, -1)]
+                legal = len(np.unique(new[new != EMPTY])) == len(load) and all(len(set(part)) == len(part) for part in per_rank)
+                if legal and fullest(new, load, ranks) <= cap:
+                    return copies
+    return None
+
+
+def random_table(layers: int, experts: int, ranks: int, slots: int, dice: np.random.Generator) -> Table:
+    rows = []
+    for _ in range(layers):
+        row = np.full((ranks, slots // ranks), EMPTY, np.int16)
+        row.T.flat[:experts] = dice.permutation(experts)
+        for rank, free in np.argwhere(row == EMPTY):
+            if dice.random() < 0.7:
+                row[rank, free] = dice.choice(np.setdiff1d(np.arange(experts), row[rank]))
+        rows.append(row.ravel())
+    return np.stack(rows)
+
+
+def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts() -> None:
+    dice = np.random.default_rng(1)
+    needed, spent = [], []
+    for _ in range(12):
+        table, load = random_table(1, 6, 3, 9, dice), dice.gamma(0.7, size=(1, 6)) + 0.05
+        least = fewest(table[0], load[0], 3, 1 / 0.9, 2)
+        plan = weighted(table, load, 3, 6, Limits(target=1.0), goal=np.array([0.9]))
+        if least is not None:
+            needed.append(least)
+            spent.append(len(plan.changes.kind))
+            assert fullest(plan.table[0], load[0], 3) <= 1 / 0.9 + 0.01
+    assert len(needed) >= 8
+    assert sum(needed) <= sum(spent) <= sum(needed) + 1
+
+
+@pytest.mark.parametrize("drift", ["jitter30", "mix25"])
+@pytest.mark.parametrize(("ranks", "slots", "most"), [(8, 96, 0.01), (16, 96, 0.03)])
+def test_few_copies_win_back_what_a_full_replacement_would(drift: str, ranks: int, slots: int, most: float) -> None:
+    drifting = Drifting(Case("lognormal", 6, 64, ranks, slots, 3), drift)
+    before, now = full(drifting.before, ranks, slots // ranks), full(drifting.now, ranks, slots // ranks)
+    plan = weighted(before, drifting.now, ranks, 64, goal=balance(now, drifting.now, ranks), noise=Noise(drifting.case.window))
+    after = served(plan, drifting.next, ranks)
+    gained = share_of_gain(balance(before, drifting.next, ranks), after.mean(axis=1) / after.max(axis=1), balance(now, drifting.next, ranks))
+    assert gained.mean() > 0.93
+    assert copies_between(before, plan.table, ranks) <= most * before.size
+
+
+def test_what_a_new_sample_of_the_same_demand_explains_gets_no_copy() -> None:
+    drifting = Drifting(Case("zipf", 8, 64, 16, 96, 5), "noise")
+    before = full(drifting.before, 16, 6)
+    plan = weighted(before, drifting.now, 16, 64, noise=Noise(drifting.case.window))
+    assert not plan.changes
+    np.testing.assert_array_equal(plan.table, before)
+
+
+def test_layers_that_weights_alone_bring_to_the_cap_get_no_copy() -> None:
+    table = np.array([[0, 1, 0, 2]], np.int16)
+    plan = weighted(table, np.array([[4.0, 3.0, 1.0]]), 2, 3)
+    assert not plan.changes
+    np.testing.assert_allclose(served(plan, np.array([[4.0, 3.0, 1.0]]), 2), [[4, 4]], rtol=1e-3)
+
+
+def test_the_gains_of_a_layer_add_up_to_the_fall_of_its_fullest_rank() -> None:
+    dice = np.random.default_rng(7)
+    table, load = random_table(5, 24, 8, 40, dice), dice.gamma(0.5, size=(5, 24)) + 0.02
+    plan = weighted(table, load, 8, 24)
+    for layer in range(5):
+        gain = plan.changes.gain[plan.changes.layer == layer].sum()
+        fall = fullest(table[layer], load[layer], 8) - fullest(plan.table[layer], load[layer], 8)
+        assert gain == pytest.approx(fall, abs=0.02)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 5), st.sampled_from(["free", "budget", "replicas", "frozen", "dead", "kept"]))
+def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
+    dice = np.random.default_rng(seed)
+    experts, slots = 2 * ranks, 4 * ranks
+    table, load = random_table(3, experts, ranks, slots, dice), dice.gamma(0.3, size=(3, experts))
+    live, frozen = np.arange(ranks) > 0, dice.random((3, experts)) < 0.5
+    least = np.full((3, experts), 2)
+    limits = {
+        "free": Limits(),
+        "budget": Limits(most_copies=1),
+        "replicas": Limits(most_replicas=2),
+        "frozen": Limits(frozen=frozen),
+        "dead": Limits(live=live),
+        "kept": Limits(least_replicas=least),
+    }[kind]
+    plan = weighted(table, load, ranks, experts, limits, node=np.arange(ranks) % 2 if seed % 2 else None)
+    before, after = (Placement(each, experts=experts, ranks=ranks).replicas_on_rank > 0 for each in (table, plan.table))
+    Placement(plan.table, experts=experts, ranks=ranks, split=plan.split)
+    np.testing.assert_array_equal(made(table, plan.changes), plan.table)
+    assert (plan.changes.kind == Kind.REPLICATE).all()
+    assert copies_between(table, plan.table, ranks) == len(plan.changes.kind)
+    was, holders = before.sum(axis=1), after.sum(axis=1)
+    match kind:
+        case "budget":
+            assert len(plan.changes.kind) <= 1
+        case "replicas":
+            assert (holders <= np.maximum(was, 2)).all()
+        case "frozen":
+            np.testing.assert_array_equal(np.moveaxis(before, 2, 1)[frozen], np.moveaxis(after, 2, 1)[frozen])
+        case "dead":
+            np.testing.assert_array_equal(before[:, 0], after[:, 0])
+            assert ((after[:, 1:].sum(axis=1) > 0) | (before[:, 1:].sum(axis=1) == 0)).all()
+        case "kept":
+            assert (holders >= np.minimum(was, 2)).all()
