@@ -118,9 +118,33 @@ def test_any_legal_changes_become_handovers_that_are_legal_one_after_another_and
     assert np.array_equal(last.expert_of_slot, end)
     assert all(map(np.array_equal, last.split, even_split(end, experts) if split is None else split))
     assert plan.bytes == EXPERT_BYTES * int(wanted.copies.sum()) == sum(copy.bytes for copy in plan.copies)
-    for handover in plan.handovers:
+    for before, handover in zip([start, *epochs], plan.handovers, strict=False):
         received = np.bincount([copy.slot // per for step in handover.steps for copy in step.copies], minlength=ranks)
         assert received.max(initial=0) <= staging
+        for step in handover.steps:
+            assert step.why
+            for copy in step.copies:
+                holders = np.flatnonzero(before.expert_of_slot[step.layer] == copy.expert) // per
+                near = bool((holders // 2 == copy.slot // per // 2).any())
+                assert copy.link == ("same-node" if near else "cross-node")
+                assert copy.source is not None
+                assert copy.source // per in holders
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes)
+def test_experts_keep_the_live_holders_that_they_must_after_every_handover(shape: tuple[int, int, int, int, int]) -> None:
+    layers, experts, ranks, per, seed = shape
+    dice = np.random.default_rng(seed)
+    table = random_table(dice, layers, experts, ranks, per)
+    wanted = random_changes(dice, table, ranks, experts, 25)
+    start = Placement(table, experts=experts, ranks=ranks)
+    last = Placement(made(table, wanted), experts=experts, ranks=ranks)
+    count = np.minimum(start.replicas_on_rank.sum(axis=1), last.replicas_on_rank.sum(axis=1))
+    least = np.minimum(count, dice.integers(1, 3, count.shape))
+    plan = planned(start, ordered(start, wanted, room(ranks, 100), limits=Limits(least_replicas=least)))
+    for placement_of_epoch in replay(start, plan):
+        assert (placement_of_epoch.replicas_on_rank.sum(axis=1) >= least).all()
 
 
 def random_split(dice: np.random.Generator, table: Table, experts: int) -> Split:
