@@ -6,7 +6,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from bus import Bus, BusError, Received
 from bus.config import BusConfig
@@ -16,10 +18,12 @@ from deploy.commandline import console, fail, in_json, show, table
 from deploy.process import run as run_process
 from fleet.events import EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted, RankDrained
 from fleet.experts import ExpertId
-from fleet.placement import Placement
+from fleet.placement import FULL, Placement
 
 LISTEN_SECONDS = 1.5
 """Longer than the interval of heartbeats and load reports."""
+_SAME = 0.1
+"""percent by which a share may differ and still be taken for the even one"""
 Found = TypeVar("Found")
 
 
@@ -75,6 +79,8 @@ def show_placement(bus_config: BusConfig, layer: int | None, *, as_json: bool) -
         )
         rows = ((str(at), *(_experts(now, at, rank) for rank in range(now.ranks))) for at in _shown_layers(now, layer))
         table(("layer", *(f"rank {rank}" for rank in range(now.ranks))), rows)
+        if not now.even:
+            console().print("e*30%,k50%,n20%: this replica takes 30 % of what nobody keeps, keeps 50 % of its rank's own tokens, takes 20 % of its node's")
 
 
 def on_bus(config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Found]]) -> Found:
@@ -210,15 +216,29 @@ def _placement_record(now: Placement, layer: int | None) -> dict[str, Any]:
         "ranks": now.ranks,
         "slots_per_rank": now.slots_per_rank,
         "expert_of_slot": {str(at): [now.on_rank(rank)[at].tolist() for rank in range(now.ranks)] for at in _shown_layers(now, layer)},
+        "split": None if now.even else {name: _of_layers(now, part, layer) for name, part in now.split._asdict().items()},
     }
 
 
+def _of_layers(now: Placement, part: NDArray[np.uint16], layer: int | None) -> dict[str, list[list[int]]]:
+    """By layer and rank, as the slots are."""
+    return {str(at): part[at].reshape(now.ranks, -1).tolist() for at in _shown_layers(now, layer)}
+
+
 def _experts(now: Placement, layer: int, rank: int) -> str:
-    """The experts in a rank's slots, in runs; `*` marks those with more than one replica."""
-    held = sorted(int(expert) for expert in now.on_rank(rank)[layer] if expert >= 0)
-    alone = [expert for expert in held if len(now.holders(ExpertId(layer, expert))) == 1]
-    copied = [f"{expert}*" for expert in held if expert not in alone]
-    return " ".join([*_runs(alone), *copied]) or "-"
+    """The experts in a rank's slots, in runs; `*` marks those with more than one replica, and says what this one takes where that is uneven."""
+    first = rank * now.slots_per_rank
+    held = sorted((int(expert), slot) for slot, expert in enumerate(now.on_rank(rank)[layer], start=first) if expert >= 0)
+    replicas = {expert: len(now.holders(ExpertId(layer, expert))) for expert, _ in held}
+    copied = [f"{expert}*{_uneven(now, layer, slot, replicas[expert])}" for expert, slot in held if replicas[expert] > 1]
+    return " ".join([*_runs([expert for expert, _ in held if replicas[expert] == 1]), *copied]) or "-"
+
+
+def _uneven(now: Placement, layer: int, slot: int, replicas: int) -> str:
+    """What a slot takes of the tokens that nobody keeps, keeps of its rank's own, and takes of its node's, each where it is not the usual."""
+    keep, spill, near = (100 * int(part[layer, slot]) / FULL for part in now.split)
+    said = [] if abs(spill - 100 / replicas) < _SAME else [f"{spill:.0f}%"]
+    return ",".join([*said, *([f"k{keep:.0f}%"] if keep < 100 else []), *([f"n{near:.0f}%"] if near else [])])
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import Chooser, flows, loads, onward, own_part, shares
+from fleet.dispatch import Chooser, flows, loads, numbered, onward, own_part, own_shares, shares
 from fleet.placement import EMPTY, FULL, Placement, even_split, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -56,6 +56,7 @@ def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Plac
     own, per = own_part(placement, node), placement.slots_per_rank
     for home in range(placement.ranks):
         found = shares(placement, home, node)
+        assert own_shares(placement, home, node) == pytest.approx(found[:, home * per : (home + 1) * per])
         assert not found[placement.expert_of_slot == EMPTY].any()
         for layer, expert in np.ndindex(placement.layers, placement.experts):
             expected = walked(placement, layer, expert, home, node)
@@ -172,6 +173,11 @@ def test_single_tokens_of_several_ranks_do_not_go_the_same_way() -> None:
     assert [Chooser(placement, home, np.zeros(8, np.intp)).plain for home in (0, 1, 2)] == [(True,), (True,), (False,)]
     first = [int(Chooser(placement, home, np.zeros(8, np.intp)).choose(0, np.array([0]), 0)[0]) for home in range(2, 8)]
     assert sorted(first) == [0, 0, 0, 2, 2, 2]
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_come() -> None:
+    assert numbered(("b", "a", "b", "c")) == (0, 1, 0, 2)
+    assert numbered(()) == ()
 
 
 def test_where_there_is_no_choice_it_is_a_table() -> None:
