@@ -30,7 +30,7 @@ class MigrationConfig:
     least_pairs: float = 16.0
     """(token, k) pairs per expert of a layer, on average, that must be behind a window before anything is planned from it"""
 
-    budget_bytes: int = 8_000_000_000
+    budget_bytes: int = 32_000_000_000
     """weights that one plan may copy"""
     most_steps: int = 256
     """handovers that one plan may take"""

@@ -1,18 +1,33 @@
-"""What to do with one engine, in the order in which things are worth trying: nothing, new shares, few copies, locality, everything anew. Pure."""
+"""What to do with one engine, in the order in which things are worth trying: nothing, new shares, few copies, locality, everything anew. Pure.
+
+Every way is thought out on one window of demand and judged on the next, in seconds: what steps get shorter by, over the time that the demand is
+expected to last, less what carrying it out costs. A way that copies more must beat the best one so far by more than noise.
+"""
 
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from migration.config import MigrationConfig
-from migration.limits import Limits
-from migration.plan import Plan
-from migration.record import PlanRecord
+from migration.appraisal import Appraised, appraised
+from migration.candidates import Candidate, Maker, anew, copies, eplb, eplb_by_node, local, shares, uniform
+from migration.config import MigrationConfig, Policy
+from migration.full import bound
+from migration.memory import curve
+from migration.plan import Plan, planned
+from migration.record import MemoryPoint, PlanRecord
+from migration.recovery import recover
 from migration.situation import Question, Situation, situation
-from migration.telling import measures
+from migration.staging import Unorderable
+from migration.telling import listed, measures, memory, outcome, steps
 from migration.view import View
+
+_MARGIN = 0.005
+"""A step's expected balance that is so near to what chance leaves cannot be bettered noticeably."""
+_MOST_SLOTS = 12
+"""Further slots per rank that the memory curve looks at."""
 
 
 class Why(StrEnum):
@@ -26,6 +41,8 @@ class Why(StrEnum):
     """nothing is to be gained beyond sampling noise"""
     COST = "cost"
     """what could be gained is not worth its cost"""
+    UNABLE = "unable"
+    """the policy cannot plan for this engine"""
 
 
 class Homes(NamedTuple):
@@ -45,30 +62,188 @@ class Decided(NamedTuple):
     homes_note: str = ""
 
 
+WAYS: dict[Policy, tuple[Maker, ...]] = {
+    "roost": (shares, copies, local, anew),
+    "uniform": (uniform, anew),
+    "full": (anew,),
+    "eplb": (eplb,),
+    "eplb_hierarchical": (eplb_by_node,),
+}
+"""What each policy tries, the least bytes first."""
+
+
 def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
     """A plan, or why there is none. Equal views give equal answers."""
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
-        return _refused(view, question, Why.SHARDED, "experts are sharded over all ranks in this layout: no placement is better than another")
+        return _nothing(_record(view, question), Why.SHARDED, "experts are sharded over all ranks in this layout: no placement is better than another")
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
-    if seen < needed:
-        return _refused(view, question, Why.DATA, f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}")
-    found = situation(view, question, config, Limits())
-    return _refused(view, question, Why.NOISE, "no gain beyond sampling noise", found)
+    if not seen or seen < needed:
+        return _nothing(_record(view, question), Why.DATA, f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}")
+    found = situation(view, question, config)
+    thoughts = _Thoughts(found)
+    return thoughts.recovery() if question.dead else thoughts.plan()
 
 
-def _refused(view: View, question: Question, why: Why, sentence: str, found: Situation | None = None) -> Decided:
-    top_k = view.shape.top_k
-    record = PlanRecord(
+class _Thoughts:
+    """The way to one decision, with a sentence for every step of it."""
+
+    def __init__(self, found: Situation) -> None:
+        self._found = found
+        self._reasons: list[str] = []
+        self._most_gained = -np.inf
+        """by any way that was tried, seconds of a step; -inf: none could be tried"""
+
+    def plan(self) -> Decided:
+        """The first of the policy's ways that no later one beats by more than noise."""
+        found, policy = self._found, self._found.question.policy
+        if found.view.later is None:
+            self._reasons.append("there is only one window of demand yet: ways are judged on the one they are made from, which flatters them")
+        if policy == "roost" and self._at_ceiling() and not self._sends_anything():
+            return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
+        best = self._best(WAYS[policy])
+        if best is not None:
+            return self._decided(best)
+        if self._most_gained == -np.inf:
+            return self._refused(Why.UNABLE, f"the policy {policy} cannot plan for this engine")
+        if self._worth(self._most_gained) < self._margin:
+            least = f"{found.config.least_gain:.2%} of a step"
+            return self._refused(Why.NOISE, f"no gain beyond sampling noise: no way makes a step shorter by {least}, judged on the next window")
+        return self._refused(Why.COST, f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is expected to last")
+
+    def recovery(self) -> Decided:
+        """How to go on without the ranks that are lost. It is not asked whether that pays."""
+        found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
+        way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas)
+        self._reasons.append(f"without ranks {listed(found.question.dead)}: {way.summary}")
+        try:
+            chosen = appraised(found, Candidate("recovery", way.changes, way.split))
+        except Unorderable as error:
+            return self._refused(Why.UNABLE, str(error))
+        decided = self._decided(chosen)
+        return decided._replace(record=msgspec.structs.replace(decided.record, before=None, lost=way.summary))
+
+    # Which way
+
+    def _best(self, ways: tuple[Maker, ...]) -> Appraised | None:
+        best: Appraised | None = None
+        for way in ways:
+            if way is local and not self._sends_anything():
+                self._reasons.append("locality: it would save next to nothing, as sending tokens takes this engine hardly any time")
+                continue
+            tried = self._tried(way, best)
+            if tried is not None and tried.net_seconds >= (0.0 if best is None else best.net_seconds) + self._margin:
+                best = tried
+        return best
+
+    def _tried(self, way: Maker, best: Appraised | None) -> Appraised | None:
+        """One way carried through; None where it cannot be gone, or could not beat the best if it cost nothing."""
+        found = self._found
+        try:
+            candidate = way(found)
+            after = found.judge(candidate.placement(found))
+            gain = float((found.before.seconds - after.seconds).sum())
+            self._most_gained = max(self._most_gained, gain)
+            if best is not None and (enough := self._enough(best, gain)):
+                self._reasons.append(f"{candidate.name}: {enough}")
+                return None
+            tried = appraised(found, candidate, after)
+        except ValueError as error:
+            self._reasons.append(str(error))
+            return None
+        self._reasons.append(outcome(found, tried))
+        return tried
+
+    def _enough(self, best: Appraised, gain: float) -> str:
+        """Why a way that would gain so much per step is not looked at further, beside one that copies less; empty: it is."""
+        target, name = self._found.limits.target, best.candidate.name
+        if self._worth(gain) < best.net_seconds + self._margin:
+            return f"gains no more than {name}, whatever it would copy"
+        if best.gain_seconds >= target * gain:
+            return f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is {target:.0%})"
+        return ""
+
+    def _worth(self, gain_seconds: float) -> float:
+        """Seconds that a step which is shorter by so much saves while the demand lasts."""
+        return gain_seconds * self._found.steps_per_second * self._found.config.lifetime_seconds
+
+    @property
+    def _margin(self) -> float:
+        """Seconds by which one way must beat another, which copies less."""
+        return self._worth(self._found.config.least_gain * self._found.whole_step)
+
+    def _at_ceiling(self) -> bool:
+        """Whether the balance that steps are expected to have is all that their few tokens allow, in every layer."""
+        even = self._found.before.figures.least_balance
+        chance = 1.0 / self._found.before.figures.step_ceiling - 1.0
+        return bool(1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance)) >= self._found.before.figures.step_ceiling - _MARGIN)
+
+    def _sends_anything(self) -> bool:
+        """Whether tokens travel, so that locality could pay."""
+        return self._found.before.figures.seconds.dispatch > self._found.config.least_gain * self._found.whole_step
+
+    # What is said of it
+
+    def _decided(self, best: Appraised) -> Decided:
+        found, before, after, paid = self._found, self._found.before.figures, best.after.figures, best.payback
+        reason = f"{best.candidate.name} is the way that gains most for what it costs"
+        plan = planned(found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason)
+        cells = int(found.chosen.sum()) * found.table.shape[1]
+        record = msgspec.structs.replace(
+            self._told(),
+            id=plan.id,
+            after=measures(found, after),
+            copies=best.copies,
+            copied_share=best.copies / max(cells, 1),
+            copied_bytes=paid.bytes,
+            handovers=len(plan.handovers),
+            gain_seconds=best.gain_seconds,
+            gain_per_second=paid.gain_per_second,
+            cost_seconds=paid.cost_seconds,
+            net_seconds=best.net_seconds,
+            payback_seconds=paid.after_seconds,
+            transfer_seconds=paid.transfer_seconds,
+            steps=steps(plan),
+        )
+        return Decided(record, plan)
+
+    def _refused(self, why: Why, sentence: str) -> Decided:
+        return _nothing(self._told(), why, sentence)
+
+    def _told(self) -> PlanRecord:
+        """What is said whatever comes of it."""
+        found = self._found
+        points = () if not found.question.memory else self._memory()
+        return msgspec.structs.replace(
+            _record(found.view, found.question),
+            reasons=tuple(self._reasons),
+            before=measures(found, found.before.figures),
+            balance_bound=float(bound(found.load, found.ranks, found.placement.slots_per_rank, found.limits.most_replicas).mean()),
+            step_ceiling=found.before.figures.step_ceiling,
+            memory=points,
+        )
+
+    def _memory(self) -> tuple[MemoryPoint, ...]:
+        found, present = self._found, self._found.placement.slots_per_rank
+        if found.cache is None:
+            self._reasons.append("what further slots are worth is not known: the engine does not say how large its KV blocks are, or how many it uses")
+            return ()
+        slots = range(found.fewest_slots, max(present, found.fewest_slots) + _MOST_SLOTS + 1)
+        return memory(found, curve(found.judged, found.terms, found.cache, slots, present=present, expert_bytes=found.view.shape.expert_bytes))
+
+
+def _nothing(record: PlanRecord, why: Why, sentence: str) -> Decided:
+    return Decided(msgspec.structs.replace(record, refused=sentence), why=why, homes_note=sentence)
+
+
+def _record(view: View, question: Question) -> PlanRecord:
+    return PlanRecord(
         engine=view.engine,
         worker_id=str(view.worker_id),
         model=view.model,
         epoch=view.placement.epoch,
         policy=question.policy,
-        refused=sentence,
-        tokens_per_second=view.judged.tokens_per_second(top_k),
+        tokens_per_second=view.judged.tokens_per_second(view.shape.top_k),
         pairs=float(view.demand.pairs.sum()),
         judged_pairs=float(view.judged.pairs.sum()),
         next_window=view.later is not None,
-        before=None if found is None else measures(found.before),
     )
-    return Decided(record, why=why)

@@ -40,18 +40,25 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What so many redundant slots per rank and layer would be worth."""
+    """What so many slots per rank and layer would be worth. Times are seconds of one step."""
 
-    redundant_slots: int
     slots_per_rank: int
+    redundant_slots: int
+    """of them, more than are needed to hold every expert once"""
     bytes_per_rank: int
-    kv_blocks_per_rank: int
-    """what that takes from the KV cache, against none"""
+    """of the redundant ones, all layers"""
+    kv_blocks: int
+    """left per rank"""
     balance: float
     local_share: float
     step_seconds: float
-    queue_seconds: float
-    total_seconds: float
+    waiting_seconds: float | None
+    """for KV blocks; None: more requests come than the cache can ever serve"""
+    total_seconds: float | None
+    present: bool
+    """as it is now"""
+    best: bool
+    """the least total"""
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,13 +85,16 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """whether it was judged on a later window than it was made from"""
     before: Measures | None = None
     after: Measures | None = None
-    local_bound: float | None = None
-    """the highest local share that any placement of these slots reaches, or a bound of it"""
+    saved: float | None = None
+    """part of what dispatch would cost were nothing local that the plan (without one: the present placement) saves, of the layers of the bound"""
+    saved_bound: float | None = None
+    """the most that any placement into these slots saves, whatever its balance: the optimum of a linear programme, mean over some layers"""
     balance_bound: float | None = None
+    """no placement into these slots is better balanced under even shares"""
     step_ceiling: float | None = None
     """balance that a step can reach at most, by chance of so few tokens (sampling noise)"""
     specialisation: float | None = None
-    """divergence of demand between ranks beyond sampling noise, nats"""
+    """how far demand differs between ranks, as `migration.gate` measures it; None: not measured"""
     copies: int = 0
     copied_share: float = 0.0
     """of the slots of the layers that may change"""
@@ -93,7 +103,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     gain_seconds: float = 0.0
     """per step of the engine"""
     gain_per_second: float = 0.0
-    """seconds of computing saved in a second of serving"""
+    """seconds that steps get shorter by, in a second of serving"""
     cost_seconds: float = 0.0
     """what carrying it out costs, in seconds of computing"""
     net_seconds: float = 0.0

@@ -103,12 +103,17 @@ class MigrationService:
     def _placement(self, received: Received) -> None:
         try:
             if isinstance(received.message, PlacementCommitted):
-                self.ledger.committed(received.message)
+                self._committed(received.message)
             else:
                 self._refuse(received, "kind", "is no PlacementCommitted")
         except Refused as refusal:
             self._refuse(received, refusal.fault.value, str(refusal))
         self.metrics.serving(self.ledger.engines())
+
+    def _committed(self, committed: PlacementCommitted) -> None:
+        entry = self.ledger.entry(committed.worker_id) if self.ledger.committed(committed) else None
+        if entry is not None:
+            self.watch.placed(entry.worker_id, entry.placement, committed.plan, self._clock())
 
     async def _member(self, received: Received) -> None:
         match received.message:

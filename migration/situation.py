@@ -1,15 +1,21 @@
-"""A view made ready for planning: numbers that every candidate is made from and judged by. Pure."""
+"""A view made ready for planning: the numbers that every candidate is made from and judged by. Pure."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import Placement, Split
+from migration.changes import Table
 from migration.config import MigrationConfig, Policy
+from migration.full import full
 from migration.limits import Limits
-from migration.objective import Figures, Links, Terms, figures
+from migration.memory import Cache, memory_seconds
+from migration.objective import Judged, Links, Terms, judged
+from migration.recovery import critical
+from migration.staging import Room
 from migration.view import View
 
 Rates = NDArray[np.float64]
@@ -28,13 +34,14 @@ class Question(NamedTuple):
     """only these may change; empty: all"""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Situation:
-    """One engine and one question. Layers below the layout's boundary are sharded over the ranks: they are left out of everything here, so
-    that layer 0 of these numbers is layer `first` of the model."""
+    """One engine and one question. Layers below the layout's boundary are sharded over the ranks and are left out of everything here: layer 0
+    of these numbers is layer `first` of the model."""
 
     view: View
     question: Question
+    config: MigrationConfig
     first: int
     placement: Placement
     """of the layers that hold whole experts"""
@@ -42,50 +49,123 @@ class Situation:
     """what plans are made from"""
     judged: Rates
     """what they are judged on"""
-    pairs: float
-    """behind each layer of `fit`, all ranks together"""
-    judged_pairs: float
     terms: Terms
-    steps_per_second: float
-    links: Links
     limits: Limits
-    before: Figures
 
     @property
-    def load(self) -> Rates:
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def table(self) -> Table:
+        return self.placement.expert_of_slot
+
+    @property
+    def node(self) -> NDArray[np.intp]:
+        return self.view.node
+
+    @cached_property
+    def load(self) -> NDArray[np.float64]:
         """float64 [layers, experts]: of `fit`, over all ranks."""
         return np.asarray(self.fit.sum(axis=0))
 
     @property
-    def expert_bytes(self) -> int:
-        return self.view.shape.expert_bytes
+    def pairs(self) -> float:
+        """Behind each layer of `fit`."""
+        return float(self.view.demand.pairs.sum())
 
-    def figures(self, placement: Placement, memory_seconds: float = 0.0) -> Figures:
-        """Of a placement, under the demand that plans are judged on."""
-        return figures(placement, self.judged, self.terms, memory_seconds)
+    @cached_property
+    def chosen(self) -> NDArray[np.bool_]:
+        """bool [layers]: which may change."""
+        if not self.question.layers:
+            return np.ones(self.placement.layers, bool)
+        return np.isin(np.arange(self.first, self.first + self.placement.layers), self.question.layers)
+
+    @property
+    def steps_per_second(self) -> float:
+        return self.view.judged.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
+
+    @property
+    def links(self) -> Links:
+        config = self.config
+        return Links(same_node=config.rank_bytes_per_second, cross_node=config.node_bytes_per_second, contention=config.contention)
+
+    @property
+    def room(self) -> Room:
+        return Room(node=self.node, expert_bytes=self.view.shape.expert_bytes)
+
+    @property
+    def fewest_slots(self) -> int:
+        """Per rank and layer, without any redundancy."""
+        return -(-self.placement.experts // self.ranks)
+
+    @cached_property
+    def cache(self) -> Cache | None:
+        """The KV cache of a rank in use; None: the engine says too little of it."""
+        said, running, waiting = self.view.cache, self.view.running, self.view.waiting
+        if said is None or running is None or not said.block_bytes:
+            return None
+        requests = float(running.mean()) + (0.0 if waiting is None else float(waiting.mean()))
+        return Cache(blocks=float(said.blocks), block_bytes=said.block_bytes, used=float(said.used.mean()), requests=requests)
+
+    @cached_property
+    def whole_step(self) -> float:
+        """Seconds of one step at the present load, as the engine's speeds say, without what its placement adds."""
+        speed = self.terms.speed
+        return speed.step + speed.decode_sequence * self.terms.step_tokens / self.ranks
+
+    @cached_property
+    def anew(self) -> Table:
+        """int16 [layers, slots]: the best placement for balance from nothing, under the even split."""
+        limits, per = self.limits, self.placement.slots_per_rank
+        return full(
+            self.load, self.ranks, per, most_replicas=limits.most_replicas, least_replicas=limits.least_replicas, node=self.several_nodes, live=limits.live
+        )
+
+    @property
+    def several_nodes(self) -> NDArray[np.intp] | None:
+        return self.node if int(self.node.max()) else None
+
+    @cached_property
+    def before(self) -> Judged:
+        return self.judge(self.placement)
+
+    def judge(self, placement: Placement) -> Judged:
+        """A placement of these layers, under the demand that plans are judged on."""
+        return judged(placement, self.judged, self.terms, self._memory)
+
+    @cached_property
+    def _memory(self) -> float:
+        """What redundant slots take from the KV cache, in seconds of a step: whatever lies in them."""
+        if self.cache is None:
+            return 0.0
+        spare = (self.placement.slots_per_rank - self.fewest_slots) * self.view.placement.layers * self.view.shape.expert_bytes
+        return memory_seconds(self.cache, spare, self.whole_step)
 
 
-def situation(view: View, question: Question, config: MigrationConfig, limits: Limits) -> Situation:
-    """Make a view ready. The layout must hold whole experts in some layer."""
+def situation(view: View, question: Question, config: MigrationConfig) -> Situation:
+    """Make a view ready. The layout must hold whole experts in some layer, and something must be wanted."""
     first = view.layout.boundary
     placement = from_layer(view.placement, first)
     fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
-    step_tokens = tokens_of_a_step(view)
-    terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=step_tokens)
-    return Situation(
-        view=view,
-        question=question,
-        first=first,
-        placement=placement,
-        fit=fit,
-        judged=judged,
-        pairs=float(view.demand.pairs.sum()),
-        judged_pairs=float(view.judged.pairs.sum()),
-        terms=terms,
-        steps_per_second=view.judged.tokens_per_second(view.shape.top_k) / step_tokens,
-        links=Links(same_node=config.rank_bytes_per_second, cross_node=config.node_bytes_per_second, contention=config.contention),
-        limits=limits,
-        before=figures(placement, judged, terms),
+    terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view))
+    limits = _limits(view, question, config, fit.sum(axis=0))
+    return Situation(view, question, config, first, placement, fit, judged, terms, limits)
+
+
+def _limits(view: View, question: Question, config: MigrationConfig, load: NDArray[np.float64]) -> Limits:
+    layers, experts = load.shape
+    frozen = np.zeros(load.shape, bool) if view.history is None else view.history.frozen(view.now, config.cooldown_seconds)[view.layout.boundary :]
+    if question.layers:
+        frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
+    live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
+    return Limits(
+        most_copies=question.budget_bytes // view.shape.expert_bytes,
+        most_replicas=config.most_replicas,
+        frozen=frozen if frozen.any() else None,
+        live=live,
+        least_replicas=critical(load, round(config.critical_experts * experts)) if config.critical_experts else None,
+        target=config.target,
     )
 
 

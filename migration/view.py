@@ -11,6 +11,7 @@ from fleet.layout import Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
+from migration.history import History
 
 
 class Demand(NamedTuple):
@@ -29,7 +30,7 @@ class Demand(NamedTuple):
         return float(self.rates.sum(dtype=np.float64) / (len(self.rates[0]) * top_k))
 
 
-class Cache(NamedTuple):
+class CacheUse(NamedTuple):
     """The KV cache of an engine. blocks: of each rank; used: float64 [ranks], of them in use; block_bytes: 0 where nobody said."""
 
     blocks: int
@@ -57,10 +58,16 @@ class View:
     """a window after that one, on which they are judged; None: there is none yet"""
     running: NDArray[np.float64] | None = None
     """float64 [ranks], sequences that decode; None: nobody said"""
-    cache: Cache | None = None
+    waiting: NDArray[np.float64] | None = None
+    """float64 [ranks], requests not yet admitted; None: nobody said"""
+    cache: CacheUse | None = None
     clusters: ClusterModel | None = None
     gain: float = 0.0
     """in [0, 1]: what predictions of clusters are worth at present"""
+    history: History | None = None
+    """what was moved lately; None: nobody knows"""
+    now: float = 0.0
+    """seconds on the clock of the history"""
 
     @property
     def judged(self) -> Demand:

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import DemandPublished, EngineJoined, KvMetrics
+from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
+from migration.history import History
 from migration.ledger import Entry, Fault, Refused
-from migration.view import Cache, Demand, View
+from migration.view import CacheUse, Demand, View
 
 MOST_MODELS = 64
 """Models whose clusters are kept."""
@@ -62,6 +64,7 @@ class _Engine:
     rates: NDArray[np.float32]
     window: _Window
     ranks: list[_Rank]
+    history: History
     closed: list[Demand] = field(default_factory=list)
     """the last two windows, the older first"""
 
@@ -108,7 +111,18 @@ class Watch:
                 f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it",
             )
         ranks = [_Rank(counted_at=now) for _ in range(shape[0])]
-        self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), np.zeros(shape, np.float32), _Window(shape, now), ranks)
+        self._engines[joined.worker_id] = _Engine(
+            joined, shape, _nodes(joined, shape[0]), np.zeros(shape, np.float32), _Window(shape, now), ranks, History.begin(joined.worker_id, placement)
+        )
+
+    def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
+        """An engine serves another epoch, of a plan of ours or (None) not. What it cannot have served changes nothing."""
+        engine = self._engines.get(worker_id)
+        if engine is not None and placement.epoch > engine.history.epoch:
+            try:
+                engine.history = engine.history.committed(placement, plan, now)
+            except ValueError as error:
+                raise Refused(Fault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
 
     def left(self, worker_id: int) -> None:
         """An incarnation is gone."""
@@ -192,9 +206,12 @@ class Watch:
             demand=fit,
             later=later,
             running=_loads(engine, "running"),
+            waiting=_loads(engine, "waiting"),
             cache=_cache(engine),
             clusters=self._clusters.get(joined.model),
             gain=self._gains.get(joined.model, 0.0),
+            history=engine.history,
+            now=now,
         )
 
     def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
@@ -270,9 +287,9 @@ def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
     return None if any(value is None for value in said) else np.array(said, np.float64)
 
 
-def _cache(engine: _Engine) -> Cache | None:
+def _cache(engine: _Engine) -> CacheUse | None:
     used = _loads(engine, "kv_used_blocks")
-    return None if used is None else Cache(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
+    return None if used is None else CacheUse(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
 
 
 def _bound(kept: "OrderedDict[str, Any]", newest: str) -> None:

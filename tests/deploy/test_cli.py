@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 
-COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "popularity", "explain", "events", "drain", "reload", "config")
+COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "popularity", "plan", "explain", "events", "drain", "reload", "config")
 
 
 @pytest.fixture(autouse=True)

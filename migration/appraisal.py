@@ -1,0 +1,82 @@
+"""What a candidate is worth: seconds gained over the demand's lifetime, less what carrying it out costs. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import Placement, Split
+from migration.candidates import Candidate, shared
+from migration.changes import Changes, made, within
+from migration.limits import Limits
+from migration.objective import Judged, Payback, payback
+from migration.ordering import ordered, transfers
+from migration.plan import Handover
+from migration.situation import Situation
+
+
+@dataclass(frozen=True, eq=False)
+class Appraised:
+    """A candidate, carried through to its end."""
+
+    candidate: Candidate
+    placement: Placement
+    """of the situation's layers, in the end"""
+    after: Judged
+    handovers: tuple[Handover, ...]
+    """of the whole model's layers"""
+    payback: Payback
+    gain_seconds: float
+    """by which a step gets shorter"""
+
+    @property
+    def net_seconds(self) -> float:
+        return self.payback.gain_per_second * self.payback.lifetime_seconds - self.payback.cost_seconds
+
+    @property
+    def copies(self) -> int:
+        return int(self.candidate.changes.copies.sum())
+
+
+def appraised(found: Situation, candidate: Candidate, after: Judged | None = None) -> Appraised:
+    """after: the judgement of where it leads to, where that is known. Unorderable when no series of handovers can make it."""
+    placement = candidate.placement(found)
+    after = found.judge(placement) if after is None else after
+    by_layer = found.before.seconds - after.seconds
+    handovers = _handovers(found, candidate, by_layer)
+    if len(handovers) > found.config.most_steps:
+        return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))
+    gain = float(by_layer.sum())
+    paid = payback(gain, found.steps_per_second, found.config.lifetime_seconds, transfers(handovers, placement.slots_per_rank), found.node, found.links)
+    return Appraised(candidate, placement, after, handovers, paid, gain)
+
+
+def _beginning(found: Situation, candidate: Candidate, by_layer: NDArray[np.float64], handovers: int) -> Candidate:
+    """The best part of a candidate that takes too many handovers."""
+    copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
+    changes = within(_in_seconds(candidate.changes, by_layer), copies)
+    return Candidate(candidate.name, changes, None if candidate.split is None else shared(found, made(found.table, changes)))
+
+
+def _handovers(found: Situation, candidate: Candidate, by_layer: NDArray[np.float64]) -> tuple[Handover, ...]:
+    changes = _in_seconds(candidate.changes, by_layer)
+    first, whole = found.first, found.view.placement
+    split, limits = candidate.split, found.limits
+    if first:
+        changes = changes._replace(layer=(changes.layer + first).astype(np.int32))
+        by_layer = np.concatenate([np.zeros(first), by_layer])
+        split = None if split is None else Split(*(np.concatenate([old[:first], new]) for old, new in zip(whole.split, split, strict=True)))
+        least = limits.least_replicas
+        if least is not None:
+            least = np.concatenate([np.ones((first, whole.experts), np.int64), least])
+        limits = Limits(live=limits.live, least_replicas=least)
+    return ordered(whole, changes, found.room, limits=limits, split=split, reweighted=by_layer)
+
+
+def _in_seconds(changes: Changes, by_layer: NDArray[np.float64]) -> Changes:
+    """What each layer gains, given to its changes in proportion to what their planner thought of them."""
+    if not changes:
+        return changes
+    thought = np.maximum(changes.gain, 0.0) + 1e-12
+    total = np.bincount(changes.layer, thought, len(by_layer))
+    return changes._replace(gain=by_layer[changes.layer] * thought / total[changes.layer])

@@ -1,0 +1,131 @@
+"""What could be done about a placement, each way by itself: new shares, few copies, locality, everything anew, somebody else's algorithm. Pure."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import Placement, Split, even_split
+from migration.changes import NONE, Changes, Table, made, within
+from migration.difference import between
+from migration.eplb import as_placement, eplb_global, eplb_hierarchical
+from migration.few import few
+from migration.history import counted
+from migration.locality import Prices, located
+from migration.locality import Room as LocalRoom
+from migration.noise import Noise
+from migration.objective import balance
+from migration.relabel import relabelled
+from migration.reweight import reweight
+from migration.situation import Situation
+from migration.weighted import weighted
+
+
+class Candidate(NamedTuple):
+    """changes: of the situation's layers, in order; their gain is in no unit yet. split: how replicas share in the end; None: evenly."""
+
+    name: str
+    changes: Changes
+    split: Split | None
+
+    def placement(self, found: Situation) -> Placement:
+        """What it leads to."""
+        start = found.placement
+        return Placement(made(start.expert_of_slot, self.changes), experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=self.split)
+
+
+Maker = Callable[[Situation], Candidate]
+
+
+def shares(found: Situation) -> Candidate:
+    """New split weights, where experts stay as they are: no bytes."""
+    return Candidate("new shares", NONE, shared(found, found.table))
+
+
+def copies(found: Situation) -> Candidate:
+    """Few copies, and shares that go with them."""
+    goal = balance(_even_loads(found, found.anew))
+    size = found.ranks, found.placement.experts
+    way = weighted(found.table, found.fit, *size, found.limits, goal=goal, noise=Noise(found.pairs), node=found.several_nodes)
+    changes = _without_reversals(found, way.changes)
+    return Candidate("few copies", changes, shared(found, made(found.table, changes)))
+
+
+def uniform(found: Situation) -> Candidate:
+    """Few copies for engines whose replicas share evenly, whatever they are told."""
+    return Candidate("few copies, even shares", _few(found), None)
+
+
+def local(found: Situation) -> Candidate:
+    """Experts near the ranks whose requests want them."""
+    start = found.placement
+    prices = Prices.of(found.terms.speed, found.terms.top_k, found.node)
+    room = LocalRoom(node=found.node, slots=start.slots_per_rank, prices=prices, most=found.limits.most_replicas)
+    goal = located(found.fit, room, present=found.table)
+    changes = _towards(found, goal.table)
+    return Candidate("locality", changes, shared(found, made(found.table, changes)))
+
+
+def anew(found: Situation) -> Candidate:
+    """The whole placement made afresh, given to the ranks that hold most of it."""
+    changes = _towards(found, relabelled(found.table, found.anew, found.ranks, found.several_nodes))
+    return Candidate("all anew", changes, shared(found, made(found.table, changes)))
+
+
+def eplb(found: Situation) -> Candidate:
+    """The published algorithm, over all ranks."""
+    raw = eplb_global(found.load, found.table.shape[1], found.ranks)
+    return Candidate("EPLB", _towards(found, as_placement(raw, found.ranks)), None)
+
+
+def eplb_by_node(found: Situation) -> Candidate:
+    """The published algorithm with a group of experts for each node. ValueError where they do not divide."""
+    nodes = int(found.node.max()) + 1
+    if (np.diff(found.node) < 0).any():
+        raise ValueError("eplb: the ranks of a node must follow one another for the hierarchical variant")
+    raw = eplb_hierarchical(found.load, found.table.shape[1], nodes, nodes, found.ranks)
+    return Candidate("hierarchical EPLB", _towards(found, as_placement(raw, found.ranks)), None)
+
+
+def _few(found: Situation) -> Changes:
+    goal = balance(_even_loads(found, found.anew))
+    changes = few(found.table, found.load, found.ranks, found.limits, goal=goal, noise=Noise(found.pairs), node=found.several_nodes)
+    return _without_reversals(found, changes)
+
+
+def _towards(found: Situation, goal: Table) -> Changes:
+    """As much of the way to another table as may be gone: of the chosen layers, within the budget, nothing that rests."""
+    table = np.where(_open_layers(found)[:, None], goal, found.table)
+    gain = np.where((table != found.table).any(axis=1), 1.0, 0.0)
+    changes = _without_reversals(found, between(found.table, table, found.ranks, gain))
+    return changes if found.limits.most_copies is None else within(changes, found.limits.most_copies)
+
+
+def _open_layers(found: Situation) -> NDArray[np.bool_]:
+    """bool [layers]: chosen ones, in which nothing rests."""
+    frozen = found.limits.frozen
+    return found.chosen if frozen is None else found.chosen & ~frozen.any(axis=1)
+
+
+def _without_reversals(found: Situation, changes: Changes) -> Changes:
+    history = found.view.history
+    if history is None or found.first:
+        return changes
+    return history.without_reversals(changes, counted(found.fit, found.view.demand.pairs))
+
+
+def shared(found: Situation, table: Table) -> Split:
+    """The shares that suit the demand, of the chosen layers; the others keep theirs, evenly where their experts have moved."""
+    experts, start = found.placement.experts, found.placement
+    new = reweight(table, found.fit, found.ranks, experts, found.several_nodes, pairs=found.pairs, live=found.limits.live)
+    if found.chosen.all():
+        return new
+    return Split(*(np.where(found.chosen[:, None], part, old) for part, old in zip(new, start.split, strict=True)))
+
+
+def _even_loads(found: Situation, table: Table) -> NDArray[np.float64]:
+    """float64 [layers, ranks]: under the even split, wherever demand comes from."""
+    split = even_split(table, found.placement.experts)
+    part = np.where(table >= 0, np.take_along_axis(found.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / 65535.0)
+    return np.asarray(part.reshape(len(table), found.ranks, -1).sum(axis=2))
