@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.rig.popularity import SKEWS, Load, drifted, load, sampled
 from benchmarks.rig.report import Target
+from fleet.dispatch import flows
+from fleet.placement import Placement
 
 Table = NDArray[np.int16]
+Result = TypeVar("Result")
 STEP_TOKENS, TOP_K = 128, 8
 """tokens of a rank in one decode step, and experts of a token"""
 WINDOW_STEPS = 100
@@ -53,7 +56,7 @@ class Case:
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.layers} x {self.experts}, {self.ranks} ranks, {self.slots} slots, {self.skew}, seed {self.seed}"
+        return f"{self.layers} x {self.experts}, {self.ranks} ranks, {self.slots} slots, {self.skew}"
 
     @property
     def per_rank(self) -> int:
@@ -70,14 +73,14 @@ class Case:
         return STEP_TOKENS * TOP_K * self.ranks
 
 
-def cases(*, skews: tuple[str, ...] = SKEWS, seeds: int = 3, quick: bool = False) -> Iterator[Case]:
-    """Every skew, shape, number of ranks and seed; quick: four layers of each, and one seed."""
+def cases(*, skews: tuple[str, ...] = SKEWS, seeds: int = 3) -> Iterator[Case]:
+    """Every shape, number of ranks, skew and seed, in that order."""
     for layers, experts in SHAPES:
         for ranks in (8, 32, 64):
             for slots in SLOTS[experts, ranks]:
                 for skew in skews:
-                    for seed in range(1 if quick else seeds):
-                        yield Case(skew, 4 if quick else layers, experts, ranks, slots, seed)
+                    for seed in range(seeds):
+                        yield Case(skew, layers, experts, ranks, slots, seed)
 
 
 @dataclass(frozen=True)
@@ -157,17 +160,17 @@ def duplicates(table: Table, ranks: int) -> int:
     return int(((rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] >= 0)).sum())
 
 
-def share_of_gain(keep: NDArray[np.float64], now: NDArray[np.float64], full: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [layers]: what part of the gain of a full re-placement was reached; 1 where there was none to be had."""
-    gain = full - keep
-    return np.where(gain > 1e-12, (now - keep) / np.where(gain > 1e-12, gain, 1.0), 1.0)
+def split_shares(placement: Placement) -> NDArray[np.float64]:
+    """float64 [layers, slots]: what slots serve of their expert's load by the placement's split, wherever requests live alike."""
+    alike = np.full((placement.ranks, placement.layers, placement.experts), 1.0 / placement.ranks)
+    return flows(placement, alike, np.zeros(placement.ranks, np.intp)).served
 
 
-def thread_ms(call: Callable[[], object], times: int = 5) -> float:
-    """Median milliseconds of this thread's processor time."""
+def timed(call: Callable[[], Result], times: int = 3) -> tuple[Result, float]:
+    """What a call returns, and the median milliseconds of processor time it takes, all threads together."""
     taken = []
     for _ in range(times):
-        began = time.thread_time()
-        call()
-        taken.append(1e3 * (time.thread_time() - began))
-    return statistics.median(taken)
+        began = time.process_time()
+        result = call()
+        taken.append(1e3 * (time.process_time() - began))
+    return result, statistics.median(taken)

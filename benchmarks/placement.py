@@ -1,0 +1,72 @@
+"""Where experts should be: balance, copies and time of every kind of plan, beside EPLB and beside what is possible at all.
+
+Demand is synthetic (`benchmarks.rig.popularity` states the generators). A plan is made of one window's sample and scored on the next window's, and on
+decode steps drawn after it. Times are of one core. A row is of all seeds together.
+
+    python -m benchmarks.placement --quick
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import groupby
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rig import placing_balance, placing_drift
+from benchmarks.rig.placing import Row
+from benchmarks.rig.report import AsJson, Check, Quick, Target, hardware
+
+PARTS: dict[str, Callable[[bool], list[Row]]] = {"balance": placing_balance.rows, "drift": placing_drift.rows}
+Only = typer.Option("", "--only", help=f"one part: {', '.join(PARTS)}")
+
+
+def shown(part: str, rows: list[Row]) -> Table:
+    """A part as a table; what misses a target is marked."""
+    table = Table(title=part)
+    table.add_column("case")
+    for name in rows[0].figures:
+        table.add_column(name, justify="right")
+    for row in rows:
+        missed = [target.name for target in row.held if not target.met]
+        cells = [f"{cell:,.4g}" if isinstance(cell, float) else cell for cell in row.figures.values()]
+        table.add_row(f"{row.case}{' *' if missed else ''}", *cells)
+    return table
+
+
+def decided(rows: list[Row]) -> list[str]:
+    """For each target: how many rows meet it, and the one that is furthest from meeting it."""
+    held: dict[str, list[tuple[float, Target, str]]] = {}
+    for row in rows:
+        for target in row.held:
+            margin = (target.value - target.limit) * (1 if target.at_least else -1)
+            held.setdefault(target.name, []).append((margin, target, row.case))
+    lines = []
+    for found in held.values():
+        _, worst, case = min(found, key=lambda one: (one[0], one[2]))
+        lines.append(f"{worst}; {sum(target.met for _, target, _ in found)} of {len(found)} rows; worst: {case}")
+    return lines
+
+
+def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, only: str = Only) -> None:
+    """Every kind of plan, beside EPLB and beside bounds."""
+    if only and only not in PARTS:
+        raise typer.BadParameter(f"--only {only}: there is no such part; parts are {', '.join(PARTS)}")
+    rows = [row for name, part in PARTS.items() if only in ("", name) for row in part(quick)]
+    if as_json:
+        print(json.dumps({"rows": [{**asdict(row), "met": all(target.met for target in row.held)} for row in rows], "hardware": hardware()}))
+    else:
+        console = Console(width=190)
+        for part, group in groupby(rows, key=lambda row: row.part):
+            console.print(shown(part, list(group)))
+        print(f"{hardware()}; * misses a target")
+        print("\n".join(decided(rows)))
+    if check and not all(target.met for row in rows for target in row.held):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
