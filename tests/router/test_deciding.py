@@ -216,6 +216,18 @@ def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -
     assert half.local == pytest.approx(whole.local)
 
 
+def test_a_rank_that_keeps_less_of_its_own_sends_more_away() -> None:
+    even = Placement(np.tile(np.arange(4), (2, 2)), experts=4, ranks=2)
+    shared = Placement(even.expert_of_slot, experts=4, ranks=2, split=even.split._replace(keep=even.split.keep // 2))
+    near = Placement(even.expert_of_slot, experts=4, ranks=2, split=shared.split._replace(near=even.split.keep))
+    found = {name: prices(locality((0, 1), SHAPE, None, one, halves())) for name, one in (("even", even), ("shared", shared), ("near", near))}
+    assert found["even"].local == pytest.approx(1.0)
+    assert found["even"].remote == pytest.approx(0.0)
+    assert found["shared"].local == pytest.approx(0.75, abs=1e-4)
+    assert (found["shared"].nodes > 0.1).all()
+    assert found["near"].local == pytest.approx(1.0), "each rank is all of its node"
+
+
 def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
     placement = linear(layers=2, experts=4, ranks=2)
     cases = {
@@ -235,9 +247,11 @@ def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -
     later = linear(layers=2, experts=4, ranks=2)
     later.epoch = 7
     mirrored = Placement(placement.expert_of_slot[:, ::-1], experts=4, ranks=2)
+    split = placement.split._replace(keep=placement.split.keep // 2)
     work = Work((0, 0), SHAPE, None, placement, model)
     assert work.same_as(Work((0, 0), SHAPE, None, later, model))
     others = [
+        Work((0, 0), SHAPE, None, Placement(placement.expert_of_slot, experts=4, ranks=2, split=split), model),
         Work((0, 0), SHAPE, None, mirrored, model),
         Work((0, 0), SHAPE, None, None, model),
         Work((0, 0), SHAPE, None, placement, halves()),
