@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.changes import COPIES, NONE, NOWHERE, Changes, Kind, Table
+from migration.changes import COPIES, NONE, NOWHERE, Changes, Kind, Table, joined, made, taken
 
 _Row = tuple[int, int, int, int, int]
 """kind, slot, expert, other slot, other expert"""
@@ -43,7 +43,8 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
     table = np.array([(layer, *row) for layer, row in found])
     kind, layers = table[:, 1].astype(np.uint8), table[:, 0].astype(np.int32)
     copies = COPIES[kind].astype(np.float64)
-    each = np.zeros(len(before)) if gain is None else gain / np.maximum(np.bincount(layers, copies, len(before)), 1.0)
+    part = np.where(np.bincount(layers, copies, len(before))[layers] > 0, copies, 1.0)
+    each = np.zeros(len(before)) if gain is None else gain / np.maximum(np.bincount(layers, part, len(before)), 1.0)
     slot, expert, other_slot, other_expert = table[:, 2:].T
     return Changes(
         kind,
@@ -52,8 +53,18 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
         expert.astype(np.int16),
         other_slot.astype(np.int32),
         other_expert.astype(np.int16),
-        each[layers] * copies,
+        each[layers] * part,
     )
+
+
+def shortened(table: Table, changes: Changes, ranks: int) -> Changes:
+    """Changes to what ranks hold after `changes`, layer by layer the others that copy less, if there are any: then no replica is copied that later
+    changes of its layer take back. Their gain is the layer's, in even parts. In which slot of its rank an expert ends may differ."""
+    layers = len(table)
+    gain = np.asarray(np.bincount(changes.layer, changes.gain, layers), np.float64)
+    others = between(table, made(table, changes), ranks, gain)
+    fewer = np.bincount(others.layer, others.copies, layers) < np.bincount(changes.layer, changes.copies, layers)
+    return joined([taken(changes, ~fewer[changes.layer]), taken(others, fewer[others.layer])])
 
 
 class _Layer:

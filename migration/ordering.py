@@ -55,7 +55,9 @@ def ordered(
     telling = _Telling(placement, changes, room, limits, why)
     while queue.waiting:
         steps = telling.steps(queue.round())
-        series.append(Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=shares.after(telling.table, queue.complete())))
+        series.append(
+            Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=None if shares.even else shares.after(telling.table, queue.complete()))
+        )
     return tuple(series)
 
 
@@ -83,7 +85,8 @@ class _Shares:
         self._now = placement.split
         self._done = np.zeros(len(end), bool)
         self._table = placement.expert_of_slot.copy()
-        self._even = even
+        self.even = even
+        """whether there is nothing to be said of it"""
 
     def only_reweighted(self, changes: Changes) -> NDArray[np.intp]:
         """Layers that are shared out anew, and in which no slot changes."""
@@ -91,10 +94,8 @@ class _Shares:
         differs[changes.layer] = False
         return np.flatnonzero(differs)
 
-    def after(self, table: Table, complete: NDArray[np.intp]) -> SplitRecord | None:
+    def after(self, table: Table, complete: NDArray[np.intp]) -> SplitRecord:
         """What a handover says of the split that leaves this table, and these layers as they are in the end."""
-        if self._even:
-            return None
         self._done[complete] = True
         moved = (table != self._table).any(axis=1)
         rows = np.flatnonzero(moved & ~self._done)

@@ -4,6 +4,7 @@ The changes of a layer keep their order, and a handover takes a beginning of wha
 two of them can be in each other's way. A layer rests only where every expert has the live replicas that it must keep.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -70,14 +71,12 @@ class Queue:
     def __init__(self, placement: Placement, changes: Changes, room: Room, limits: Limits) -> None:
         self._ranks = placement.ranks
         self._staging = room.staging or placement.slots_per_rank
-        checked = _Checked(placement, changes, limits)
-        self._series: dict[int, _Series] = {}
-        for layer in np.unique(changes.layer).tolist():
-            groups = checked.groups(layer, np.flatnonzero(changes.layer == layer).tolist())
-            self._fits_ever(layer, groups)
-            self._series[layer] = _Series(
-                groups, _worth([float(changes.gain[group.changes].sum()) for group in groups], [len(group.receives) for group in groups])
-            )
+        self._series = {layer: _Series(groups, _worth(groups, changes.gain)) for layer, groups in _groups(placement, changes, limits)}
+        for layer, series in self._series.items():
+            for group in series.groups:
+                if not _fits(group, [self._staging] * self._ranks):
+                    told = f"{len(group.changes)} changes belong together, and bring a rank more than the {self._staging} experts it can stage"
+                    raise Unorderable(layer, told)
 
     @property
     def waiting(self) -> bool:
@@ -109,11 +108,6 @@ class Queue:
                 heappush(heads, (-series.worth[series.at], layer))
         return taken
 
-    def _fits_ever(self, layer: int, groups: list[_Group]) -> None:
-        for group in groups:
-            if not _fits(group, [self._staging] * self._ranks):
-                raise Unorderable(layer, f"{len(group.changes)} changes belong together, and bring a rank more than the {self._staging} experts it can stage")
-
 
 def _fits(group: _Group, left: list[int]) -> bool:
     if len(group.receives) == 1:
@@ -121,11 +115,11 @@ def _fits(group: _Group, left: list[int]) -> bool:
     return all(left[rank] >= group.receives.count(rank) for rank in group.receives)
 
 
-def _worth(gain: list[float], copies: list[int]) -> list[float]:
+def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
     """Of each group of a series: a small step before a large one is not put off. What copies nothing comes first."""
     runs: list[tuple[float, int, int]] = []
-    for one, cost in zip(gain, copies, strict=True):
-        count = 1
+    for group in groups:
+        one, cost, count = sum(float(gain[at]) for at in group.changes), len(group.receives), 1
         while runs and one * runs[-1][1] >= runs[-1][0] * cost:
             before = runs.pop()
             one, cost, count = one + before[0], cost + before[1], count + before[2]
@@ -133,78 +127,98 @@ def _worth(gain: list[float], copies: list[int]) -> list[float]:
     return [total / cost if cost else np.inf for total, cost, count in runs for _ in range(count)]
 
 
-class _Checked:
-    """Walks through the changes of a layer, as they would be made one after another, and says where the layer may rest."""
+def _groups(placement: Placement, changes: Changes, limits: Limits) -> Iterator[tuple[int, list[_Group]]]:
+    """(layer, its changes in groups). Unorderable where a change is not legal, or the end is not."""
+    table, per, experts = placement.expert_of_slot, placement.slots_per_rank, placement.experts
+    live = np.ones(placement.ranks, bool) if limits.live is None else limits.live
+    layer, slot = np.nonzero((table != EMPTY) & live.repeat(per))
+    held = np.bincount(layer * experts + table[layer, slot], minlength=len(table) * experts).reshape(len(table), experts)
+    floor = np.minimum(held, 1 if limits.least_replicas is None else limits.least_replicas)
+    rows = list(zip(*(part.tolist() for part in changes[:6]), strict=True))
+    for one in np.unique(changes.layer).tolist():
+        walk = _Walk(one, table[one].tolist(), held[one].tolist(), floor[one].tolist(), live.tolist(), per)
+        yield one, walk.groups([(at, rows[at]) for at in np.flatnonzero(changes.layer == one).tolist()])
 
-    def __init__(self, placement: Placement, changes: Changes, limits: Limits) -> None:
-        self._per = placement.slots_per_rank
-        self._table = placement.expert_of_slot
-        self._live = [True] * placement.ranks if limits.live is None else limits.live.tolist()
-        self._least = limits.least_replicas
-        self._experts = placement.experts
-        self._rows = list(zip(*(part.tolist() for part in changes[:6]), strict=True))
 
-    def groups(self, layer: int, members: list[int]) -> list[_Group]:
-        """Unorderable where a change is not legal, or the end is not."""
-        row = self._table[layer].tolist()
-        held = [0] * self._experts
-        for slot, expert in enumerate(row):
-            if expert != EMPTY and self._live[slot // self._per]:
-                held[expert] += 1
-        least = [1] * self._experts if self._least is None else self._least[layer].tolist()
-        floor = [min(has, must) for has, must in zip(held, least, strict=True)]
+_Change = tuple[int, int, int, int, int, int]
+"""kind, layer, slot, expert, other slot, other expert"""
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """Goes through the changes of a layer, as they would be made one after another, and says where the layer may rest."""
+
+    layer: int
+    row: list[int]
+    """expert of each slot, as the changes so far leave it"""
+    held: list[int]
+    """live replicas of each expert, likewise"""
+    floor: list[int]
+    """and as many must there be wherever the layer rests"""
+    live: list[bool]
+    per: int
+
+    def groups(self, changes: list[tuple[int, _Change]]) -> list[_Group]:
+        """changes: (number, change)"""
         short: set[int] = set()
         found: list[_Group] = []
         together = _Group([], [], set(), set())
-        for member in members:
-            for expert in self._make(layer, row, held, member, together):
-                (short.add if held[expert] < floor[expert] else short.discard)(expert)
-                if held[expert] == 0 < floor[expert]:
-                    raise Unorderable(layer, f"change {member} takes the last live replica of expert {ExpertId(layer, expert)}")
+        for number, change in changes:
+            for expert in self._make(number, change, together):
+                (short.add if self.held[expert] < self.floor[expert] else short.discard)(expert)
+                if self.held[expert] == 0 < self.floor[expert]:
+                    raise self._no(f"change {number} takes the last live replica of expert {self._named(expert)}")
             if not short:
                 found.append(together)
                 together = _Group([], [], set(), set())
         if short:
             expert = min(short)
-            raise Unorderable(layer, f"its changes leave expert {ExpertId(layer, expert)} with {held[expert]} live replicas; it must keep {floor[expert]}")
+            raise self._no(f"its changes leave expert {self._named(expert)} with {self.held[expert]} live replicas; it must keep {self.floor[expert]}")
         return found
 
-    def _make(self, layer: int, row: list[int], held: list[int], member: int, group: _Group) -> list[int]:
+    def _make(self, number: int, change: _Change, group: _Group) -> list[int]:
         """Write a change into the row; returns the experts that lost a replica, or got one."""
-        _, _, slot, expert, other_slot, other_expert = self._rows[member]
-        self._expect(layer, row, member)
+        _, _, slot, expert, other_slot, other_expert = change
+        self._expect(number, change)
         writes = ((slot, expert),) if other_slot == NOWHERE else ((slot, expert), (other_slot, other_expert))
-        touched = [one for at, new in writes for one in (row[at], new) if one != EMPTY]
+        touched = [one for at, new in writes for one in (self.row[at], new) if one != EMPTY]
         for at, _ in writes:
-            if row[at] != EMPTY and self._live[at // self._per]:
-                held[row[at]] -= 1
-            row[at] = EMPTY
+            if self.row[at] != EMPTY and self.live[at // self.per]:
+                self.held[self.row[at]] -= 1
+            self.row[at] = EMPTY
+            group.written.add(at)
         for at, new in writes:
             if new != EMPTY:
-                self._put(layer, row, held, member, at, new)
-                group.receives.append(at // self._per)
+                self._put(number, at, new)
+                group.receives.append(at // self.per)
                 group.copied.add(at)
-        group.changes.append(member)
-        group.written.update(at for at, _ in writes)
+        group.changes.append(number)
         return touched
 
-    def _put(self, layer: int, row: list[int], held: list[int], member: int, slot: int, expert: int) -> None:
-        rank = slot // self._per
-        if expert in row[rank * self._per : (rank + 1) * self._per]:
-            raise Unorderable(layer, f"change {member} brings expert {ExpertId(layer, expert)} to rank {rank}, which holds it")
-        if not self._live[rank]:
-            raise Unorderable(layer, f"change {member} brings expert {ExpertId(layer, expert)} to rank {rank}, which is not live")
-        row[slot] = expert
-        held[expert] += 1
+    def _put(self, number: int, slot: int, expert: int) -> None:
+        rank = slot // self.per
+        if expert in self.row[rank * self.per : (rank + 1) * self.per]:
+            raise self._no(f"change {number} brings expert {self._named(expert)} to rank {rank}, which holds it")
+        if not self.live[rank]:
+            raise self._no(f"change {number} brings expert {self._named(expert)} to rank {rank}, which is not live")
+        self.row[slot] = expert
+        self.held[expert] += 1
 
-    def _expect(self, layer: int, row: list[int], member: int) -> None:
+    def _expect(self, number: int, change: _Change) -> None:
         """A change finds in its slots what it was planned on."""
-        kind, _, slot, expert, other_slot, other_expert = self._rows[member]
-        if kind in (Kind.SWAP, Kind.MOVE) and row[other_slot] != expert:
-            raise Unorderable(layer, f"change {member} takes expert {ExpertId(layer, expert)} from slot {other_slot}, which holds {row[other_slot]}")
-        if kind == Kind.SWAP and row[slot] != other_expert:
-            raise Unorderable(layer, f"change {member} takes expert {ExpertId(layer, other_expert)} from slot {slot}, which holds {row[slot]}")
-        if kind == Kind.DROP and row[slot] == EMPTY:
-            raise Unorderable(layer, f"change {member} drops what slot {slot} holds, which is empty")
-        if row[slot] == expert:
-            raise Unorderable(layer, f"change {member} brings expert {ExpertId(layer, expert)} to slot {slot}, which holds it")
+        kind, _, slot, expert, other_slot, other_expert = change
+        found = self.row[slot]
+        if kind in (Kind.SWAP, Kind.MOVE) and self.row[other_slot] != expert:
+            raise self._no(f"change {number} takes expert {self._named(expert)} from slot {other_slot}, which holds {self.row[other_slot]}")
+        if kind == Kind.SWAP and found != other_expert:
+            raise self._no(f"change {number} takes expert {self._named(other_expert)} from slot {slot}, which holds {found}")
+        if kind == Kind.DROP and found == EMPTY:
+            raise self._no(f"change {number} drops what slot {slot} holds, which is empty")
+        if found == expert:
+            raise self._no(f"change {number} brings expert {self._named(expert)} to slot {slot}, which holds it")
+
+    def _named(self, expert: int) -> str:
+        return str(ExpertId(self.layer, expert))
+
+    def _no(self, detail: str) -> Unorderable:
+        return Unorderable(self.layer, detail)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
 from migration.changes import NOWHERE, Changes, Kind, Table, copies_between, joined, made, taken
-from migration.difference import between
+from migration.difference import between, shortened
 from migration.limits import Limits
 from migration.ordering import ordered, transfers
 from migration.plan import Cause, Handover, Inapplicable, Plan, applied, planned, replay
@@ -174,6 +174,30 @@ def test_between_two_tables_every_state_is_legal_and_nearly_nothing_is_copied_in
     stays = (before == after) & (before != EMPTY)
     assert np.array_equal(table[stays], after[stays])
     assert copies_between(before, after, ranks) <= int(found.copies.sum()) <= 2 * copies_between(before, after, ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes)
+def test_shortened_changes_lead_to_the_same_and_copy_no_more(shape: tuple[int, int, int, int, int]) -> None:
+    layers, experts, ranks, per, seed = shape
+    dice = np.random.default_rng(seed)
+    table = random_table(dice, layers, experts, ranks, per)
+    wanted = random_changes(dice, table, ranks, experts, 40)
+    found = shortened(table, wanted, ranks)
+    ends = [np.sort(made(table, one).reshape(layers, ranks, per), axis=2) for one in (wanted, found)]
+    assert np.array_equal(*ends)
+    assert int(found.copies.sum()) <= int(wanted.copies.sum())
+    stays = np.isin(np.arange(layers), found.layer)
+    assert found.gain.sum() == pytest.approx(np.bincount(wanted.layer, wanted.gain, layers)[stays].sum())
+    start = Placement(table, experts=experts, ranks=ranks)
+    replay(start, planned(start, ordered(start, found, room(ranks))))
+
+
+def test_a_replica_that_later_changes_take_back_is_not_copied() -> None:
+    table = np.array([[0, EMPTY, 1, EMPTY]], np.int16)
+    to_and_fro = joined([replicate(0, 1, 1), drop(0, 1), replicate(0, 3, 0, 2.0)])
+    found = shortened(table, to_and_fro, 2)
+    assert [(Kind(kind), int(expert)) for kind, expert in zip(found.kind, found.expert, strict=True)] == [(Kind.REPLICATE, 0)]
 
 
 def test_with_a_spare_slot_nothing_is_copied_in_vain() -> None:
