@@ -142,7 +142,6 @@ class Chooser:
     """
 
     def __init__(self, placement: Placement, home: int, node: NDArray[np.intp]) -> None:
-        self.home = home
         experts = placement.experts
         slot, ends = _circles(placement, shares(placement, home, node))
         several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # [layers, experts]; without ends: none

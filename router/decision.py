@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outlook(NamedTuple):
     """What is foretold of a request, and what it would meet at each candidate: remote_ranks, remote_nodes and local, float64 [candidates],
-    are the expected distinct remote ranks and nodes of a token and the expected share of pairs whose expert is on the rank; prior_local is
+    are the expected distinct remote ranks and nodes of a token and the expected share of pairs that the rank serves itself; prior_local is
     that share for the traffic's mix. Where `priced`, bool [candidates], is not, they are 0 and mean nothing. added, float64 [candidates]:
     experts that each step of the engine would read for this request alone."""
 
@@ -68,7 +68,7 @@ class Outlook(NamedTuple):
 
     @property
     def remote_share(self) -> Column:
-        """float64 [candidates]: share of routed pairs whose expert is elsewhere, as far as it is believed; 0 where nothing is priced."""
+        """float64 [candidates]: share of routed pairs that another rank serves, as far as it is believed; 0 where nothing is priced."""
         return np.where(self.priced, self.forecast.gain * (1.0 - self.local), 0.0)
 
     def of(self, at: NDArray[np.intp]) -> "Outlook":

@@ -109,7 +109,7 @@ class RouterMetrics:
             regret,
             self._histogram("predicted_first_token_seconds", "From decision to first token, as predicted", _LATENCY, "model"),
             self._histogram("observed_first_token_seconds", "The same of the same requests, as it was", _LATENCY, "model"),
-            self._histogram("locality_predicted", "Share of routed pairs expected to find their expert on the chosen rank", _SHARES, "model"),
+            self._histogram("locality_predicted", "Share of routed pairs that the chosen rank is expected to serve itself", _SHARES, "model"),
             self._histogram("locality_observed", "The same of the same requests, as it was", _SHARES, "model"),
         )
         self._profiles = self._counter("profiles_heard", "What ranks said of requests, by what became of it", "outcome")
