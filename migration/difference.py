@@ -1,9 +1,9 @@
 """The changes that lead from one table to another, legal after each of them. Pure.
 
-Free slots wander: what comes into one was somewhere else, and there leaves a spare replica, whose slot is free in turn. So changes follow
-the free slots along closed trails (Hierholzer 1873) that begin and end where a rank has a slot to spare, and each copy is one that the end
-needs. Where no free slot ever comes, experts that change places in a ring do so from one that is held elsewhere too, or, where there is none,
-by swaps: those are the only copies beyond what the end needs.
+Free slots wander: what comes into one leaves another, which is free in turn. So changes follow the free slots along closed trails (Hierholzer
+1873) that begin and end where a rank has a slot to spare, and each copy is one that the end needs. Where no free slot ever comes, experts that
+change places in a ring do so from one that is held elsewhere too, or, where there is none, by swaps: those are the only copies beyond what the
+end needs.
 """
 
 from itertools import pairwise
@@ -30,7 +30,8 @@ class _Arrival(NamedTuple):
 def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] | None = None) -> Changes:
     """Changes after which every rank holds what it holds in `after`; what stays on a rank stays in its slot.
 
-    Every expert of a layer keeps a replica throughout; where rings are broken it may have one less than in both tables for a while.
+    Every expert of a layer keeps a replica throughout, and never has more than in the one or the other table; where rings are turned one may have
+    one less than in both for a while.
     gain: float64 [layers], what each layer gains by all of its changes; shared out evenly over its copies. ValueError when the tables cannot be
     compared, or an expert is missing from one of them.
     """
@@ -141,27 +142,18 @@ class _Layer:
         for edge in trail:
             if isinstance(edge, int):
                 slot = edge
-            elif edge.expert == EMPTY:
-                self._empty(slot)
-            else:
-                self._replicate(slot, edge.expert)
+            elif edge.expert != EMPTY:
+                self._bring(slot, edge.expert, edge.leaves)
                 slot = edge.leaves
+            elif self._row[slot] != EMPTY:
+                self._rows.append((int(Kind.DROP), slot, EMPTY, NOWHERE, EMPTY))
+                self._put(slot, EMPTY)
 
-    def _empty(self, slot: int) -> None:
-        """A slot where nothing comes any more: had it just been left for another, that was a move."""
-        expert = self._row[slot]
-        if expert == EMPTY:
-            return
-        last = self._rows[-1] if self._rows else None
-        if last is not None and last[0] == Kind.REPLICATE and last[2] == expert:
-            self._rows[-1] = (int(Kind.MOVE), last[1], expert, slot, EMPTY)
-        else:
-            self._rows.append((int(Kind.DROP), slot, EMPTY, NOWHERE, EMPTY))
-        self._put(slot, EMPTY)
-
-    def _replicate(self, slot: int, expert: int) -> None:
-        self._rows.append((int(Kind.REPLICATE), slot, expert, NOWHERE, EMPTY))
+    def _bring(self, slot: int, expert: int, leaves: int) -> None:
+        self._rows.append((int(Kind.REPLICATE if leaves == NOWHERE else Kind.MOVE), slot, expert, leaves, EMPTY))
         self._put(slot, expert)
+        if leaves != NOWHERE:
+            self._put(leaves, EMPTY)
 
     def _put(self, slot: int, expert: int) -> None:
         before = self._row[slot]
@@ -204,9 +196,10 @@ class _Layer:
         spare = next((at for at, slot in enumerate(ring) if self._held[self._row[slot]] > 1), None)
         if spare is not None:
             ring = ring[spare:] + ring[:spare]
-            experts = [self._row[slot] for slot in ring]
-            for slot, expert in zip(ring, experts[1:] + experts[:1], strict=True):
-                self._replicate(slot, expert)
+            first = self._row[ring[0]]
+            for slot, other in pairwise(ring):
+                self._bring(slot, self._row[other], other)
+            self._bring(ring[-1], first, NOWHERE)
             return
         for slot, other in pairwise(ring):
             mine, theirs = self._row[slot], self._row[other]
