@@ -62,6 +62,8 @@ def _handovers(found: Situation, candidate: Candidate, by_layer: NDArray[np.floa
     changes = _in_seconds(candidate.changes, by_layer)
     first, whole = found.first, found.view.placement
     split, limits = candidate.split, found.limits
+    if found.question.dead:
+        limits = Limits(live=limits.live)  # second holders may be given up for experts that have none
     if first:
         changes = changes._replace(layer=(changes.layer + first).astype(np.int32))
         by_layer = np.concatenate([np.zeros(first), by_layer])

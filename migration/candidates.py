@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from fleet.placement import Placement, Split, even_split
 from migration.changes import NONE, Changes, Table, made, within
-from migration.difference import between
+from migration.difference import between, shortened
 from migration.eplb import as_placement, eplb_global, eplb_hierarchical
 from migration.few import few
 from migration.history import counted
-from migration.locality import Prices, located
-from migration.locality import Room as LocalRoom
+from migration.locality import located
+from migration.nearness import room_of
 from migration.noise import Noise
 from migration.objective import balance
 from migration.relabel import relabelled
@@ -59,10 +59,7 @@ def uniform(found: Situation) -> Candidate:
 
 def local(found: Situation) -> Candidate:
     """Experts near the ranks whose requests want them."""
-    start = found.placement
-    prices = Prices.of(found.terms.speed, found.terms.top_k, found.node)
-    room = LocalRoom(node=found.node, slots=start.slots_per_rank, prices=prices, most=found.limits.most_replicas)
-    goal = located(found.fit, room, present=found.table)
+    goal = located(found.fit, room_of(found), present=found.table)
     changes = _towards(found, goal.table)
     return Candidate("locality", changes, shared(found, made(found.table, changes)))
 
@@ -91,7 +88,7 @@ def eplb_by_node(found: Situation) -> Candidate:
 def _few(found: Situation) -> Changes:
     goal = balance(_even_loads(found, found.anew))
     changes = few(found.table, found.load, found.ranks, found.limits, goal=goal, noise=Noise(found.pairs), node=found.several_nodes)
-    return _without_reversals(found, changes)
+    return _without_reversals(found, shortened(found.table, changes, found.ranks))
 
 
 def _towards(found: Situation, goal: Table) -> Changes:
