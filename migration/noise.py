@@ -15,6 +15,10 @@ FALSE_ALARMS = 1e-3
 """share of the layers reported as changed that may be so by chance (Benjamini and Hochberg 1995), and so the chance of any where none has"""
 
 
+_POINTS = np.linspace(-3.0, 5.0, 25)
+"""standard deviations beyond the largest mean between which the distribution of the largest of normals is added up"""
+
+
 class Noise(NamedTuple):
     """How many (token, k) pairs stand behind a load, in each layer: a number, or [layers]."""
 
@@ -58,3 +62,12 @@ def _discoveries(chance: Layers) -> NDArray[np.bool_]:
     ordered = np.sort(chance)
     passing = np.flatnonzero(ordered <= FALSE_ALARMS * np.arange(1, len(chance) + 1) / len(chance))
     return chance <= ordered[passing[-1]] if len(passing) else np.zeros(len(chance), bool)
+
+
+def expected_max(loads: NDArray[np.float64], spread: Layers) -> Layers:
+    """float64 [layers]: expected largest of normals with means loads [layers, ranks] and one standard deviation per layer."""
+    most = loads.max(axis=1)
+    where = most[:, None] + spread[:, None] * _POINTS  # [layers, points]
+    below = ndtr((where[:, None, :] - loads[:, :, None]) / np.maximum(spread, 1e-12)[:, None, None]).prod(axis=1)
+    step = spread * (_POINTS[1] - _POINTS[0])
+    return np.asarray(where[:, -1] - step * (below.sum(axis=1) - 0.5 * (below[:, 0] + below[:, -1])))

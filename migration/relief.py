@@ -1,0 +1,404 @@
+"""Which change of a placement relieves the most loaded ranks best, for many layers at once. Pure.
+
+A change is judged by the fall of a penalty summed over ranks, per copy. The penalty of a load above the layer's cap is its excess and something for being
+above at all, as every rank that is takes a change to relieve; below the cap it is a small square of what is missing to it, so that room lies where the
+next excess fits in. Replicas share an expert's load evenly, so a change of their number is felt by all holders.
+
+Several ranks of a layer are relieved in one round, each with other ranks: with r of them, the n-th least loaded rank deals with the (n mod r)-th. Loads are
+relative to the mean rank's; those called `over` and `level` are above the cap. What is looked at in large numbers is float32.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+Loads = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+ROOM = 10.0
+"""weight of the square of a rank's room below the cap, against excess over it"""
+ABOVE, SLOPE = 0.05, 25.0
+"""what a rank pays for being above the cap, and how steeply it comes to that"""
+INVITING = 0.02
+"""a rank with room that has been brought an expert already counts as so much less loaded: what it gives again costs less"""
+FREE = 2.0
+"""times that a change counts for more for each replica it takes away where this plan has put it, and a drop, as it copies nothing"""
+ENDLESS = 1 << 20
+"""replicas of what may be replaced at will: an empty slot"""
+BARRED = 1e6
+"""penalty of what may not be"""
+
+
+@dataclass(slots=True)
+class State:
+    """Layers that are worked on. Each layer's experts have one more among them, the last, that stands for an empty slot."""
+
+    ranks: int
+    per: int
+    """slots of a rank"""
+    most_replicas: int
+    away: Flags
+    """[ranks]: dead"""
+    layer: Index
+    """number of each layer"""
+    expert: Index
+    """[layers, slots]; slots of dead ranks as if empty"""
+    load: Array
+    """[layers, experts + 1]"""
+    replicas: Array
+    """[layers, experts + 1]"""
+    least: Array
+    """[layers, experts + 1]: an expert with more replicas than this may lose one"""
+    fixed: Flags
+    """[layers, experts + 1]: replicas stay where they are, and no more are made"""
+    cap: Array
+    """[layers]: most load of a rank that is good enough"""
+    first: Index
+    """[layers, slots]: `expert` before any change"""
+    fresh: Flags
+    """[layers, slots]: the expert was not on the rank at first"""
+    inviting: Flags
+    """[layers, ranks]: has such a slot"""
+    held: Flags
+    """[layers, experts + 1, ranks]: who holds what"""
+    each: Array
+    """[layers, experts + 1]: load of each replica"""
+    over: Array
+    """[layers, ranks]"""
+    pays: Array
+    """[layers, ranks]: penalty"""
+
+    @property
+    def empty(self) -> int:
+        """number of the expert that stands for an empty slot"""
+        return int(self.load.shape[1]) - 1
+
+    @property
+    def penalty(self) -> Array:
+        """[layers]: what is to fall"""
+        return np.asarray(self.pays.sum(axis=1))
+
+    def measure(self) -> None:
+        """Brings `over` and `pays` up to date with `expert` and `each`."""
+        start = np.arange(0, self.load.size, self.empty + 1)[:, None]
+        share = np.take(self.each, self.expert + start).reshape(len(self.layer), self.ranks, self.per)
+        self.over = share @ np.ones(self.per) - self.cap[:, None]
+        self.pays = penalty(self.over)
+
+    def lower(self, rows: Index, by: Array) -> None:
+        """Lowers the caps of some layers."""
+        self.cap[rows] -= by
+        self.over[rows] += by[:, None]
+        self.pays[rows] = penalty(self.over[rows])
+
+    def put(self, rows: Index, slot: Index, expert: Index) -> None:
+        """An expert into a slot of each of these layers; a layer may come more than once, with other slots."""
+        rank, at = slot // self.per, rows[:, None]
+        self.held[rows, self.expert[rows, slot], rank] = False
+        self.expert[rows, slot] = expert
+        self.held[rows, expert, rank] = True
+        beside = (rank * self.per)[:, None] + np.arange(self.per)
+        self.fresh[rows, slot] = (expert != self.empty) & (self.first[at, beside] != expert[:, None]).all(axis=1)
+        self.inviting[rows, rank] = self.fresh[at, beside].any(axis=1)
+
+    def count(self, rows: Index, expert: Index, more: Array) -> None:
+        """So many more replicas of an expert of each of these layers; a layer may come more than once, with other experts."""
+        self.replicas[rows, expert] += more
+        self.each[rows, expert] = self.load[rows, expert] / self.replicas[rows, expert]
+
+    def taken(self, which: Flags) -> "State":
+        """Some of the layers."""
+        return self._other({name: getattr(self, name)[which] for name in PER_LAYER})
+
+    def together(self, parts: list["State"]) -> "State":
+        """Layers of several."""
+        return self._other({name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_LAYER})
+
+    def _other(self, arrays: dict[str, Any]) -> "State":
+        return replace(self, **arrays)
+
+
+PER_LAYER = tuple(field.name for field in fields(State) if field.name not in ("ranks", "per", "most_replicas", "away"))
+
+
+def penalty(over: NDArray[Any]) -> NDArray[Any]:
+    """Of loads by how much they exceed the cap (below 0: their room)."""
+    paid = over + ABOVE
+    steep = over * (1.0 + SLOPE)
+    np.minimum(paid, steep, out=paid)
+    np.multiply(over, over, out=steep)
+    steep *= ROOM
+    return np.asarray(np.maximum(paid, steep, out=paid))
+
+
+class Choice(NamedTuple):
+    """Changes, several for a layer, the most loaded rank's first: arrays [layers, at once]."""
+
+    kind: Index
+    worth: Array
+    """fall of the penalty per copy; 0: there is no change"""
+    hot: Index
+    """slot of the rank that is relieved"""
+    cold: Index
+    """slot of another rank; any for a drop"""
+
+
+def best(state: State, going: Flags, reach: int, at_once: int) -> Choice:
+    """For each layer that is going, and each of its `at_once` most loaded ranks above the cap, the change worth most.
+
+    reach: how many of the least loaded ranks are looked at for a swap, for each rank that is relieved.
+    """
+    rows = _rows(state, going, at_once)
+    hot = _hot(state, rows)
+    many = _replicated(state)
+    replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many), many)
+    options = [replicate, _swap(state, rows, hot, reach), move, _drop(state, rows, hot, many)]
+    worth = np.stack([option.worth for option in options])
+    kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
+    shape = (len(going), at_once)
+    chosen = Choice(np.zeros(shape, np.intp), np.zeros(shape), np.zeros(shape, np.intp), np.zeros(shape, np.intp))
+    chosen.kind[rows.layer, rows.turn] = kind
+    chosen.worth[rows.layer, rows.turn] = worth[kind, at]
+    chosen.hot[rows.layer, rows.turn] = np.stack([option.hot for option in options])[kind, at]
+    chosen.cold[rows.layer, rows.turn] = np.stack([option.cold for option in options])[kind, at]
+    return chosen
+
+
+class _Rows(NamedTuple):
+    """The r ranks that are to be relieved, and who deals with them."""
+
+    layer: Index
+    """[r]"""
+    rank: Index
+    """[r]"""
+    turn: Index
+    """[r]: how many of its layer come before it"""
+    width: Index
+    """[r]: how many of its layer there are"""
+    cold: Index
+    """[layers, others]: the other ranks, least loaded first"""
+    dealing: Index
+    """[layers, ranks]: which of the r it deals with, -1: none, it is dead or one of them"""
+
+
+def _rows(state: State, going: Flags, at_once: int) -> _Rows:
+    away = int(state.away.sum())
+    key = np.where(state.away, -np.inf, state.over - INVITING * (state.inviting & (state.over < 0.0)))
+    order = np.argsort(key, axis=1)
+    hot, cold = order[:, ::-1][:, :at_once], order[:, away : state.ranks - at_once]
+    layers = np.arange(len(going))[:, None]
+    above = going[:, None] & (state.over[layers, hot] > 0.0)
+    layer, turn = np.nonzero(above)
+    width = above.sum(axis=1)
+    begin = np.cumsum(width) - width
+    dealing = np.full(state.over.shape, -1, np.intp)
+    dealing[layers, cold] = np.where(width[:, None] > 0, begin[:, None] + np.arange(cold.shape[1]) % np.maximum(width, 1)[:, None], -1)
+    return _Rows(layer, hot[layer, turn], turn, width[layer], cold, dealing)
+
+
+class _Hot(NamedTuple):
+    """The slots of the ranks that are to be relieved: arrays [r, h] unless said otherwise."""
+
+    slot: Index
+    expert: Index
+    each: Loads
+    """what a slot serves"""
+    replicas: Loads
+    weight: Loads
+    """how many times more a change counts for that takes it away"""
+    barred: Loads
+    """BARRED where nothing may be done with it"""
+    level: Loads
+    """[r, 1]: load of the rank"""
+    pays: Loads
+    """[r, 1]: its penalty"""
+    without: Loads
+    """penalty of the rank without it"""
+
+
+def _hot(state: State, rows: _Rows) -> _Hot:
+    at = rows.layer[:, None]
+    slot = (rows.rank * state.per)[:, None] + np.arange(state.per)
+    expert = state.expert[at, slot]
+    each = state.each[at, expert].astype(np.float32)
+    level, pays = (values[rows.layer, rows.rank].astype(np.float32)[:, None] for values in (state.over, state.pays))
+    return _Hot(
+        slot,
+        expert,
+        each,
+        state.replicas[at, expert].astype(np.float32),
+        _weight(state.fresh[at, slot]),
+        _bar(state.fixed[at, expert] | (expert == state.empty)),
+        level,
+        pays,
+        penalty(level - each),
+    )
+
+
+def _weight(fresh: Flags) -> Loads:
+    return np.where(fresh, np.float32(FREE), np.float32(1.0))
+
+
+def _bar(which: Flags) -> Loads:
+    return np.where(which, np.float32(BARRED), np.float32(0.0))
+
+
+class _Replicated(NamedTuple):
+    """Every slot whose expert has other replicas, and every empty one: arrays [n] in the order of layers and slots."""
+
+    slot: Index
+    """in a flat [layers, slots]"""
+    rank: Index
+    """in a flat [layers, ranks]"""
+    expert: Index
+    """in a flat [layers, experts + 1]"""
+    each: Array
+    replicas: Array
+    rise: Array
+    """by how much the penalty of its rank rises when another replica goes"""
+    rising: Array
+    """[layers, experts + 1]: that, summed over an expert's holders"""
+    falling: Array
+    """[layers, experts + 1]: by how much it falls, for all of them together, when the expert gets one more"""
+
+
+def _replicated(state: State) -> _Replicated:
+    place = (state.expert + np.arange(0, state.load.size, state.empty + 1)[:, None]).ravel()
+    slot = np.flatnonzero(np.take(state.replicas > 1.0, place))
+    expert, rank = place[slot], slot // state.per
+    level, now = np.take(state.over, rank), np.take(state.pays, rank)
+    each, replicas = np.take(state.each, expert), np.take(state.replicas, expert)
+    rise = penalty(level + each / (replicas - 1.0)) - now
+    fall = now - penalty(level - each / (replicas + 1.0))
+    return _Replicated(slot, rank, expert, each, replicas, rise, _summed(state, expert, rise), _summed(state, expert, fall))
+
+
+def _summed(state: State, expert: Index, values: Array) -> Array:
+    """[layers, experts + 1]: values of experts, given in flat, added up."""
+    return np.asarray(np.bincount(expert, values, state.load.size), np.float64).reshape(state.load.shape)
+
+
+class _Spare(NamedTuple):
+    """Slots that can be replaced, of ranks with room: m columns; a row that has fewer is filled up with BARRED ones."""
+
+    slot: Index
+    """[r, m]"""
+    without: Loads
+    """[r, m]: load of the slot's rank without it"""
+    cost: Loads
+    """[r, m]: by how much the penalty of the other holders rises when it is replaced, less the penalty of the slot's rank"""
+    weight: Loads
+    """[r, m]"""
+    shared: tuple[Index, Index, Loads]
+    """which of them, (row, column), hold what the rank that is relieved holds, too, and what then comes to it when they are replaced"""
+
+
+def _spare(state: State, rows: _Rows, many: _Replicated) -> _Spare:
+    chosen = np.flatnonzero(np.take((rows.dealing >= 0) & (state.over < 0.0), many.rank))
+    chosen = chosen[np.take((state.replicas > state.least) & ~state.fixed, many.expert[chosen])]
+    row = np.take(rows.dealing, many.rank[chosen])
+    order = np.argsort(row.astype(np.int16), kind="stable")
+    chosen, row = chosen[order], row[order]
+    slot, rank, expert, each = many.slot[chosen], many.rank[chosen], many.expert[chosen], many.each[chosen]
+    number = np.bincount(row, minlength=len(rows.layer))
+    column = np.arange(len(chosen)) - np.repeat(np.cumsum(number) - number, number)
+    shape = (len(rows.layer), max(int(number.max(initial=0)), 1))
+    at = row * shape[1] + column
+    of_layer = np.zeros(shape, np.intp)
+    of_layer.ravel()[at] = slot - rows.layer[row] * state.expert.shape[1]
+    without, cost, weight = (np.full(shape, empty, np.float32) for empty in (0.0, BARRED, 1.0))
+    without.ravel()[at] = np.take(state.over, rank) - each
+    cost.ravel()[at] = np.take(many.rising, expert) - many.rise[chosen] - np.take(state.pays, rank)
+    weight.ravel()[at] = np.where(np.take(state.fresh, slot), FREE, 1.0)
+    shared = np.flatnonzero(np.take(state.held, expert * state.ranks + rows.rank[row]) & (each > 0.0))
+    comes = each[shared] / (many.replicas[chosen[shared]] - 1.0)
+    return _Spare(of_layer, without, cost, weight, (row[shared], column[shared], comes.astype(np.float32)))
+
+
+class _Option(NamedTuple):
+    """The best change of one kind: arrays [r]."""
+
+    worth: Loads
+    hot: Index
+    cold: Index
+
+
+def _option(worth: Loads, hot: Index, cold: Index) -> _Option:
+    """worth: [r, h, c], of hot [r, h] and cold [r, c]."""
+    at, flat = np.arange(len(worth)), worth.reshape(len(worth), -1)
+    top = flat.argmax(axis=1)
+    return _Option(flat[at, top], hot[at, top // cold.shape[1]], cold[at, top % cold.shape[1]])
+
+
+def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
+    """The best replication and the best move into a spare slot."""
+    level = spare.without[:, None, :] + hot.each[:, :, None]
+    _bar_holders(state, rows, hot, level, spare.slot)
+    move = penalty(level)
+    _correct(move, hot.each, hot, spare)
+    _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
+    move *= hot.weight[:, :, None]
+    lighter = hot.each / (hot.replicas + 1.0)
+    level -= lighter[:, :, None]
+    replicate = penalty(level)
+    _correct(replicate, lighter, hot, spare)
+    own = hot.pays - penalty(hot.level - lighter)
+    others = np.take_along_axis(many.falling[rows.layer], hot.expert, axis=1) - own
+    relief = own + np.where(hot.replicas > 1.0, others, 0.0) - hot.barred - _bar(hot.replicas >= state.most_replicas)
+    _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
+    return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
+
+
+def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
+    """Makes of cost [r, h, c] what a change is worth: relief [r, h] less cost less rise [r, c], times weight [r, c]."""
+    np.subtract(relief[:, :, None], cost, out=cost)
+    cost -= rise[:, None, :]
+    cost *= weight[:, None, :]
+
+
+def _bar_holders(state: State, rows: _Rows, hot: _Hot, level: Loads, slot: Index) -> None:
+    """Bars, in level [r, h, c], that an expert goes to a slot [r, c] of a rank that holds it already."""
+    row, column = np.nonzero((hot.replicas > 1.0) & (hot.barred == 0.0))
+    holders = (rows.layer[row] * state.load.shape[1] + hot.expert[row, column]) * state.ranks
+    there = np.take(state.held, holders[:, None] + (slot // state.per)[row])
+    level[row, column] += np.float32(BARRED) * there
+
+
+def _correct(cost: Loads, loses: Loads, hot: _Hot, spare: _Spare) -> None:
+    """In cost [r, h, m] a shared expert's part comes to the rank as if nothing left it; loses: [r, h]."""
+    row, column, comes = spare.shared
+    left = hot.level[row] - loses[row]
+    alone = penalty(hot.level[row] + comes[:, None]) - hot.pays[row]
+    cost[row, :, column] += penalty(left + comes[:, None]) - penalty(left) - alone
+
+
+def _swap(state: State, rows: _Rows, hot: _Hot, reach: int) -> _Option:
+    """The best exchange with one of the ranks that have least."""
+    at = rows.layer[:, None]
+    others = rows.turn[:, None] + rows.width[:, None] * np.arange(max(1, min(reach, rows.cold.shape[1] // int(rows.width.max(initial=1)))))
+    rank = rows.cold[at, others]
+    slot = (rank[:, :, None] * state.per + np.arange(state.per)).reshape(len(rank), -1)
+    expert = state.expert[at, slot]
+    level, pays = (np.repeat(values[at, rank].astype(np.float32), state.per, axis=1) for values in (state.over, state.pays))
+    stays = state.held[at, expert, rows.rank[:, None]] | (expert == state.empty) | state.fixed[at, expert]
+    each = state.each[at, expert].astype(np.float32)
+    after = (level - each)[:, None, :] + hot.each[:, :, None]
+    _bar_holders(state, rows, hot, after, slot)
+    cost = penalty(after)
+    np.add((hot.level - hot.each)[:, :, None], each[:, None, :], out=after)
+    cost += penalty(after)
+    _to_worth(cost, hot.pays - hot.barred, _bar(stays) - pays, _weight(state.fresh[at, slot]))
+    cost *= (np.float32(0.5) * hot.weight)[:, :, None]
+    return _option(cost, hot.slot, slot)
+
+
+def _drop(state: State, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
+    """The best replica that the rank can give up."""
+    at = rows.layer[:, None]
+    own = penalty(hot.level + hot.each / np.maximum(hot.replicas - 1.0, 1.0)) - hot.pays
+    cost = hot.without + (many.rising[at, hot.expert] - own) + hot.barred + _bar(hot.replicas <= state.least[at, hot.expert])
+    worth = (FREE * (hot.pays - cost)).astype(np.float32)
+    return _option(worth[:, :, None], hot.slot, hot.slot[:, :1])
