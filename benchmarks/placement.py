@@ -16,11 +16,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig import placing_balance, placing_drift, placing_least
+from benchmarks.rig import placing_balance, placing_drift, placing_least, placing_plans
 from benchmarks.rig.placing import Row
 from benchmarks.rig.report import AsJson, Check, Quick, Target, hardware
 
-PARTS: dict[str, Callable[[bool], list[Row]]] = {"balance": placing_balance.rows, "drift": placing_drift.rows, "least": placing_least.rows}
+PARTS: dict[str, Callable[[bool], list[Row]]] = {
+    "balance": placing_balance.rows,
+    "drift": placing_drift.rows,
+    "least": placing_least.rows,
+    "plans": placing_plans.rows,
+}
 Only = typer.Option("", "--only", help=f"one part: {', '.join(PARTS)}")
 
 

@@ -1,0 +1,113 @@
+"""Rows of the benchmark of placements: changes made into plans. How many handovers, how much is copied in vain, how long thinking and moving take."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.rig.placing import Case, Drifting, Row, Table, balance, cases, timed
+from benchmarks.rig.report import Target
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
+from migration.changes import Changes, copies_between, made
+from migration.difference import between, shortened
+from migration.few import few
+from migration.full import full
+from migration.limits import Limits
+from migration.noise import Noise
+from migration.objective import Links, Terms, judged, transfer_seconds
+from migration.ordering import ordered, transfers
+from migration.plan import planned, replay
+from migration.recovery import critical, recover
+from migration.relabel import relabelled
+from migration.staging import Room
+
+PLANS = "changes made into plans: experts of 44 MB, one spare layer block for staging, 8 ranks a node, 50 and 12.5 GB/s"
+LOSS = "one rank is lost; an eighth of the experts must have two holders"
+PRICE = "what judging one placement takes"
+EXPERT_BYTES, RANKS_OF_A_NODE = 44_040_192, 8
+LINKS = Links(same_node=50e9, cross_node=12.5e9)
+IN_VAIN = 10.0
+"""copies beyond what the end needs, at most, in % of these"""
+JUDGED_MS = 20.0
+
+
+def rows(quick: bool) -> list[Row]:
+    """Few copies and all anew after a drift; the loss of a rank; the objective."""
+    skews, drifts = (("zipf",), ("mix25",)) if quick else (("mild", "zipf"), ("mix25", "full"))
+    driftings = [Drifting(case, drift) for case in cases(skews=skews, seeds=1) if case.experts == 256 for drift in drifts]
+    plans = [row for drifting in driftings for row in _plans(drifting)]
+    first = [drifting for drifting in driftings if drifting.drift == drifts[0]]
+    return plans + [_loss(drifting) for drifting in first] + [_price(drifting) for drifting in first]
+
+
+def _plans(drifting: Drifting) -> Iterator[Row]:
+    case, now = drifting.case, drifting.now
+    before, anew = (full(load, case.ranks, case.per_rank) for load in (drifting.before, now))
+    changes = few(before, now, case.ranks, goal=balance(anew, now, case.ranks), noise=Noise(now.sum(axis=1)))
+    yield _plan(f"{drifting}, few copies", case, before, changes)
+    yield _plan(f"{drifting}, all anew", case, before, between(before, relabelled(before, anew, case.ranks), case.ranks))
+
+
+def _plan(name: str, case: Case, before: Table, changes: Changes) -> Row:
+    start, node = _placement(before, case), _nodes(case)
+    room = Room(node, EXPERT_BYTES)
+    short, short_ms = timed(lambda: shortened(before, changes, case.ranks), 1)
+    handovers, order_ms = timed(lambda: ordered(start, short, room), 1)
+    plan = planned(start, handovers)
+    epochs, replay_ms = timed(lambda: replay(start, plan), 1)
+    moved = transfers(handovers, case.per_rank)
+    arrived = np.bincount(moved.destination, minlength=case.ranks).max(initial=0)
+    need = copies_between(before, made(before, changes), case.ranks)
+    vain = 100.0 * (len(plan.copies) - need) / max(need, 1)
+    figures: dict[str, float | str] = {
+        "steps": str(len(plan.steps)),
+        "copies": str(len(plan.copies)),
+        "in vain %": vain,
+        "GB": plan.bytes / 1e9,
+        "across nodes %": 100.0 * sum(copy.link == "cross-node" for copy in plan.copies) / max(len(plan.copies), 1),
+        "handovers": f"{len(epochs)} of {-(-int(arrived) // case.per_rank)} at least",
+        "seconds": transfer_seconds(moved, node, LINKS),
+        "ms to shorten": short_ms,
+        "ms to order": order_ms,
+        "ms to replay": replay_ms,
+    }
+    return Row(PLANS, name, figures, (Target("copies beyond what the end needs", vain, IN_VAIN, at_least=False, unit=" %"),))
+
+
+def _loss(drifting: Drifting) -> Row:
+    case, load, node = drifting.case, drifting.before, _nodes(drifting.case)
+    start = _placement(full(load, case.ranks, case.per_rank), case)
+    dead = np.arange(case.ranks) == case.ranks // 2
+    found, ms = timed(lambda: recover(start, dead, load, node, critical(load, case.experts // 8)), 3)
+    plan = planned(start, ordered(start, found.changes, Room(node, EXPERT_BYTES), limits=Limits(live=~dead)))
+    replay(start, plan)
+    figures: dict[str, float | str] = {
+        "lost": str(len(found.lost)),
+        "from storage": str(sum(copy.source is None for copy in plan.copies)),
+        "slots missing": str(int(found.missing.sum())),
+        "short": str(len(found.short)),
+        "handovers": str(len(plan.handovers)),
+        "balance": float(balance(found.table, load, case.ranks).mean()),
+        "ms": ms,
+    }
+    return Row(LOSS, str(case), figures)
+
+
+def _price(drifting: Drifting) -> Row:
+    case = drifting.case
+    demand = np.repeat(drifting.now[None], case.ranks, axis=0)
+    held = _placement(full(drifting.before, case.ranks, case.per_rank), case)
+    terms = Terms(EngineSpeed(expert_pair=1e-8, dispatch=1e-9, dispatch_node=4e-9), _nodes(case), 8, step_tokens=128.0 * case.ranks)
+    found, ms = timed(lambda: judged(held, demand, terms), 5)
+    parts = found.figures
+    figures: dict[str, float | str] = {"remote ranks": parts.remote_ranks, "remote nodes": parts.remote_nodes, "ms": ms}
+    return Row(PRICE, str(case), figures, (Target("judging a placement", ms, JUDGED_MS, at_least=False, unit=" ms"),))
+
+
+def _placement(table: Table, case: Case) -> Placement:
+    return Placement(table, experts=case.experts, ranks=case.ranks)
+
+
+def _nodes(case: Case) -> NDArray[np.intp]:
+    return np.arange(case.ranks) // RANKS_OF_A_NODE
