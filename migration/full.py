@@ -22,6 +22,7 @@ from migration.polishing import cells, fullest, polished
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+Weights = NDArray[np.float32]
 Table = NDArray[np.int16]
 EVEN, SPARING = 0.0, -0.3
 """signposts s of the divisor rule"""
@@ -29,13 +30,17 @@ NEAR = 0.004
 """a layer whose fullest rank is further above the bound than this is tried once more"""
 CLOSE = 1e-4
 """a layer whose fullest rank is so near to what is possible is left alone"""
-ROUNDS, MORE_ROUNDS, FEWER = 8, 32, 8
+ROUNDS, MORE_ROUNDS, FEWER = 8, 24, 8
 """of trading: of the heavier half of the ranks; after that, of one part in so many of them"""
 MOST_TWOS = 500
 """ways to exchange two for two that are looked at, per pair of ranks; with more, ranks have so many experts that single ones do"""
 SMALL, EMPTIES = 1 << 16, 3
 """layers are polished where one step looks at no more numbers than this; also with so many slots left empty"""
 _HALVINGS = 40
+_NEVER = (np.float32(np.inf), np.float32(-np.inf))
+"""weights, out and back, of what must not be exchanged"""
+_TIE = 1e-12
+"""added per rank where equal loads are ordered: all keys differ, so a fast, unstable sort gives the same order everywhere"""
 _LEAST = 1e-6
 """a change of load, as a part of a rank's, that is none"""
 
@@ -192,8 +197,8 @@ class _Packing:
     """[layers]: what the fullest rank carries at least, given the counts; weights and loads are parts of it"""
     expert: NDArray[np.int64]
     """[layers, ranks, slots_per_rank]"""
-    weight: Floats
-    """[places, slots_per_rank]"""
+    weight: Weights
+    """[places, slots_per_rank]: single precision, as many are compared"""
     loads: Floats
     """[places]"""
     held: NDArray[np.bool_]
@@ -238,7 +243,7 @@ def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
     held = np.zeros((layers * ranks, experts + 1), bool)
     np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
     held[:, experts] = False
-    return _Packing(unit, expert, weight.reshape(-1, per_rank), loads.ravel(), held)
+    return _Packing(unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held)
 
 
 def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.intp]:
@@ -255,7 +260,7 @@ def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.i
 def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Places [n]: the `count` heaviest ranks of each of these layers, and for each of them one of the others, another every turn."""
     ranks = loads.shape[1]
-    order = np.argsort(-loads[layers], axis=1, kind="stable")
+    order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1)
     partner = ranks - 1 - (np.arange(count) + turn) % (ranks - count)
     place = layers[:, None] * ranks
     return (place + order[:, :count]).ravel(), (place + order[:, partner]).ravel()
@@ -267,8 +272,8 @@ def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], 
     expert = packing.expert.reshape(-1, per_rank)
     wide = packing.held.shape[1]
     barred = (packing.held.take(other[:, None] * wide + expert[own]) for own, other in ((heavy, light), (light, heavy)))
-    out, back = (np.where(bar, bad, packing.weight[own]) for bar, bad, own in zip(barred, (np.inf, -np.inf), (heavy, light), strict=True))
-    aim = 0.5 * (packing.loads[heavy] - packing.loads[light])
+    out, back = (np.where(bar, bad, packing.weight[own]) for bar, bad, own in zip(barred, _NEVER, (heavy, light), strict=True))
+    aim = (0.5 * (packing.loads[heavy] - packing.loads[light])).astype(np.float32)
     best, missed = _nearest(out, back, aim)
     one = np.flatnonzero(missed < aim - _LEAST)
     if twos:
@@ -280,13 +285,12 @@ def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], 
     _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
 
 
-def _nearest(out: Floats, back: Floats, aim: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """[n]: which exchange of weights out [n, gone] against back [n, come] comes nearest to the change aimed at [n], and by how much it misses it.
-    In single precision: there are many."""
-    off = (out - aim[:, None]).astype(np.float32)[:, :, None] - back.astype(np.float32)[:, None, :]
+def _nearest(out: Weights, back: Weights, aim: Weights) -> tuple[NDArray[np.intp], Weights]:
+    """[n]: which exchange of weights out [n, gone] against back [n, come] comes nearest to the change aimed at [n], and by how much it misses it."""
+    off = (out - aim[:, None])[:, :, None] - back[:, None, :]
     missed = np.abs(off, out=off).reshape(len(aim), -1)
     best = missed.argmin(axis=1)
-    return best, missed[np.arange(len(best)), best].astype(np.float64)
+    return best, missed[np.arange(len(best)), best]
 
 
 def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], gone: NDArray[np.intp], come: NDArray[np.intp]) -> None:

@@ -31,11 +31,8 @@ class Least(NamedTuple):
 def rows(quick: bool) -> list[Row]:
     """One layer of each; quick: of the smallest engine alone."""
     layers, experts = SHAPES[0]
-    found = []
-    for ranks in (8,) if quick else (8, 32, 64):
-        for skew in SKEWS[1:] if quick else SKEWS:
-            found.append(_row(Case(skew, layers, experts, ranks, SLOTS[experts, ranks][0], 0), QUICK_SECONDS if quick else SECONDS))
-    return found
+    ranks, skews, seconds = ((8,), SKEWS[1:], QUICK_SECONDS) if quick else ((8, 32, 64), SKEWS, SECONDS)
+    return [_row(Case(skew, layers, experts, many, SLOTS[experts, many][0], 0), seconds) for many in ranks for skew in skews]
 
 
 def _row(case: Case, seconds: float) -> Row:
