@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from migration.worth import Held, Worth
 
-_TINY = 1e-9
+_TINY = 1e-7
+_CYCLE = 4
+"""rounds of hand-overs for one of exchanges, of which few are found after the first"""
 _PICKS = 8
 """hand-overs of a layer between two looks"""
 
@@ -17,14 +19,18 @@ _PICKS = 8
 def bettered(worth: Worth, held: Held, slots: int, most: int, home: Held | None = None, rounds: int = 30) -> Held:
     """Worth no less than `held`; arguments as of `migration.worth.held_by_worth`."""
     held = held.copy()
+    worth = Worth(worth.own.astype(np.float32), worth.shared.astype(np.float32), worth.node)  # half the memory to walk through, and ranking needs no more
     busy = np.arange(len(held))
-    for _ in range(rounds):
-        part = worth.at(busy)
-        mine, places = held[busy], None if home is None else home[busy]
-        swapped = _swapped(part, mine, places)
-        handed = _handed_over(part, mine, slots, most, places)
+    for _ in range(0, rounds, _CYCLE):
+        part, mine, places = worth.at(busy), held[busy], None if home is None else home[busy]
+        changed = _swapped(part, mine, places)
+        for _ in range(_CYCLE):
+            handed = _handed_over(part, mine, slots, most, places)
+            changed |= handed
+            if not handed.any():
+                break
         held[busy] = mine
-        busy = busy[swapped | handed]
+        busy = busy[changed]
         if not len(busy):
             break
     return held

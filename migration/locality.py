@@ -107,7 +107,7 @@ def worth_of(demand: NDArray[Any], room: Room) -> Worth:
     return Worth(rank * share, node * of_nodes, room.node)
 
 
-def located(demand: NDArray[Any], room: Room, present: Table | None = None, stay: float = 0.02) -> Located:
+def located(demand: NDArray[Any], room: Room, present: Table | None = None, stay: float = 0.05) -> Located:
     """The placement that saves most dispatch at the balance asked for.
 
     demand: [ranks, layers, experts] pairs by the rank their requests live on. present: int16 [layers, ranks * slots], the placement there is:
@@ -117,19 +117,28 @@ def located(demand: NDArray[Any], room: Room, present: Table | None = None, stay
     ranks, _, experts = demand.shape
     if ranks != room.ranks or experts > ranks * room.slots:
         raise ValueError(f"locality: {experts} experts of {ranks} ranks do not fit on {room.ranks} ranks of {room.slots} slots")
-    worth = worth_of(demand, room)
+    worth, start = worth_of(demand, room), None
     if present is not None:
-        worth = worth._replace(own=worth.own * (1.0 + stay * held_of(present, ranks, experts)))
-    held = placed(worth, room)
+        start = held_of(present, ranks, experts)
+        worth = worth._replace(own=worth.own * (1.0 + stay * start))
+    held = placed(worth, room, start=start)
     table = levelled(table_of(held, room.slots), demand, worth, 1.0 / room.balance, room.replicas, room.home)
     return _told(table, demand, room)
 
 
-def placed(worth: Worth, room: Room, rounds: int = 30) -> Held:
-    """bool [layers, ranks, experts]: by worth alone, whatever the load of ranks."""
-    held = held_by_worth(worth, room.slots, room.replicas, room.home)
+def placed(worth: Worth, room: Room, rounds: int = 32, start: Held | None = None) -> Held:
+    """bool [layers, ranks, experts]: by worth alone, whatever the load of ranks. start: a placement to better; None: from nothing."""
+    if start is None or start.sum(axis=2).max() > room.slots or start.sum(axis=1).max() > room.replicas or not _at_home(start, room):
+        held = held_by_worth(worth, room.slots, room.replicas, room.home)
+    else:
+        held = filled(worth, start, room.slots, room.replicas, room.home, passes=1)
     held = bettered(worth, held, room.slots, room.replicas, room.home, rounds)
     return filled(worth, held, room.slots, room.replicas, room.home, passes=1)
+
+
+def _at_home(held: Held, room: Room) -> bool:
+    """Every expert is somewhere, and where it must be."""
+    return bool((held if room.home is None else held & room.home).any(axis=1).all())
 
 
 def measured(table: Table, split: Split | None, demand: NDArray[Any], room: Room) -> Located:

@@ -5,12 +5,12 @@ expert goes where it is worth most, those with most to lose first; what slots ar
 adds there. `migration.exchange` betters this until it is within a few thousandths of the optimum.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
+Table = NDArray[np.floating[Any]]
 Held = NDArray[np.bool_]
 
 
@@ -18,9 +18,9 @@ class Worth(NamedTuple):
     """All numbers >= 0, in one unit."""
 
     own: Table
-    """float64 [layers, ranks, experts]: of a replica on the rank"""
+    """[layers, ranks, experts]: of a replica on the rank"""
     shared: Table
-    """float64 [layers, nodes, experts]: added by a node's first replica; [layers, 1, experts] of zeros where there is but one node"""
+    """[layers, nodes, experts]: added by a node's first replica; [layers, 1, experts] of zeros where there is but one node"""
     node: NDArray[np.intp]
     """[ranks], numbers from 0"""
 
