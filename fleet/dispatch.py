@@ -6,9 +6,9 @@ A token of rank h wants expert e:
 2. What is left of the tokens of h's node goes to the replicas of that node, each the part `near` (in proportion where they claim more than all).
 3. What is left then, from wherever, goes to the replicas by `spill`, h's own among them.
 
-All three are shares. What is expected is sums of products: by slot of all demand (`flows`, `loads`), by slot of one rank's tokens (`shares`),
-of what ranks serve of their own (`own_part`), of what they send on (`onward`). Single tokens are sent such that any run of them comes as near
-to the shares as whole tokens can (`Chooser`).
+All three are shares. What is expected is sums of products: by slot of all demand (`flows`, `loads`), from rank to rank (`served_by`), by slot
+of one rank's tokens (`shares`), of what ranks serve of their own (`own_part`), of what they send on (`onward`). Single tokens are sent
+such that any run of them comes as near to the shares as whole tokens can (`Chooser`).
 
 `node` is int [ranks] everywhere: the machine of each rank, numbered from 0.
 """
@@ -80,6 +80,21 @@ def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) ->
     """float64 [layers, ranks]: expected pairs that each rank serves. Arguments as of `flows`."""
     served = flows(placement, demand, node).served
     return np.asarray(served.reshape(placement.layers, placement.ranks, -1).sum(axis=2))
+
+
+def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
+    """float64 [layers, ranks, ranks]: expected pairs that each rank (first) serves of each rank's tokens (second). Arguments as of `flows`."""
+    rank = np.arange(placement.ranks)
+    found = np.empty((placement.layers, placement.ranks, placement.ranks))
+    for layer, here in enumerate(found):
+        kept = demand[:, layer] * placement.keep[layer]
+        left = demand[:, layer] - kept
+        rests = onward(placement, layer, node)
+        for at, rest in enumerate(rests):
+            homes = node == at if len(rests) > 1 else rank
+            here[:, homes] = rest @ left[homes].T
+        here[rank, rank] += kept.sum(axis=1)
+    return found
 
 
 def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:

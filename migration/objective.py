@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.dispatch import loads
-from fleet.placement import EMPTY, FULL, Placement
+from fleet.dispatch import loads, served_by
+from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 from migration.noise import expected_most
 
@@ -173,44 +173,6 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic
         nodes_in=(across.sum(axis=2) / np.maximum(member.sum(axis=0), 1.0))[:, terms.node],
         local=local,
     )
-
-
-def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Array:
-    """float64 [layers, ranks, ranks]: pairs that each rank (first) serves of each rank's tokens, by the rule of `fleet.dispatch`.
-
-    demand: [ranks, layers, experts]. The slots of all ranks are worked on one position after another: nothing is larger than the demand.
-    """
-    table = placement.expert_of_slot.reshape(placement.layers, placement.ranks, -1)
-    keep, spill, claim = (np.asarray(part, np.float64).reshape(table.shape) / FULL for part in placement.split)
-    layer, rank, at = np.nonzero(table != EMPTY)
-    expert = np.where(table == EMPTY, 0, table)  # whatever it is: it serves the part 0
-    left = np.ascontiguousarray(np.asarray(demand, np.float64).transpose(1, 2, 0))
-    own = left[layer, expert[layer, rank, at], rank] * keep[layer, rank, at]
-    left[layer, expert[layer, rank, at], rank] -= own
-    found = np.zeros((placement.layers, placement.ranks, placement.ranks))
-    if claim.any():
-        left = _near(left, found, expert, claim, node)
-    _spread(left, found, expert, spill)
-    np.add.at(found, (layer, rank, rank), own)
-    return found
-
-
-def _spread(left: Array, found: Array, expert: NDArray[Any], part: Array) -> None:
-    """Add to `found` what slots take: their `part` [layers, ranks, slots] of the tokens `left`, [layers, experts, ranks]."""
-    layer = np.arange(len(left))[:, None]
-    for at in range(expert.shape[2]):
-        found += left[layer, expert[:, :, at]] * part[:, :, at, None]
-
-
-def _near(left: Array, found: Array, expert: NDArray[Any], claim: Array, node: NDArray[np.intp]) -> Array:
-    """Adds what the replicas of a node take of its tokens to `found`; returns what is left, [layers, experts, ranks]."""
-    claimed = np.zeros((len(left), left.shape[1], int(node.max()) + 1))
-    np.add.at(claimed, (np.arange(len(left))[:, None, None], expert, node[None, :, None]), claim)
-    taken = left / np.maximum(claimed, 1.0)[:, :, node]
-    within = np.zeros_like(found)
-    _spread(taken, within, expert, claim)
-    found += within * (node[:, None] == node)
-    return np.asarray(left - taken * claimed[:, :, node])
 
 
 def _reached(mass: Array, top_k: int) -> Array:

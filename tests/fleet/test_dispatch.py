@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import Chooser, flows, loads, numbered, onward, own_part, own_shares, shares
+from fleet.dispatch import Chooser, flows, loads, numbered, onward, own_part, own_shares, served_by, shares
 from fleet.placement import EMPTY, FULL, Placement, even_split, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -94,6 +94,10 @@ def test_flows_are_the_walks_of_all_tokens_and_nothing_is_lost(case: tuple[Place
     found = flows(placement, demand, node)
     assert found.served == pytest.approx(expected, abs=1e-9)
     assert all((part >= 0).all() for part in found)
+    between = served_by(placement, demand, node)
+    for home in range(placement.ranks):
+        own = shares(placement, home, node) * np.take_along_axis(demand[home], np.maximum(placement.expert_of_slot, 0), axis=1)
+        assert between[:, :, home] == pytest.approx(own.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9)
     by_rank = loads(placement, demand, node)
     assert by_rank.sum(axis=1) == pytest.approx(demand.sum(axis=(0, 2)))
     assert by_rank == pytest.approx(expected.reshape(placement.layers, placement.ranks, -1).sum(axis=2), abs=1e-9)

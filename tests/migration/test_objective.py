@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleet.dispatch import loads, shares
+from fleet.dispatch import loads, served_by, shares
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from fleet.timing import EngineSpeed
 from migration.objective import (
@@ -18,7 +18,6 @@ from migration.objective import (
     figures,
     judged,
     payback,
-    served_by,
     step_ceiling,
     traffic,
     transfer_seconds,
