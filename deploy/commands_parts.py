@@ -125,7 +125,7 @@ def planner(
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run the planner: which expert belongs where."""
+    """Run the planner: which expert belongs where. It records what engines serve, says where requests are at home, and answers `roost plan`."""
     flags = {("bus", "url"): ("--nats", nats), ("planner", "metrics_address"): ("--metrics", metrics)}
     settings = settings_from(config, flags, MigrationConfig, BusConfig, UpConfig)
     _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None)

@@ -94,4 +94,4 @@ def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig) -> Que
     if len(set(asked.dead)) == entry.placement.ranks:
         raise ValueError("all ranks are named as dead; nothing would be left to plan for")
     budget = config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
-    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))))
+    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True)

@@ -9,23 +9,25 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from fleet.placement import Placement
 from migration.appraisal import Appraised, appraised
 from migration.candidates import Candidate, Maker, anew, copies, eplb, eplb_by_node, local, shares, uniform
 from migration.config import MigrationConfig, Policy
 from migration.full import bound
 from migration.memory import curve
+from migration.nearness import Homes, housed, saved
 from migration.plan import Plan, planned
 from migration.record import MemoryPoint, PlanRecord
 from migration.recovery import recover
 from migration.situation import Question, Situation, situation
 from migration.staging import Unorderable
-from migration.telling import listed, measures, memory, outcome, steps
+from migration.telling import listed, measures, memory, named_homes, outcome, steps
 from migration.view import View
 
 _MARGIN = 0.005
 """A step's expected balance that is so near to what chance leaves cannot be bettered noticeably."""
+NO_TRAVEL = "it would save next to nothing, as sending tokens takes this engine hardly any time"
 _MOST_SLOTS = 12
 """Further slots per rank that the memory curve looks at."""
 
@@ -43,13 +45,6 @@ class Why(StrEnum):
     """what could be gained is not worth its cost"""
     UNABLE = "unable"
     """the policy cannot plan for this engine"""
-
-
-class Homes(NamedTuple):
-    """share: float32 [K, ranks], how much of a cluster's traffic belongs on which rank; clusters: version of the cluster model."""
-
-    share: NDArray[np.float32]
-    clusters: int
 
 
 class Decided(NamedTuple):
@@ -98,11 +93,11 @@ class _Thoughts:
         found, policy = self._found, self._found.question.policy
         if found.view.later is None:
             self._reasons.append("there is only one window of demand yet: ways are judged on the one they are made from, which flatters them")
-        if policy == "roost" and self._at_ceiling() and not self._sends_anything():
+        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer():
             return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
         best = self._best(WAYS[policy])
         if best is not None:
-            return self._decided(best)
+            return self._at_home(self._decided(best))
         if self._most_gained == -np.inf:
             return self._refused(Why.UNABLE, f"the policy {policy} cannot plan for this engine")
         if self._worth(self._most_gained) < self._margin:
@@ -127,8 +122,7 @@ class _Thoughts:
     def _best(self, ways: tuple[Maker, ...]) -> Appraised | None:
         best: Appraised | None = None
         for way in ways:
-            if way is local and not self._sends_anything():
-                self._reasons.append("locality: it would save next to nothing, as sending tokens takes this engine hardly any time")
+            if way is local and not self._may_move_nearer():
                 continue
             tried = self._tried(way, best)
             if tried is not None and tried.net_seconds >= (0.0 if best is None else best.net_seconds) + self._margin:
@@ -177,8 +171,17 @@ class _Thoughts:
         chance = 1.0 / self._found.before.figures.step_ceiling - 1.0
         return bool(1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance)) >= self._found.before.figures.step_ceiling - _MARGIN)
 
-    def _sends_anything(self) -> bool:
-        """Whether tokens travel, so that locality could pay."""
+    def _may_move_nearer(self) -> bool:
+        """Whether locality could pay: tokens take time to travel, and ranks want different experts. Says why not, or on what evidence, once."""
+        may = self._travel_costs and self._found.gate.specialised
+        said = f"locality: {self._found.gate.reason if self._travel_costs else NO_TRAVEL}"
+        if said not in self._reasons:
+            self._reasons.append(said)
+        return may
+
+    @property
+    def _travel_costs(self) -> bool:
+        """Whether sending tokens takes a part of a step that is worth a thought."""
         return self._found.before.figures.seconds.dispatch > self._found.config.least_gain * self._found.whole_step
 
     # What is said of it
@@ -189,7 +192,7 @@ class _Thoughts:
         plan = planned(found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason)
         cells = int(found.chosen.sum()) * found.table.shape[1]
         record = msgspec.structs.replace(
-            self._told(),
+            self._told(best.placement),
             id=plan.id,
             after=measures(found, after),
             copies=best.copies,
@@ -207,18 +210,32 @@ class _Thoughts:
         return Decided(record, plan)
 
     def _refused(self, why: Why, sentence: str) -> Decided:
-        return _nothing(self._told(), why, sentence)
+        return self._at_home(_nothing(self._told(self._found.placement), why, sentence))
 
-    def _told(self) -> PlanRecord:
-        """What is said whatever comes of it."""
+    def _at_home(self, decided: Decided) -> Decided:
+        """The same with the homes of clusters, which hold whether or not anything is moved now."""
+        found = self._found
+        if not self._travel_costs:
+            homes, note = None, NO_TRAVEL
+        else:
+            homes, note = housed(found)
+        named = () if homes is None else named_homes(homes.share)
+        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=note), homes=homes, homes_note=note)
+
+    def _told(self, placement: Placement) -> PlanRecord:
+        """What is said whatever comes of it. placement: in the end."""
         found = self._found
         points = () if not found.question.memory else self._memory()
+        near = saved(found, placement) if found.question.bounds and self._travel_costs else (None, None)
         return msgspec.structs.replace(
             _record(found.view, found.question),
+            saved=near[0],
+            saved_bound=near[1],
             reasons=tuple(self._reasons),
             before=measures(found, found.before.figures),
             balance_bound=float(bound(found.load, found.ranks, found.placement.slots_per_rank, found.limits.most_replicas).mean()),
             step_ceiling=found.before.figures.step_ceiling,
+            specialisation=found.gate.divergence - found.gate.floor,
             memory=points,
         )
 

@@ -94,7 +94,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     step_ceiling: float | None = None
     """balance that a step can reach at most, by chance of so few tokens (sampling noise)"""
     specialisation: float | None = None
-    """how far demand differs between ranks, as `migration.gate` measures it; None: not measured"""
+    """how far demand differs between ranks: divergence in nats, beyond what chance alone would show; None: not measured"""
     copies: int = 0
     copied_share: float = 0.0
     """of the slots of the layers that may change"""

@@ -11,6 +11,7 @@ from fleet.placement import Placement, Split
 from migration.changes import Table
 from migration.config import MigrationConfig, Policy
 from migration.full import full
+from migration.gate import Gate, gate
 from migration.limits import Limits
 from migration.memory import Cache, memory_seconds
 from migration.objective import Judged, Links, Terms, judged
@@ -32,6 +33,8 @@ class Question(NamedTuple):
     """ranks that count as lost"""
     layers: tuple[int, ...] = ()
     """only these may change; empty: all"""
+    bounds: bool = False
+    """also say how near locality comes to what is possible, which takes a linear programme"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +124,11 @@ class Situation:
         return full(
             self.load, self.ranks, per, most_replicas=limits.most_replicas, least_replicas=limits.least_replicas, node=self.several_nodes, live=limits.live
         )
+
+    @cached_property
+    def gate(self) -> Gate:
+        """Whether ranks want different experts, beyond what chance explains."""
+        return gate(self.fit, self.view.demand.pairs)
 
     @property
     def several_nodes(self) -> NDArray[np.intp] | None:

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from migration.appraisal import Appraised
 from migration.memory import Point, best
 from migration.objective import Figures
@@ -9,6 +12,8 @@ from migration.plan import Plan, Step
 from migration.record import Measures, MemoryPoint, StepRecord
 from migration.situation import Situation
 
+LEAST_HOME = 0.02
+"""A rank that is to get less of a cluster is not named as its home."""
 MOST_STEPS = 4096
 """Steps that a record names; a plan may have more."""
 _KB, _MB, _GB = 1e3, 1e6, 1e9
@@ -99,6 +104,12 @@ def _point(found: Situation, point: Point, chosen: bool) -> MemoryPoint:
         present=point.slots_per_rank == found.placement.slots_per_rank,
         best=chosen,
     )
+
+
+def named_homes(share: NDArray[np.float32]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """(cluster, its ranks, the most at home first) of shares [K, ranks], without clusters that have no home."""
+    order = np.argsort(-share, axis=1, kind="stable")
+    return tuple((cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME)) for cluster, row in enumerate(share) if row.any())
 
 
 def listed(numbers: Iterable[int], most: int = 8) -> str:

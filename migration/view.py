@@ -64,6 +64,8 @@ class View:
     clusters: ClusterModel | None = None
     gain: float = 0.0
     """in [0, 1]: what predictions of clusters are worth at present"""
+    homes: NDArray[np.float32] | None = None
+    """float32 [K, ranks]: the homes that were said last; None: there are none"""
     history: History | None = None
     """what was moved lately; None: nobody knows"""
     now: float = 0.0

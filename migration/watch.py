@@ -65,6 +65,7 @@ class _Engine:
     window: _Window
     ranks: list[_Rank]
     history: History
+    homes: NDArray[np.float32] | None = None
     closed: list[Demand] = field(default_factory=list)
     """the last two windows, the older first"""
 
@@ -123,6 +124,11 @@ class Watch:
                 engine.history = engine.history.committed(placement, plan, now)
             except ValueError as error:
                 raise Refused(Fault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
+
+    def housed(self, worker_id: int, homes: NDArray[np.float32] | None) -> None:
+        """The homes that are said of an engine from now on, [K, ranks]; None: nobody has one."""
+        if worker_id in self._engines:
+            self._engines[worker_id].homes = homes
 
     def left(self, worker_id: int) -> None:
         """An incarnation is gone."""
@@ -210,6 +216,7 @@ class Watch:
             cache=_cache(engine),
             clusters=self._clusters.get(joined.model),
             gain=self._gains.get(joined.model, 0.0),
+            homes=engine.homes,
             history=engine.history,
             now=now,
         )

@@ -1,0 +1,355 @@
+"""What is decided about an engine, and why: scenarios of demand, judged on the window after the one that plans are made from."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks.rig.popularity import by_rank, domains, drifted, load, sampled
+from fleet.experts import ModelShape
+from fleet.layout import EP, Layout
+from fleet.placement import Placement, linear
+from fleet.signatures import ClusterModel
+from fleet.timing import EngineSpeed
+from migration.config import MigrationConfig
+from migration.full import full
+from migration.history import History, counted
+from migration.plan import Plan, replay
+from migration.planner import Decided, Why, decide
+from migration.record import PlanRecord
+from migration.situation import Question
+from migration.view import CacheUse, Demand, View
+
+LAYERS, EXPERTS, RANKS, SLOTS = 3, 64, 8, 10
+SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=4, hidden=64, expert_intermediate=32)
+SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=2e-6, dispatch=0.0)
+FAR = msgspec.structs.replace(SPEED, dispatch=2e-6)
+"""Sending tokens to other ranks costs something."""
+CONFIG = MigrationConfig()
+PAIRS, TOKENS_PER_SECOND = 200_000.0, 50_000.0
+Truth = NDArray[np.float64]
+"""[layers, experts] of all ranks alike, or [ranks, layers, experts]"""
+
+
+def window(truth: Truth, seed: int, pairs: float = PAIRS) -> Demand:
+    """What is counted in a window when this is true."""
+    by = np.broadcast_to(truth, (RANKS, *truth.shape)) if truth.ndim == 2 else truth
+    counts = sampled(by / by.sum(axis=(0, 2), keepdims=True), pairs, np.random.default_rng(seed))
+    rates = counts * (TOKENS_PER_SECOND * SHAPE.top_k / counts.sum(axis=(0, 2)).mean())
+    return Demand(rates.astype(np.float32), counts.sum(axis=2).mean(axis=1), 60.0)
+
+
+def view(placement: Placement, truth: Truth, later: Truth | None = None, **about: Any) -> View:
+    plain: dict[str, Any] = {
+        "layout": EP,
+        "node": np.zeros(RANKS, np.intp),
+        "speed": SPEED,
+        "running": np.full(RANKS, 512.0),
+        "waiting": np.zeros(RANKS),
+        "cache": CacheUse(1000, np.full(RANKS, 400.0), 16, 65_536),
+    }
+    pairs = about.pop("pairs", PAIRS)
+    windows = {"demand": window(truth, 1, pairs), "later": window(truth if later is None else later, 2, pairs)}
+    return View(engine="e", worker_id=1, model="m", shape=SHAPE, placement=placement, **{**plain, **windows, **about})
+
+
+def planned_for(truth: Truth, slots: int = SLOTS) -> Placement:
+    return Placement(full(truth, RANKS, slots), experts=EXPERTS, ranks=RANKS)
+
+
+def zipf(seed: int = 7) -> tuple[Truth, Truth, np.random.Generator]:
+    """Two unrelated domains."""
+    dice = np.random.default_rng(seed)
+    return load("zipf", LAYERS, EXPERTS, dice), load("zipf", LAYERS, EXPERTS, dice), dice
+
+
+def decided(seen: View, policy: Any = "roost", budget: int = 1 << 40, config: MigrationConfig = CONFIG, **question: Any) -> Decided:
+    """Checked: its record is JSON that reads back, and its plan can be carried out and leads where it says."""
+    found = decide(seen, Question(policy, budget, **question), config)
+    assert msgspec.json.decode(msgspec.json.encode(found.record), type=PlanRecord) == found.record
+    assert (found.plan is None) == (found.why is not None) == (found.record.refused is not None)
+    if found.plan is not None:
+        check(seen, found.plan, found.record, budget)
+    return found
+
+
+def check(seen: View, plan: Plan, record: PlanRecord, budget: int) -> None:
+    series = replay(seen.placement, plan)
+    assert [placement.epoch for placement in series] == list(range(seen.placement.epoch + 1, seen.placement.epoch + 1 + record.handovers))
+    assert record.copied_bytes == plan.bytes == record.copies * SHAPE.expert_bytes <= budget
+    assert all(step.why for step in plan.steps)
+    assert record.net_seconds > 0 or record.lost
+
+
+# What is not worth doing
+
+
+def test_when_nothing_but_the_sample_is_new_nothing_is_done_and_that_is_said() -> None:
+    truth, _, _ = zipf()
+    found = decided(view(planned_for(truth), truth))
+    assert found.why is Why.NOISE
+    assert found.record.refused is not None
+    assert "no gain beyond sampling noise" in found.record.refused
+    assert found.record.before is not None
+    assert found.record.before.balance_mean > 0.97
+
+
+def test_the_same_demand_everywhere_gives_no_reason_to_move_anything_nearer() -> None:
+    truth, _, _ = zipf()
+    found = decided(view(planned_for(truth), truth, speed=FAR))
+    assert found.why is Why.NOISE
+    assert found.record.reasons
+
+
+@pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)])
+def test_sharded_experts_have_no_better_place(layout: Layout) -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign, layout=layout))
+    assert found.why is Why.SHARDED
+    assert "experts are sharded" in str(found.record.refused)
+
+
+def test_from_too_little_nothing_is_concluded() -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign, pairs=500.0))
+    assert found.why is Why.DATA
+    assert f"of {CONFIG.least_pairs * EXPERTS:,.0f}" in str(found.record.refused)
+    nothing = view(planned_for(truth), foreign)
+    empty = Demand(np.zeros_like(nothing.demand.rates), np.zeros(RANKS), 0.0)
+    assert decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why is Why.DATA
+
+
+def test_what_does_not_pay_while_the_demand_lasts_is_not_done() -> None:
+    truth, foreign, _ = zipf()
+    slow = MigrationConfig(lifetime_seconds=0.05, rank_bytes_per_second=1e5, least_gain=0.0)
+    found = decided(view(planned_for(truth, 8), foreign), config=slow, policy="uniform")
+    assert found.why is Why.COST
+    assert "pays" in str(found.record.refused)
+
+
+def test_demand_that_is_another_in_the_next_window_is_not_planned_for() -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign, later=truth))
+    assert found.plan is None, found.record.reasons
+
+
+# What is
+
+
+def test_after_a_little_drift_new_shares_suffice_and_nothing_is_copied() -> None:
+    truth, foreign, dice = zipf()
+    found = decided(view(planned_for(truth, 16), drifted(truth, foreign, "mix25", dice)))
+    assert (found.record.copies, found.record.copied_bytes, found.record.handovers) == (0, 0, 1)
+    assert {step.kind for step in found.record.steps} == {"reweight"}
+    assert found.record.before is not None
+    assert found.record.after is not None
+    assert found.record.after.balance_mean > found.record.before.balance_mean + 0.05
+    assert found.record.payback_seconds == 0.0
+
+
+def test_after_another_domain_few_copies_are_made_and_never_more_than_the_budget_allows() -> None:
+    truth, foreign, _ = zipf()
+    seen = view(planned_for(truth), foreign)
+    free = decided(seen).record
+    assert free.before is not None
+    assert free.after is not None
+    assert 0 < free.copied_share < 0.25
+    assert free.after.balance_mean > free.before.balance_mean + 0.3
+    tight = decided(seen, budget=4 * SHAPE.expert_bytes).record
+    assert 0 < tight.copies <= 4
+    assert 0 < tight.gain_seconds < free.gain_seconds
+    assert decided(seen, budget=0).record.copies == 0
+
+
+def test_more_bytes_are_taken_only_for_more_seconds() -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign))
+    anew = decided(view(planned_for(truth), foreign), policy="full")
+    assert found.record.copies < anew.record.copies / 2
+    assert found.record.net_seconds > 0.9 * anew.record.net_seconds
+    assert any("all anew" in reason for reason in found.record.reasons), "it was thought of"
+
+
+def specialised(special: float = 1.0) -> Truth:
+    return by_rank(domains("topheavy", 4, special, LAYERS, EXPERTS, np.random.default_rng(5)), RANKS, 0.0)
+
+
+def test_requests_of_different_kinds_on_different_ranks_get_their_experts_nearer() -> None:
+    truth = specialised()
+    found = decided(view(planned_for(truth.sum(axis=0)), truth, speed=FAR)).record
+    assert found.before is not None
+    assert found.after is not None
+    assert found.after.local_share > found.before.local_share + 0.15
+    assert found.after.remote_ranks < found.before.remote_ranks
+    assert found.after.balance_mean > 0.85
+
+
+def test_only_the_named_layers_change() -> None:
+    truth, foreign, _ = zipf()
+    for policy in ("roost", "uniform", "full"):
+        found = decided(view(planned_for(truth), foreign), policy=policy, layers=(1,))
+        assert {step.layer for step in found.record.steps} == {1}
+
+
+def test_layers_that_are_sharded_are_left_out_of_plans_and_figures() -> None:
+    truth, foreign, _ = zipf()
+    half = view(planned_for(truth), foreign, layout=Layout(attention="dp", boundary=1))
+    for policy in ("roost", "uniform"):
+        found = decided(half, policy=policy)
+        assert {step.layer for step in found.record.steps} == {1, 2}
+
+
+@pytest.mark.parametrize("policy", ["uniform", "full", "eplb", "eplb_hierarchical"])
+def test_every_policy_plans(policy: str) -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign, node=np.arange(RANKS) // 4), policy=policy)
+    assert found.record.policy == policy
+    assert found.plan is not None
+    assert found.record.after is not None
+    assert found.record.after.balance_mean > 0.6
+
+
+def test_a_policy_that_cannot_plan_here_says_why() -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign, node=np.arange(RANKS) % 3), policy="eplb_hierarchical")
+    assert found.why is Why.UNABLE
+    assert "node" in found.record.reasons[0]
+
+
+def test_equal_views_get_equal_answers() -> None:
+    truth, foreign, _ = zipf()
+    first, second = (decided(view(planned_for(truth), foreign)) for _ in range(2))
+    assert first.record == second.record
+    assert first.plan == second.plan
+
+
+def test_a_plan_that_takes_too_many_handovers_is_cut_to_its_best_part() -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign), policy="full", config=MigrationConfig(most_steps=3))
+    assert 0 < found.record.handovers <= 3
+    assert found.record.gain_seconds > 0
+
+
+# Homes
+
+
+def kinds(count: int = 4, special: float = 1.0) -> ClusterModel:
+    """Clusters that want different experts, and one that nobody uses."""
+    profiles = domains("topheavy", count, special, LAYERS, EXPERTS, np.random.default_rng(5))
+    unused = np.full((1, LAYERS, EXPERTS), 1 / EXPERTS)
+    shares = np.append(np.full(count, 1 / count), 0.0)
+    return ClusterModel(9, np.concatenate([profiles, unused]).astype(np.float32), shares.astype(np.float32), 1.0)
+
+
+def test_kinds_of_requests_get_homes_that_last_until_others_are_clearly_better() -> None:
+    clusters = kinds()
+    truth = np.asarray(clusters.mean, np.float64)
+    seen = view(planned_for(truth), truth, speed=FAR, clusters=clusters, gain=0.9)
+    found = decided(seen)
+    assert found.homes is not None
+    assert (found.homes.clusters, found.homes.share.shape) == (9, (5, RANKS))
+    np.testing.assert_allclose(found.homes.share.sum(axis=1), [1, 1, 1, 1, 0], atol=1e-6)
+    assert "homes save" in found.homes_note
+    assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
+    again = decided(replace(seen, homes=found.homes.share))
+    assert again.homes is not None
+    np.testing.assert_allclose(again.homes.share, found.homes.share, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"gain": 0.0}, "cannot be foretold"),
+        ({"clusters": None}, "no kinds of requests"),
+        ({"clusters": ClusterModel(1, np.full((2, 1, 4), 0.25, np.float32), np.full(2, 0.5, np.float32), 1.0)}, "another shape"),
+        ({"clusters": kinds(special=0.0)}, "no specialisation"),
+        ({"speed": SPEED}, "next to nothing"),
+    ],
+)
+def test_nobody_has_a_home_where_none_would_help_and_it_is_said_why(about: dict[str, Any], said: str) -> None:
+    truth, _, _ = zipf()
+    found = decided(view(planned_for(truth), truth, **{"speed": FAR, "clusters": kinds(), "gain": 0.9, **about}))
+    assert found.homes is None
+    assert said in found.homes_note
+    assert found.record.homes_note == found.homes_note
+
+
+def test_how_near_locality_comes_to_what_is_possible_is_told_to_whoever_asks() -> None:
+    truth = specialised()
+    found = decided(view(planned_for(truth.sum(axis=0)), truth, speed=FAR), bounds=True).record
+    assert found.saved is not None
+    assert found.saved_bound is not None
+    assert 0.5 * found.saved_bound < found.saved <= found.saved_bound + 1e-9
+    assert decided(view(planned_for(truth.sum(axis=0)), truth, speed=FAR)).record.saved is None
+
+
+# To and fro
+
+
+def test_demand_that_swings_to_and_fro_moves_bounded_bytes() -> None:
+    """Two domains take turns, a swing per cycle: what was moved rests, and what a swing does is not undone by the next."""
+    truth, foreign, _ = zipf()
+    placement, copied = planned_for(truth), []
+    history = History.begin(1, placement)
+    for turn in range(8):
+        now = 30.0 * turn
+        seen = view(placement, foreign if turn % 2 else truth, history=history, now=now)
+        found = decided(seen, budget=32 * SHAPE.expert_bytes)
+        copied.append(found.record.copies)
+        if found.plan is not None:
+            placement = replay(placement, found.plan)[-1]
+            history = history.committed(placement, found.plan.id, now, counted(seen.demand.rates, seen.demand.pairs))
+    assert sum(copied) <= 2 * LAYERS * RANKS * SLOTS * 0.2, copied
+    assert sum(copied[4:]) <= sum(copied[:4]), copied
+
+
+# Losses, memory
+
+
+def test_lost_ranks_are_planned_for_whatever_that_costs() -> None:
+    truth, _, _ = zipf()
+    seen = view(planned_for(truth, 12), truth)
+    found = decided(seen, dead=(3, 5))
+    assert found.plan is not None
+    assert found.record.lost
+    assert found.record.before is None
+    after = replay(seen.placement, found.plan)[-1]
+    alive = np.delete(after.replicas_on_rank, [3, 5], axis=1)
+    assert (alive.sum(axis=1) > 0).all()
+
+
+def test_survivors_without_enough_slots_are_told_so() -> None:
+    truth, _, _ = zipf()
+    found = decided(view(planned_for(truth, 8), truth), dead=(0,))
+    assert "too few" in found.record.lost
+    assert found.record.reasons
+
+
+def test_the_memory_curve_weighs_slots_against_blocks() -> None:
+    truth, _, _ = zipf()
+    found = decided(view(planned_for(truth), truth), memory=True).record
+    assert [point.slots_per_rank for point in found.memory if point.present] == [SLOTS]
+    assert sum(point.best for point in found.memory) == 1
+    blocks = [point.kv_blocks for point in found.memory]
+    assert blocks == sorted(blocks, reverse=True)
+    silent = decided(view(planned_for(truth), truth, cache=None), memory=True).record
+    assert silent.memory == ()
+    assert any("KV blocks" in reason for reason in silent.reasons)
+
+
+def test_experts_chosen_as_critical_survive_the_loss_of_any_one_rank() -> None:
+    _, foreign, _ = zipf()
+    seen = view(linear_with_room(), foreign)
+    config = MigrationConfig(critical_experts=0.1)
+    found = decided(seen, config=config)
+    assert found.plan is not None
+    before = seen.placement.replicas_on_rank.sum(axis=1)
+    after = replay(seen.placement, found.plan)[-1].replicas_on_rank.sum(axis=1)
+    assert (after >= np.minimum(before, 2)).all()
+
+
+def linear_with_room() -> Placement:
+    return linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS)
