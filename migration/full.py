@@ -100,7 +100,7 @@ def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: in
 def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
     """The load, positive everywhere: what nobody has asked for yet shares the replicas that are left over."""
     wanted = np.asarray(load, np.float64)
-    if wanted.ndim != 2 or wanted.shape[1] < 1:
+    if wanted.ndim != 2 or not wanted.size:
         raise ValueError(f"placing: load has shape {wanted.shape}; expected [layers, experts]")
     if ranks < 1 or wanted.shape[1] > ranks * slots_per_rank:
         raise ValueError(f"placing: {wanted.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks} ranks; give them more slots")

@@ -9,20 +9,16 @@ from hypothesis import strategies as st
 
 from fleet.placement import EMPTY
 from migration.changes import Table, copies_between
-from migration.full import full
 from migration.relabel import arranged, relabelled
 
 NODE = np.array([0, 0, 1, 1])
 
 
-def tables(seed: int, layers: int = 2, experts: int = 6, ranks: int = 4, per_rank: int = 3) -> tuple[Table, Table]:
-    """Two placements of unlike demand, the first with an empty slot in each layer."""
+def tables(seed: int) -> tuple[Table, Table]:
+    """Two placements of 6 experts, each held twice, on 4 ranks of 3 slots, two layers; the first with an empty slot in each layer."""
     dice = np.random.default_rng(seed)
-    before, after = (full(dice.pareto(1.0, (layers, experts)) + 0.01, ranks, per_rank) for _ in range(2))
-    for row in before:
-        spare = next((slot for slot, expert in enumerate(row.tolist()) if row.tolist().count(expert) > 1), None)
-        if spare is not None:
-            row[spare] = EMPTY
+    before, after = (np.array([np.concatenate([dice.permutation(6), dice.permutation(6)]) for _ in range(2)], np.int16) for _ in range(2))
+    before[[0, 1], dice.integers(0, 12, 2)] = EMPTY
     return before, after
 
 
@@ -38,7 +34,7 @@ def least_copies(before: Table, after: Table, ranks: int, allowed: list[tuple[in
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 100_000))
 def test_no_other_way_to_give_sets_to_ranks_copies_less(seed: int) -> None:
     before, after = tables(seed)
@@ -48,7 +44,7 @@ def test_no_other_way_to_give_sets_to_ranks_copies_less(seed: int) -> None:
         assert sorted(map(sorted, sets(new, 4))) == sorted(map(sorted, sets(given_out, 4)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 100_000))
 def test_sets_that_shared_a_node_share_one_still(seed: int) -> None:
     before, after = tables(seed)
@@ -58,7 +54,7 @@ def test_sets_that_shared_a_node_share_one_still(seed: int) -> None:
         assert wanted == found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 100_000), st.booleans())
 def test_what_a_rank_keeps_stays_in_its_slot_and_nothing_is_lost(seed: int, ranks_too: bool) -> None:
     before, after = tables(seed)
