@@ -1,7 +1,8 @@
 """What the planner looks at: one engine as it is at a moment. Values; pure."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +15,35 @@ from fleet.timing import EngineSpeed
 from migration.history import History
 
 
-class Demand(NamedTuple):
-    """What the requests of each rank wanted in a window.
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """What the requests of each rank wanted in a window. Rates are reckoned by whoever asks for them first, in whatever thread."""
 
-    rates: float32 [ranks, layers, experts], (token, k) pairs per second. pairs: float64 [ranks], pairs behind each layer of them.
-    seconds: length of the window; 0: a moment.
-    """
-
-    rates: NDArray[np.float32]
-    pairs: NDArray[np.float64]
+    wanted: NDArray[np.float32]
+    """float32 [ranks, layers, experts]: (token, k) pairs; of ranks with 0 known seconds, pairs per second"""
+    known: NDArray[np.float64]
+    """[ranks]: seconds of the window of which it is known what was wanted; 0: it is a rate of this moment"""
+    told: NDArray[np.float64]
+    """[ranks]: pairs behind each layer, as whoever said the demand says"""
     seconds: float
+    """length of the window; 0: a moment"""
+
+    @classmethod
+    def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0) -> "Demand":
+        """Rates [ranks, layers, experts], pairs per second, with so many pairs [ranks] behind each layer."""
+        return cls(np.asarray(rates, np.float32), np.zeros(len(rates)), pairs, seconds)
+
+    @cached_property
+    def rates(self) -> NDArray[np.float32]:
+        """float32 [ranks, layers, experts]: pairs per second."""
+        seconds = np.where(self.known > 0, self.known, 1.0).astype(np.float32)
+        return np.asarray(self.wanted / seconds[:, None, None])
+
+    @cached_property
+    def pairs(self) -> NDArray[np.float64]:
+        """[ranks]: behind each layer. What was counted over a window is more than what its speaker remembers, once the window is long."""
+        counted = self.wanted.sum(axis=(1, 2), dtype=np.float64) / self.wanted.shape[1]
+        return np.where(self.known > 0, np.maximum(counted, self.told), self.told)
 
     def tokens_per_second(self, top_k: int) -> float:
         """Of all ranks together."""

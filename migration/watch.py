@@ -35,12 +35,12 @@ class _Window:
         self.wanted = np.zeros(shape, np.float32)
         self.known = np.zeros(shape[0])
 
-    def demand(self, rates: NDArray[np.float32], pairs: NDArray[np.float64], now: float) -> Demand:
-        """Mean rates; of ranks of which nothing was counted yet, the present ones. pairs: behind the present rates."""
-        known = np.maximum(self.known, 1e-9)[:, None, None]
-        mean = np.where(self.known[:, None, None] > 0, self.wanted / known, rates).astype(np.float32)
-        counted = self.wanted.sum(axis=(1, 2), dtype=np.float64) / self.wanted.shape[1]
-        return Demand(mean, np.maximum(counted, pairs), now - self.began)
+    def demand(self, rates: NDArray[np.float32], pairs: NDArray[np.float64], now: float, *, over: bool) -> Demand:
+        """As it stands, for other threads; of ranks of which nothing was counted yet, the present rates. pairs: behind those. over: nothing is
+        counted in this window any more."""
+        wanted, new = self.wanted if over else self.wanted.copy(), self.known == 0
+        wanted[new] = rates[new]
+        return Demand(wanted, self.known if over else self.known.copy(), pairs, now - self.began)
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class Watch:
         for engine in self._engines.values():
             if now - engine.window.began >= self._config.window_seconds:
                 self._count_all(engine, now)
-                engine.closed = [*engine.closed, engine.window.demand(engine.rates, _pairs(engine), now)][-2:]
+                engine.closed = [*engine.closed, engine.window.demand(engine.rates, _pairs(engine), now, over=True)][-2:]
                 engine.window = _Window(engine.shape, now)
 
     # What that makes
@@ -225,8 +225,8 @@ class Watch:
         """What to plan from and what to judge on: the last two windows, the one that is open among them once half of it is over."""
         found = list(engine.closed)
         if len(found) < 2 or now - engine.window.began >= self._config.window_seconds / 2:
-            found.append(engine.window.demand(engine.rates, _pairs(engine), now))
-        return (found[-2], found[-1]) if len(found) > 1 and found[-1].pairs.sum() > 0 else (found[0], None)
+            found.append(engine.window.demand(engine.rates, _pairs(engine), now, over=False))
+        return (found[-2], found[-1]) if len(found) > 1 and found[-1].told.any() else (found[0], None)
 
     def _check_known(self, engine: _Engine, now: float) -> None:
         unknown = [number for number, rank in enumerate(engine.ranks) if not (self._holds(rank, now) or self._is_idle(rank, now))]

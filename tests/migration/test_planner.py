@@ -39,7 +39,7 @@ def window(truth: Truth, seed: int, pairs: float = PAIRS) -> Demand:
     by = np.broadcast_to(truth, (RANKS, *truth.shape)) if truth.ndim == 2 else truth
     counts = sampled(by / by.sum(axis=(0, 2), keepdims=True), pairs, np.random.default_rng(seed))
     rates = counts * (TOKENS_PER_SECOND * SHAPE.top_k / counts.sum(axis=(0, 2)).mean())
-    return Demand(rates.astype(np.float32), counts.sum(axis=2).mean(axis=1), 60.0)
+    return Demand.of(rates, counts.sum(axis=2).mean(axis=1), 60.0)
 
 
 def view(placement: Placement, truth: Truth, later: Truth | None = None, **about: Any) -> View:
@@ -118,7 +118,7 @@ def test_from_too_little_nothing_is_concluded() -> None:
     assert found.why is Why.DATA
     assert f"of {CONFIG.least_pairs * EXPERTS:,.0f}" in str(found.record.refused)
     nothing = view(planned_for(truth), foreign)
-    empty = Demand(np.zeros_like(nothing.demand.rates), np.zeros(RANKS), 0.0)
+    empty = Demand.of(np.zeros_like(nothing.demand.rates), np.zeros(RANKS))
     assert decided(replace(nothing, demand=empty, later=None), config=MigrationConfig(least_pairs=0.0)).why is Why.DATA
 
 
