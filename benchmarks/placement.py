@@ -61,15 +61,17 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, only:
     if only and only not in PARTS:
         raise typer.BadParameter(f"--only {only}: there is no such part; parts are {', '.join(PARTS)}")
     rows = [row for name, part in PARTS.items() if only in ("", name) for row in part(quick)]
+    held = [target for row in rows for target in row.held]
     if as_json:
-        print(json.dumps({"rows": [{**asdict(row), "met": all(target.met for target in row.held)} for row in rows], "hardware": hardware()}))
+        print(json.dumps({"rows": [{**asdict(row), "held": [{**asdict(one), "met": one.met} for one in row.held]} for row in rows], "hardware": hardware()}))
     else:
         console = Console(width=190)
         for part, group in groupby(rows, key=lambda row: row.part):
             console.print(shown(part, list(group)))
         print(f"{hardware()}; * misses a target")
         print("\n".join(decided(rows)))
-    if check and not all(target.met for row in rows for target in row.held):
+        print(f"{sum(target.met for target in held)} of {len(held)} targets are met")
+    if check and not all(target.met for target in held):
         sys.exit(1)
 
 
