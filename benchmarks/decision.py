@@ -156,7 +156,6 @@ def pricing(model: ClusterModel, ranks: int, extra: int) -> float:
         for rank in range(ranks):
             slots[layer, rank, own:] = chance.choice(np.setdiff1d(np.arange(EXPERTS), slots[layer, rank, :own]), extra, replace=False)
     placement = Placement(slots.reshape(LAYERS, -1), experts=EXPERTS, ranks=ranks)
-    placement.share, placement.keep  # noqa: B018, made once per placement, whoever prices it
     began = time.perf_counter()
     locality(tuple(rank // RANKS for rank in range(ranks)), SHAPE, EP, placement, model)
     return 1e3 * (time.perf_counter() - began)

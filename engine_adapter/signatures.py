@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.engine import EndedRequest
-from fleet.dispatch import own_shares
+from fleet.dispatch import own_part
 from fleet.events import KvBlock, RequestProfile, SampledProfile
 from fleet.placement import EMPTY, Placement
 from fleet.popularity import ExpertCounts
@@ -77,7 +77,7 @@ def request_profiles(
     pairs = tables.counts.sum(axis=(1, 2)).tolist()
     held = placement.on_rank(rank)
     layer, slot = np.nonzero(held != EMPTY)
-    near = (tables.counts[:, layer, held[layer, slot]] @ own_shares(placement, rank, node)[layer, slot]).tolist()
+    near = (tables.counts[:, layer, held[layer, slot]] @ own_part(placement, node)[layer, rank * placement.slots_per_rank + slot]).tolist()
     profiles: list[RequestProfile] = []
     top = 0
     for at, (one, own) in enumerate(zip(requests, computed, strict=True)):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.placement import EMPTY, FULL, Placement
+from fleet.placement import FULL, Placement
 
 Table = NDArray[np.float64]
 Slots = NDArray[np.int64]
@@ -39,6 +39,33 @@ def numbered(names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
+class Held(NamedTuple):
+    """What is in the slots of a placement, shaped such that arrays [layers, slots] may be made with them."""
+
+    layer: NDArray[np.intp]
+    """[layers, 1]"""
+    expert: NDArray[np.intp]
+    """[layers, slots]; 0 for empty slots, whose shares are all 0"""
+    rank: NDArray[np.intp]
+    """[1, slots]"""
+    cell: NDArray[np.intp]
+    """[layers, slots]: rank * experts + expert"""
+    shape: tuple[int, int]
+    """ranks, experts"""
+
+    @classmethod
+    def of(cls, placement: Placement) -> "Held":
+        layers, slots = placement.expert_of_slot.shape
+        expert = np.maximum(placement.expert_of_slot, 0).astype(np.intp)
+        rank = (np.arange(slots) // placement.slots_per_rank)[None]
+        return cls(np.arange(layers)[:, None], expert, rank, rank * placement.experts + expert, (placement.ranks, placement.experts))
+
+    def by_rank(self, part: Table, layer: int) -> Table:
+        """float64 [ranks, experts] of what the slots [slots] of a layer have."""
+        ranks, experts = self.shape
+        return np.asarray(np.bincount(self.cell[layer], part, ranks * experts), np.float64).reshape(self.shape)
+
+
 class Flows(NamedTuple):
     """Where an engine's (token, k) pairs are served, per slot: float64 [layers, slots] each; their sum is the slot's load."""
 
@@ -57,23 +84,23 @@ class Flows(NamedTuple):
 def flows(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Flows:
     """Expected pairs of each slot. demand: [ranks, layers, experts] pairs (any unit) by the rank their requests live on."""
     ranks, layers, experts = demand.shape
-    expert, layer, rank = _expert_of_slot(placement), np.arange(layers)[:, None], _rank_of_slot(placement)
+    held = Held.of(placement)
     keep, spill, claim = _parts(placement)
-    kept = demand[rank[None, :], layer, expert] * keep
+    kept = demand[held.rank, held.layer, held.expert] * keep
     if not placement.split.near.any():
-        rest = np.maximum(demand.sum(axis=0, dtype=np.float64) - _sums(kept, expert, experts), 0.0)
-        return Flows(kept, np.zeros_like(kept), spill * rest[layer, expert])
+        rest = np.maximum(demand.sum(axis=0, dtype=np.float64) - _sums(kept, held.expert, experts), 0.0)
+        return Flows(kept, np.zeros_like(kept), spill * rest[held.layer, held.expert])
     nodes = int(node.max()) + 1
     left = np.zeros((layers, nodes, experts))
     for at in range(ranks):
         left[:, node[at]] += demand[at]
-    place = node[rank][None, :] * experts + expert
+    place = node[held.rank] * experts + held.expert
     flat = np.maximum(left.reshape(layers, -1) - _sums(kept, place, nodes * experts), 0.0)
     claimed = _sums(claim, place, nodes * experts)
     taken = flat / np.maximum(claimed, 1.0)
-    near = claim * taken[layer, place]
+    near = claim * taken[held.layer, place]
     rest = np.maximum(flat - taken * claimed, 0.0).reshape(left.shape).sum(axis=1)
-    return Flows(kept, near, spill * rest[layer, expert])
+    return Flows(kept, near, spill * rest[held.layer, held.expert])
 
 
 def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
@@ -84,68 +111,56 @@ def loads(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) ->
 
 def served_by(placement: Placement, demand: NDArray[Any], node: NDArray[np.intp]) -> Table:
     """float64 [layers, ranks, ranks]: expected pairs that each rank (first) serves of each rank's tokens (second). Arguments as of `flows`."""
-    rank = np.arange(placement.ranks)
+    held, parts = Held.of(placement), onward(placement, node)
+    kept = demand[held.rank, held.layer, held.expert] * _parts(placement)[0]
     found = np.empty((placement.layers, placement.ranks, placement.ranks))
     for layer, here in enumerate(found):
-        kept = demand[:, layer] * placement.keep[layer]
-        left = demand[:, layer] - kept
-        rests = onward(placement, layer, node)
-        for at, rest in enumerate(rests):
-            homes = node == at if len(rests) > 1 else rank
-            here[:, homes] = rest @ left[homes].T
-        here[rank, rank] += kept.sum(axis=1)
+        left = np.array(demand[:, layer], np.float64)
+        np.subtract.at(left, (held.rank[0], held.expert[layer]), kept[layer])
+        for at, part in enumerate(parts):
+            homes = node == at if len(parts) > 1 else slice(None)
+            here[:, homes] = held.by_rank(part[layer], layer) @ left[homes].T
+    rank = np.arange(placement.ranks)
+    found[:, rank, rank] += kept.reshape(placement.layers, placement.ranks, -1).sum(axis=2)
     return found
+
+
+def onward(placement: Placement, node: NDArray[np.intp]) -> Table:
+    """float64 [nodes, layers, slots]: the part that a slot takes of those tokens of a node that are not kept; over an expert's slots they add up to 1.
+
+    [1, layers, slots] where it is the same for all nodes.
+    """
+    _, spill, claim = _parts(placement)
+    if not placement.split.near.any():
+        return spill[None]
+    held, experts = Held.of(placement), placement.experts
+    nodes, own = int(node.max()) + 1, node[held.rank]
+    claimed = _sums(claim, own * experts + held.expert, nodes * experts).reshape(-1, nodes, experts)
+    most = np.maximum(claimed, 1.0)
+    rest = 1.0 - claimed / most
+    return np.stack([spill * rest[held.layer, at, held.expert] + claim * (own == at) / most[held.layer, at, held.expert] for at in range(nodes)])
 
 
 def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
     """float64 [layers, slots]: the part of what rank `home` wants of a slot's expert that this slot serves; over an expert's slots they add up to 1."""
-    expert, layer = _expert_of_slot(placement), np.arange(placement.layers)[:, None]
-    keep, part, claim = _parts(placement)
-    if placement.split.near.any():
-        claim = claim * (node[_rank_of_slot(placement)] == node[home])
-        claimed = _sums(claim, expert, placement.experts)
-        most = np.maximum(claimed, 1.0)
-        part = claim / most[layer, expert] + part * (1.0 - claimed / most)[layer, expert]
+    held, parts = Held.of(placement), onward(placement, node)
     own = slice(home * placement.slots_per_rank, (home + 1) * placement.slots_per_rank)
-    kept = _sums(keep[:, own], expert[:, own], placement.experts)
-    part = part * (1.0 - kept)[layer, expert]
-    part[:, own] += keep[:, own]
-    return np.asarray(part)
-
-
-def own_shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
-    """float64 [layers, slots_per_rank]: the part of what rank `home` wants of the expert in each of its slots that it serves itself."""
-    if placement.keeps_all:
-        return np.asarray(placement.on_rank(home) != EMPTY, np.float64)
-    return shares(placement, home, node)[:, home * placement.slots_per_rank : (home + 1) * placement.slots_per_rank]
+    keep = _parts(placement)[0][:, own]
+    kept = _sums(keep, held.expert[:, own], placement.experts)
+    found = parts[min(int(node[home]), len(parts) - 1)] * (1.0 - kept)[held.layer, held.expert]
+    found[:, own] += keep
+    return np.asarray(found)
 
 
 def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
-    """float64 [layers, ranks, experts]: the part of its own tokens that a rank serves itself: what it keeps, and what of the rest comes back to it."""
-    keep = placement.keep
+    """float64 [layers, slots]: the part of what its own rank wants of a slot's expert that the slot serves: what it keeps, and what of the rest comes
+    back to it."""
+    keep = _parts(placement)[0]
     if placement.keeps_all:
-        return np.asarray(keep)
-    if not placement.split.near.any():
-        return np.asarray(keep + (1.0 - keep) * placement.share)
-    rank = np.arange(placement.ranks)
-    rests = (onward(placement, layer, node) for layer in range(placement.layers))
-    back = np.stack([rest[np.minimum(node, len(rest) - 1), rank] for rest in rests])
+        return keep
+    parts, rank = onward(placement, node), Held.of(placement).rank[0]
+    back = parts[np.minimum(node[rank], len(parts) - 1), :, np.arange(len(rank))].T
     return np.asarray(keep + (1.0 - keep) * back)
-
-
-def onward(placement: Placement, layer: int, node: NDArray[np.intp]) -> Table:
-    """float64 [nodes, ranks, experts]: where the tokens of a node that are not kept go in this layer; over the ranks they add up to 1.
-
-    [1, ranks, experts] where that is the same for all nodes.
-    """
-    spill: Table = placement.share[layer]
-    if not placement.split.near[layer].any():
-        return spill[None]
-    member = node == np.arange(int(node.max()) + 1)[:, None]
-    claim = member[:, :, None] * placement.near[layer]
-    claimed = claim.sum(axis=1, keepdims=True)
-    most = np.maximum(claimed, 1.0)
-    return np.asarray(claim / most + (1.0 - claimed / most) * spill)
 
 
 class Chooser:
@@ -220,15 +235,6 @@ def _parts(placement: Placement) -> tuple[Table, Table, Table]:
     """keep, spill, near as shares: float64 [layers, slots]."""
     keep, spill, near = (np.asarray(part, np.float64) / FULL for part in placement.split)
     return keep, spill, near
-
-
-def _expert_of_slot(placement: Placement) -> NDArray[Any]:
-    """[layers, slots]; 0 for empty slots, whose shares are all 0."""
-    return np.where(placement.expert_of_slot != EMPTY, placement.expert_of_slot, 0)
-
-
-def _rank_of_slot(placement: Placement) -> NDArray[np.intp]:
-    return np.arange(placement.expert_of_slot.shape[1]) // placement.slots_per_rank
 
 
 def _sums(values: Table, place: NDArray[Any], places: int) -> Table:

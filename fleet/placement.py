@@ -86,15 +86,15 @@ class Placement:
         if len(outside):
             layer, slot = outside[0]
             raise ValueError(f"placement: layer {layer} slot {slot} names expert {table[layer, slot]}; ids run from 0 to {self.experts - 1}, {EMPTY} is empty")
-        copies = self.replicas_on_rank
-        twice = np.argwhere(copies > 1)
+        by_rank = np.sort(table.reshape(self.layers, self.ranks, -1), axis=2)
+        twice = np.argwhere((by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY))
         if len(twice):
-            layer, rank, expert = twice[0]
-            raise ValueError(f"placement: rank {rank} holds expert {ExpertId(int(layer), int(expert))} more than once")
-        missing = np.argwhere(copies.sum(axis=1) == 0)
+            layer, rank, at = twice[0]
+            raise ValueError(f"placement: rank {rank} holds expert {ExpertId(int(layer), int(by_rank[layer, rank, at]))} more than once")
+        layers, slots = np.nonzero(table != EMPTY)
+        missing = np.flatnonzero(np.bincount(layers * self.experts + table[layers, slots], minlength=self.layers * self.experts) == 0)
         if len(missing):
-            layer, expert = missing[0]
-            raise ValueError(f"placement: expert {ExpertId(int(layer), int(expert))} has no replica")
+            raise ValueError(f"placement: expert {ExpertId(int(missing[0]) // self.experts, int(missing[0]) % self.experts)} has no replica")
 
     @property
     def layers(self) -> int:
@@ -109,36 +109,14 @@ class Placement:
         """int32 [layers, ranks, experts]: how many slots of the rank hold the expert (0 or 1)."""
         counts = np.zeros((self.layers, self.ranks, self.experts), np.int32)
         layer, slot = np.nonzero(self.expert_of_slot != EMPTY)
-        np.add.at(counts, (layer, slot // self.slots_per_rank, self.expert_of_slot[layer, slot]), 1)
+        counts[layer, slot // self.slots_per_rank, self.expert_of_slot[layer, slot]] = 1
         counts.flags.writeable = False
         return counts
-
-    @cached_property
-    def share(self) -> NDArray[np.float64]:
-        """float64 [layers, ranks, experts]: each rank's part of an expert's tokens that nobody keeps (`Split.spill`); sums to 1 over ranks."""
-        return self._by_rank(self.split.spill)
-
-    @cached_property
-    def keep(self) -> NDArray[np.float64]:
-        """float64 [layers, ranks, experts]: the part of its own tokens that a rank keeps (`Split.keep`); 0 where it holds no replica."""
-        return self._by_rank(self.split.keep)
 
     @cached_property
     def keeps_all(self) -> bool:
         """Whether every holder serves all of its own tokens itself."""
         return bool((self.split.keep[self.expert_of_slot != EMPTY] == FULL).all())
-
-    @cached_property
-    def near(self) -> NDArray[np.float64]:
-        """float64 [layers, ranks, experts]: what a rank claims of its node's tokens (`Split.near`)."""
-        return self._by_rank(self.split.near)
-
-    def _by_rank(self, part: NDArray[np.uint16]) -> NDArray[np.float64]:
-        table = np.zeros((self.layers, self.ranks, self.experts))
-        layer, slot = np.nonzero(self.expert_of_slot != EMPTY)
-        table[layer, slot // self.slots_per_rank, self.expert_of_slot[layer, slot]] = part[layer, slot] / FULL
-        table.flags.writeable = False
-        return table
 
     def on_rank(self, rank: int) -> NDArray[np.int16]:
         """int16 [layers, slots_per_rank]: the experts in a rank's slots."""
@@ -146,7 +124,8 @@ class Placement:
 
     def holders(self, expert: ExpertId) -> list[int]:
         """Ranks that hold a replica of the expert, ascending."""
-        return [int(rank) for rank in np.nonzero(self.replicas_on_rank[expert.layer, :, expert.expert])[0]]
+        slots = np.flatnonzero(self.expert_of_slot[expert.layer] == expert.expert)
+        return [int(slot) // self.slots_per_rank for slot in slots]
 
     def record(self) -> PlacementRecord:
         """The placement as it travels on the bus."""

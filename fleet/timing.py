@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.dispatch import onward, own_part
+from fleet.dispatch import Held, onward, own_part
 from fleet.placement import EMPTY, FULL, Placement
 
 Seconds = NDArray[np.float64]
@@ -140,11 +140,10 @@ def expected_remote(
     ranks = placement.ranks
     wanted = np.asarray(profile, np.float64).reshape(-1, placement.layers, placement.experts)
     member = (node[:, None] == np.arange(int(node.max()) + 1)).astype(np.float64)
-    replicated, everyone = _replicated(placement), np.arange(ranks)
+    masses, everyone = _Masses(placement, node), np.arange(ranks)
     found = np.zeros((2, ranks, len(wanted)))
     for layer in range(boundary, placement.layers):
-        masses = _masses(wanted[:, layer], placement, layer, node) if replicated[layer] else _same_masses(wanted[:, layer], placement, layer)
-        for homes, away in masses:
+        for homes, away in masses.of(wanted[:, layer], layer):
             found[0][homes] += _elsewhere(_reached(away, top_k), everyone[homes])
             if member.shape[1] > 1:
                 found[1][homes] += _elsewhere(_reached(away @ member, top_k), node[homes])
@@ -152,31 +151,36 @@ def expected_remote(
     return remote_ranks, remote_nodes
 
 
-def _replicated(placement: Placement) -> list[bool]:
-    """Of each layer, whether any expert has more than one replica."""
-    held: list[int] = (placement.expert_of_slot != EMPTY).sum(axis=1).tolist()
-    return [slots > placement.experts for slots in held]
+class _Masses:
+    """What ranks send to each rank, of profiles."""
 
+    def __init__(self, placement: Placement, node: NDArray[np.intp]) -> None:
+        self._held = Held.of(placement)
+        self._ranks = placement.ranks
+        self._onward = onward(placement, node)
+        self._which = np.minimum(node, len(self._onward) - 1)
+        self._keep = placement.split.keep / FULL
+        filled: list[int] = (placement.expert_of_slot != EMPTY).sum(axis=1).tolist()
+        self._replicated = [slots > placement.experts for slots in filled]
 
-def _same_masses(wanted: NDArray[np.float64], placement: Placement, layer: int) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-    """As `_masses`, where no expert has a replica more than it needs: [1, n, ranks], since a home's own mass counts for nothing."""
-    yield slice(0, placement.ranks), (wanted @ placement.share[layer].T)[None]
+    def of(self, wanted: NDArray[np.float64], layer: int) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        """Some homes, and the mass that each of them sends to each rank: [homes, n, ranks]. wanted: [n, experts].
 
-
-def _masses(wanted: NDArray[np.float64], placement: Placement, layer: int, node: NDArray[np.intp]) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-    """Some homes, and the mass that each of them sends to each rank: [homes, n, ranks]. wanted: [n, experts]."""
-    ranks, rest = placement.ranks, onward(placement, layer, node)
-    which = np.minimum(node, len(rest) - 1)
-    sent = wanted @ rest.transpose(0, 2, 1)  # [nodes, n, ranks], if nobody kept anything
-    held = placement.expert_of_slot[layer].reshape(ranks, -1)
-    expert = np.where(held == EMPTY, 0, held)  # of which nothing is kept
-    keep = placement.split.keep[layer].reshape(ranks, -1, 1) / FULL
-    by_expert, wanted_by = np.ascontiguousarray(rest.transpose(0, 2, 1)), np.ascontiguousarray(wanted.T)
-    most = max(1, _CELLS // (len(wanted) * ranks))
-    for start in range(0, ranks, most):
-        homes = slice(start, min(start + most, ranks))
-        kept = (wanted_by[expert[homes]] * keep[homes]).transpose(0, 2, 1)  # [homes, n, slots of a rank]
-        yield homes, sent[which[homes]] - kept @ by_expert[which[homes][:, None], expert[homes]]
+        Without replicas [1, n, ranks], since what a home sends to itself is of no interest.
+        """
+        if not self._replicated[layer]:
+            yield slice(0, self._ranks), (wanted @ self._held.by_rank(self._onward[0, layer], layer).T)[None]
+            return
+        by_expert = np.stack([self._held.by_rank(part[layer], layer).T for part in self._onward])
+        sent = wanted @ by_expert  # [nodes, n, ranks], if nobody kept anything
+        expert, keep = (one[layer].reshape(self._ranks, -1) for one in (self._held.expert, self._keep))
+        wanted_by = np.ascontiguousarray(wanted.T)
+        most = max(1, _CELLS // (len(wanted) * self._ranks))
+        for start in range(0, self._ranks, most):
+            homes = slice(start, min(start + most, self._ranks))
+            which = self._which[homes]
+            kept = (wanted_by[expert[homes]] * keep[homes, :, None]).transpose(0, 2, 1)  # [homes, n, slots of a rank]
+            yield homes, sent[which] - kept @ by_expert[which[:, None], expert[homes]]
 
 
 def _elsewhere(reached: NDArray[np.float64], own: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -199,10 +203,13 @@ def _reached(mass: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
 
 def expected_local_share(profile: NDArray[Any], placement: Placement, node: NDArray[np.intp], boundary: int = 0) -> NDArray[np.float64]:
     """Expected share of routed pairs that the home rank serves itself, mean over layers: float64 [..., ranks]. Arguments as above."""
-    own = own_part(placement, node)[boundary:]  # [layers, ranks, experts]
-    wanted = np.asarray(profile, np.float64)[..., boundary:, :].reshape(-1, len(own), placement.experts)
-    local = (wanted.transpose(1, 0, 2) @ own.transpose(0, 2, 1)).sum(axis=0)
-    return np.asarray(local.reshape(*profile.shape[:-2], placement.ranks) / len(own))
+    layers, experts = placement.layers, placement.experts
+    wanted = np.asarray(profile, np.float64).reshape(-1, layers, experts)
+    held, own = Held.of(placement), own_part(placement, node)
+    local = np.zeros((len(wanted), placement.ranks))
+    for layer in range(boundary, layers):
+        local += wanted[:, layer] @ held.by_rank(own[layer], layer).T
+    return local.reshape(*profile.shape[:-2], placement.ranks) / (layers - boundary)
 
 
 def surplus_pairs(served: NDArray[Any]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from engine_adapter.embedded.crew import Crew, share
 from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch
 from engine_adapter.embedded.lockstep import RankGroup
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
-from fleet.dispatch import own_part
+from fleet.dispatch import Held, own_part
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
 
@@ -267,7 +267,7 @@ class Runner:
         ranks, tokens = self.placement.ranks, self.max_tokens
         if ranks == 1:
             return 0.0
-        here = own_part(self.placement, np.zeros(ranks, np.intp))[0, self.rank]
+        here = Held.of(self.placement).by_rank(own_part(self.placement, np.zeros(ranks, np.intp))[0], 0)[self.rank]
         own, away = np.flatnonzero(here == here.max()), np.flatnonzero(here == here.min())
         x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
 

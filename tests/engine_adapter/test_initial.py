@@ -13,6 +13,7 @@ from engine_adapter.embedded.runner import Runner
 from engine_adapter.initial import initial, read, with_slots
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
+from fleet.dispatch import served_by
 from fleet.placement import EMPTY, Placement, Split, even_split, linear
 from fleet.timing import EngineSpeed
 
@@ -45,8 +46,8 @@ def test_a_file_is_epoch_0_with_its_split_and_may_get_further_slots(tmp_path: Pa
     assert np.array_equal(placement.expert_of_slot, turned().expert_of_slot)
     assert all(map(np.array_equal, placement.split, turned().split))
     wider = initial(file, **SIZE, slots_per_rank=20)
-    assert np.array_equal(wider.share, placement.share)
-    assert np.array_equal(wider.keep, placement.keep)
+    demand, node = np.random.default_rng(1).random((2, 4, 32)), np.zeros(2, np.intp)
+    assert np.allclose(served_by(wider, demand, node), served_by(placement, demand, node))
     assert wider.on_rank(1)[0].tolist() == [*range(16), 31, EMPTY, EMPTY, EMPTY]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import Chooser, flows, loads, numbered, onward, own_part, own_shares, served_by, shares
+from fleet.dispatch import Chooser, Held, flows, loads, numbered, onward, own_part, served_by, shares
 from fleet.placement import EMPTY, FULL, Placement, even_split, linear
 from tests.fleet.splits import random_split, random_table
 
@@ -53,33 +53,30 @@ def walked(placement: Placement, layer: int, expert: int, home: int, node: NDArr
 @settings(max_examples=60, deadline=None)
 def test_the_shares_of_each_home_are_those_of_the_rule_in_words(case: tuple[Placement, NDArray[np.intp]]) -> None:
     placement, node = case
-    own, per = own_part(placement, node), placement.slots_per_rank
+    own = own_part(placement, node)
     for home in range(placement.ranks):
         found = shares(placement, home, node)
-        assert own_shares(placement, home, node) == pytest.approx(found[:, home * per : (home + 1) * per])
+        here = Held.of(placement).rank[0] == home
+        assert own[:, here] == pytest.approx(found[:, here])
         assert not found[placement.expert_of_slot == EMPTY].any()
         for layer, expert in np.ndindex(placement.layers, placement.experts):
             expected = walked(placement, layer, expert, home, node)
             assert sum(expected.values()) == 1
             assert [found[layer, slot] for slot in expected] == pytest.approx([float(part) for part in expected.values()], abs=1e-12)
-            at_home = sum((part for slot, part in expected.items() if slot // per == home), Fraction(0))
-            assert own[layer, home, expert] == pytest.approx(float(at_home), abs=1e-12)
 
 
 @given(placed())
 @settings(max_examples=25, deadline=None)
 def test_what_is_sent_on_goes_where_the_rule_in_words_sends_it(case: tuple[Placement, NDArray[np.intp]]) -> None:
     placement, node = case
-    for layer in range(placement.layers):
-        found = onward(placement, layer, node)
-        assert found.sum(axis=1) == pytest.approx(np.ones((len(found), placement.experts)))
-        for home, expert in np.ndindex(placement.ranks, placement.experts):
-            kept = placement.keep[layer, home, expert]
-            expected = np.zeros(placement.ranks)
-            for slot, part in walked(placement, layer, expert, home, node).items():
-                expected[slot // placement.slots_per_rank] += float(part)
-            expected[home] -= kept
-            assert (1.0 - kept) * found[min(int(node[home]), len(found) - 1), :, int(expert)] == pytest.approx(expected, abs=1e-12)
+    found, held = onward(placement, node), Held.of(placement)
+    for home, layer in np.ndindex(placement.ranks, placement.layers):
+        part, keep = found[min(int(node[home]), len(found) - 1), layer], placement.split.keep[layer] / FULL
+        assert held.by_rank(part, layer).sum(axis=0) == pytest.approx(np.ones(placement.experts))
+        for expert in range(placement.experts):
+            walk = walked(placement, layer, expert, home, node)
+            kept = sum(keep[slot] for slot in walk if held.rank[0, slot] == home)
+            assert [(1.0 - kept) * part[slot] + kept * (held.rank[0, slot] == home) for slot in walk] == pytest.approx([float(each) for each in walk.values()])
 
 
 @given(placed(), st.integers(0, 2**32 - 1))

@@ -45,17 +45,12 @@ def with_split(placement: Placement, seed: int) -> Placement:
 
 @given(placements(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
-def test_any_legal_split_survives_the_wire_and_is_there_by_rank(even: Placement, seed: int) -> None:
+def test_any_legal_split_survives_the_wire(even: Placement, seed: int) -> None:
     placement = with_split(even, seed)
     again = Placement.from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(placement.record()), type=PlacementRecord))
     assert again == placement
     assert (again == even) == placement.serves_as(even) == all(map(np.array_equal, placement.split, even.split))
     assert placement.keeps_all == (placement.split.keep[even.expert_of_slot != EMPTY] == FULL).all()
-    assert np.allclose(placement.share.sum(axis=1), 1.0)
-    for name, by_rank in (("keep", placement.keep), ("spill", placement.share), ("near", placement.near)):
-        for layer, slot in np.argwhere(placement.expert_of_slot != EMPTY):
-            part = getattr(placement.split, name)[layer, slot] / FULL
-            assert by_rank[layer, slot // placement.slots_per_rank, placement.expert_of_slot[layer, slot]] == pytest.approx(part)
 
 
 @given(placements())
@@ -135,7 +130,6 @@ def test_inverse_maps_agree_with_the_slots(placement: Placement) -> None:
         for expert in range(placement.experts):
             seen = {int(slot) // placement.slots_per_rank for slot in np.flatnonzero(placement.expert_of_slot[layer] == expert)}
             assert placement.holders(ExpertId(layer, expert)) == sorted(seen)
-    assert np.allclose(placement.share.sum(axis=1), 1.0)
 
 
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 8))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fleet.dispatch import shares
+from fleet.dispatch import Held, shares
 from fleet.experts import ExpertId
-from fleet.placement import EMPTY, Placement, linear
+from fleet.placement import EMPTY, FULL, Placement, linear
 from fleet.popularity import ExpertTable, profile, uniform
 from fleet.timing import EngineSpeed, expected_local_share, expected_remote, running_seconds, step_seconds, surplus_pairs
 from tests.fleet.splits import random_split, random_table
@@ -37,6 +37,12 @@ def test_expected_remote_ranks_equal_the_exhaustive_count_of_independent_draws()
         assert expected_remote_ranks(wanted, placement, 3)[home] == pytest.approx(exact)
 
 
+def shared_out(placement: Placement) -> NDArray[np.float64]:
+    """[layers, ranks, experts]: the part of an expert's tokens that nobody keeps which each rank serves."""
+    held = Held.of(placement)
+    return np.stack([held.by_rank(part / FULL, layer) for layer, part in enumerate(placement.split.spill)])
+
+
 def _with_replicas(rng: np.random.Generator, layers: int, experts: int, ranks: int, extra: int) -> Placement:
     """Every expert somewhere, and `extra` further ones on each rank."""
     slots = experts // ranks + extra
@@ -53,7 +59,7 @@ def test_many_profiles_are_priced_at_once_as_each_alone_and_by_the_definition(ex
     rng = np.random.default_rng(extra)
     profiles = rng.dirichlet(np.ones(12), size=(5, 3))
     placement = _with_replicas(rng, 3, 12, 4, extra)
-    share = placement.share
+    share = shared_out(placement)
     remote, local = expected_remote_ranks(profiles, placement, 4), expected_local_share(profiles, placement, np.zeros(4, np.intp))
     assert remote.shape == local.shape == (5, 4)
     for at, home in itertools.product(range(5), range(4)):
@@ -84,7 +90,7 @@ def test_expected_remote_nodes_equal_what_drawn_tokens_reach(extra: int) -> None
     rng = np.random.default_rng(extra)
     node, ranks, top_k, tokens = np.array([0, 0, 1, 1, 2, 2]), 6, 4, 40_000
     placement = _with_replicas(rng, 1, 12, ranks, extra)
-    share = placement.share
+    share = shared_out(placement)
     wanted = rng.dirichlet(np.ones(12), size=1)
     drawn = rng.choice(12, size=(tokens, top_k), p=wanted[0])
     served = (rng.random((tokens, top_k, 1)) > share[0].cumsum(axis=0).T[drawn]).sum(axis=2)
