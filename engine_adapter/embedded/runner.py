@@ -251,12 +251,10 @@ class Runner:
         block = self._layers[0].block
         slots = self.placement.slots_per_rank
 
-        def compute(rows: int) -> float:
-            hidden, ends = torch.zeros((rows, self.config.hidden), dtype=self._dtype), torch.full((slots,), rows, dtype=torch.int32)
-            return _fastest_seconds(lambda: block.compute(hidden, ends), 25)
+        def compute(rows: int) -> None:
+            block.compute(torch.zeros((rows, self.config.hidden), dtype=self._dtype), torch.full((slots,), rows, dtype=torch.int32))
 
-        few, many = compute(_FEW_PAIRS), compute(_MANY_PAIRS)
-        return max(0.0, many - few) / (_MANY_PAIRS - _FEW_PAIRS)
+        return _more_seconds(lambda: compute(_FEW_PAIRS), lambda: compute(_MANY_PAIRS), 25) / (_MANY_PAIRS - _FEW_PAIRS)
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:
@@ -278,10 +276,13 @@ class Runner:
             sent = self._dispatches[0].dispatch(0, x, experts)
             self._dispatches[0].combine(sent.rows, weights, sent.handle)
 
-        # in turn, so that a machine that grows busy meanwhile slows both
-        pairs = [(_fastest_seconds(lambda: there_and_back(own), 1), _fastest_seconds(lambda: there_and_back(away), 1)) for _ in range(25)]
-        home, remote = min(home for home, _ in pairs), min(remote for _, remote in pairs)
-        return max(0.0, remote - home) / (tokens * min(ranks - 1, self.config.top_k))
+        return _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25) / (tokens * min(ranks - 1, self.config.top_k))
+
+
+def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:
+    """What one call takes longer than the other, each at its fastest; in turn, so that a machine that grows busy meanwhile slows both."""
+    pairs = [(_fastest_seconds(less, 1), _fastest_seconds(more, 1)) for _ in range(times)]
+    return max(0.0, min(slow for _, slow in pairs) - min(fast for fast, _ in pairs))
 
 
 def _fastest_seconds(call: Callable[[], object], times: int) -> float:
