@@ -18,10 +18,11 @@ from engine_adapter.engine import EngineFailed
 from engine_adapter.initial import initial
 from engine_adapter.rank.facts import DecodeSteps
 from engine_adapter.simulated.config import PLACEMENTS, SimulatedConfig
-from engine_adapter.simulated.demand import Routes, Tastes, place
+from engine_adapter.simulated.demand import Tastes, place
 from engine_adapter.simulated.faults import FaultOrder, Faults
 from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
 from engine_adapter.simulated.ranks import SimulatedRank
+from engine_adapter.simulated.routes import Routes
 from engine_adapter.simulated.words import WordTokenizer
 from fleet.placement import Placement
 

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.rank.scheduler import Slice
-from engine_adapter.simulated.demand import Routes, Tastes
+from engine_adapter.simulated.demand import Tastes
+from engine_adapter.simulated.routes import Routes
 from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
 
 

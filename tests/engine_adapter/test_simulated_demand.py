@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from engine_adapter.rank.scheduler import Generation, Slice, identify
 from engine_adapter.simulated.config import SimulatedConfig
-from engine_adapter.simulated.demand import BUCKETS, Routes, Tastes, aligned, place
+from engine_adapter.simulated.demand import BUCKETS, Tastes, aligned, place
 from engine_adapter.simulated.pace import Plan, plan, seconds, tokens_of_row
 from engine_adapter.simulated.presets import PRESETS, SHAPES, speed_of
+from engine_adapter.simulated.routes import Routes
 from engine_adapter.simulated.words import END, VOCABULARY, Script, WordTokenizer
 from fleet.dispatch import loads, shares
 from fleet.placement import FULL, Placement, Split, linear
