@@ -114,7 +114,8 @@ def _runs(changes: Changes, members: NDArray[np.intp]) -> list[tuple[float, NDAr
             before = runs.pop()
             gain, cost, run = gain + before[0], cost + before[1], before[2] + run
         runs.append((gain, cost, run))
-    return [(gain / cost if cost else np.inf if gain >= 0 else -np.inf, np.array(run)) for gain, cost, run in runs]
+    mean = [gain / cost if cost else np.inf if gain >= 0 else -np.inf for gain, cost, _ in runs]
+    return list(zip(np.minimum.accumulate(mean).tolist(), [np.array(run) for *_, run in runs], strict=True))  # none before what it builds on
 
 
 def copies_between(before: Table, after: Table, ranks: int) -> int:
