@@ -2,7 +2,7 @@
 
 In this order, layer by layer: what survives is shared out among the survivors at once, which costs no bytes; lost experts are loaded, the most
 wanted first, into empty slots or those of the cheapest spare replicas; then experts that must have several live holders get them back, on
-other nodes where there are any. Balance is left to the planner's next cycle, which plans for the live ranks alone.
+other nodes where there are any; then few copies that even out the survivors (`migration.few`).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement, Split, even_split
-from migration.changes import NONE, NOWHERE, Changes, Kind, Table, joined
+from migration.changes import NONE, NOWHERE, Changes, Kind, Table, joined, made
+from migration.difference import shortened
+from migration.few import few
+from migration.full import full
+from migration.limits import Limits
+from migration.objective import balance
 
 Floats = NDArray[np.float64]
 Held = NDArray[np.bool_]
@@ -28,8 +33,8 @@ class Recovery(NamedTuple):
     short: NDArray[np.intp]
     """int [m, 2]: (layer, expert) that have a live holder in the end, but fewer than they must"""
     changes: Changes
-    """drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage), replicas. gain: pairs by which the expert that
-    arrives is wanted"""
+    """drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage), replicas, what evens out. gain: in mean loads
+    of a live rank; of an expert that is brought back, its load"""
     table: Table
     """int16 [layers, slots] in the end: dead ranks are empty, but for what could not be saved"""
     split: Split
@@ -74,8 +79,12 @@ def recover(
     load: NDArray[Any],
     node: NDArray[np.intp],
     least_replicas: NDArray[Any] | None = None,
+    *,
+    most_copies: int | None = None,
 ) -> Recovery:
     """dead: bool [ranks]; load: [layers, experts], any unit; node: [ranks], numbers from 0; least_replicas: int [layers, experts], live holders wanted.
+
+    most_copies: for balance alone, beside what must be brought back; None: as many as it takes.
 
     A second holder of an expert that must have two is given up where a lost expert finds no other slot; so the changes are ordered under
     `Limits(live=~dead)` alone. ValueError when no rank is left, or the arrays do not fit the placement.
@@ -92,6 +101,7 @@ def recover(
     changes += state.reload(lost, least)
     changes += state.restore(least)
     gone = (state.count == 0).sum(axis=1)
+    changes.append(state.even_out(np.flatnonzero(gone == 0), least, most_copies))
     return Recovery(
         lost=np.argwhere(lost),
         missing=gone,
@@ -125,6 +135,11 @@ class _Survivors:
     @property
     def per(self) -> int:
         return int(self.table.shape[1]) // self.ranks
+
+    @property
+    def mean(self) -> Floats:
+        """[layers]: mean load of a live rank."""
+        return np.asarray(np.maximum(self.load.sum(axis=1), 1e-300) / max(int((~self.dead).sum()), 1))
 
     @property
     def rank_of_slot(self) -> NDArray[np.intp]:
@@ -169,6 +184,22 @@ class _Survivors:
             if len(layer):
                 rounds.append(self._bring(layer, slot, expert, from_dead=False))
 
+    def even_out(self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None) -> Changes:
+        """Few copies for the balance of the survivors, in these layers."""
+        live, load = ~self.dead, self.load[layers]
+        if not len(layers) or live.sum() < 2 or most_copies == 0:
+            return NONE
+        goal = full(load, self.ranks, self.per, live=live)
+        each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
+        served = np.where(goal == EMPTY, 0.0, np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1))
+        reach = balance(served.reshape(len(layers), self.ranks, -1).sum(axis=2)[:, live])
+        limits = Limits(most_copies, live=live, least_replicas=least[layers])
+        found = shortened(self.table[layers], few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node), self.ranks)
+        found = found._replace(layer=layers[found.layer].astype(np.int32))
+        self.table = made(self.table, found)
+        self.count[layers] = (self.table[layers][:, :, None] == np.arange(load.shape[1])).sum(axis=1)
+        return found
+
     def _seat(self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool) -> NDArray[np.intp]:
         """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.
 
@@ -203,7 +234,7 @@ class _Survivors:
         self.table[layer, slot] = expert
         self.count[layer, expert] += 1
         self.held[layer, rank, expert] = True
-        return _changes(Kind.MOVE if from_dead else Kind.REPLICATE, layer, slot, expert, other, self.load[layer, expert])
+        return _changes(Kind.MOVE if from_dead else Kind.REPLICATE, layer, slot, expert, other, self.load[layer, expert] / self.mean[layer])
 
     def _of_slot(self, by_expert: NDArray[Any]) -> NDArray[Any]:
         """[layers, slots] of [layers, experts]; 0 in empty slots."""

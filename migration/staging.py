@@ -7,6 +7,7 @@ two of them can be in each other's way. A layer rests only where every expert ha
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,8 @@ class _Group(NamedTuple):
     copied: set[int]
     """slots"""
     written: set[int]
+    saved: set[int]
+    """experts that had no live holder before"""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,15 +119,16 @@ def _fits(group: _Group, left: list[int]) -> bool:
 
 
 def _worth(groups: list[_Group], gain: NDArray[np.float64]) -> list[float]:
-    """Of each group of a series: a small step before a large one is not put off. What copies nothing comes first."""
+    """Of each group of a series: a small step before a large one is not put off. What copies nothing comes first, and what nobody else holds."""
     runs: list[tuple[float, int, int]] = []
     for group in groups:
-        one, cost, count = sum(float(gain[at]) for at in group.changes), len(group.receives), 1
+        one = inf if group.saved else sum(float(gain[at]) for at in group.changes)
+        cost, count = len(group.receives), 1
         while runs and one * runs[-1][1] >= runs[-1][0] * cost:
             before = runs.pop()
             one, cost, count = one + before[0], cost + before[1], count + before[2]
         runs.append((one, cost, count))
-    return [total / cost if cost else np.inf for total, cost, count in runs for _ in range(count)]
+    return [total / cost if cost else inf for total, cost, count in runs for _ in range(count)]
 
 
 def _groups(placement: Placement, changes: Changes, limits: Limits) -> Iterator[tuple[int, list[_Group]]]:
@@ -162,7 +166,7 @@ class _Walk:
         """changes: (number, change)"""
         short: set[int] = set()
         found: list[_Group] = []
-        together = _Group([], [], set(), set())
+        together = _Group([], [], set(), set(), set())
         for number, change in changes:
             for expert in self._make(number, change, together):
                 (short.add if self.held[expert] < self.floor[expert] else short.discard)(expert)
@@ -170,7 +174,7 @@ class _Walk:
                     raise self._no(f"change {number} takes the last live replica of expert {self._named(expert)}")
             if not short:
                 found.append(together)
-                together = _Group([], [], set(), set())
+                together = _Group([], [], set(), set(), set())
         if short:
             expert = min(short)
             raise self._no(f"its changes leave expert {self._named(expert)} with {self.held[expert]} live replicas; it must keep {self.floor[expert]}")
@@ -182,6 +186,7 @@ class _Walk:
         self._expect(number, change)
         writes = ((slot, expert),) if other_slot == NOWHERE else ((slot, expert), (other_slot, other_expert))
         touched = [one for at, new in writes for one in (self.row[at], new) if one != EMPTY]
+        group.saved.update(new for _, new in writes if new != EMPTY and not self.held[new])
         for at, _ in writes:
             if self.row[at] != EMPTY and self.live[at // self.per]:
                 self.held[self.row[at]] -= 1

@@ -78,8 +78,27 @@ def test_the_most_wanted_of_the_lost_is_loaded_first_and_a_spare_replica_gives_w
 
 def test_a_second_holder_goes_to_a_node_that_has_none() -> None:
     start = Placement(np.array([[0, EMPTY, 1, EMPTY, 2, EMPTY, 0, EMPTY]]), experts=3, ranks=4)
-    found = recover(start, np.array([False, False, False, True]), np.array([[5.0, 9.0, 9.0]]), np.array([0, 0, 1, 1]), np.array([[2, 1, 1]]))
+    found = recover(start, np.array([False, False, False, True]), np.array([[5.0, 9.0, 9.0]]), np.array([0, 0, 1, 1]), np.array([[2, 1, 1]]), most_copies=0)
     assert found.table.tolist() == [[0, EMPTY, 1, EMPTY, 2, 0, EMPTY, EMPTY]]
+
+
+def test_the_survivors_are_evened_out_and_what_nobody_holds_comes_before_that() -> None:
+    dice = np.random.default_rng(4)
+    start, load, node = filled(dice, 6, 24, 6, 6), dice.random((6, 24)) ** 3, np.zeros(6, np.intp)
+    dead = np.arange(6) == 2
+    plain, found = (recover(start, dead, load, node, most_copies=most) for most in (0, None))
+    worst = []
+    for one in (plain, found):
+        each = load / np.maximum((one.table[:, :, None] == np.arange(24)).sum(axis=1), 1)
+        served = np.where(one.table == EMPTY, 0.0, np.take_along_axis(each, np.where(one.table == EMPTY, 0, one.table).astype(np.intp), axis=1))
+        worst.append(served.reshape(6, 6, -1).sum(axis=2).max(axis=1).mean() / (load.sum(axis=1).mean() / 5))
+    assert worst[1] < 1.1 < worst[0]
+    series = ordered(start, found.changes, Room(node, 10, staging=3), limits=Limits(live=~dead))
+    stored = [[copy.source is None for step in handover.steps for copy in step.copies] for handover in series]
+    assert stored[0] == sorted(stored[0], reverse=True)
+    assert any(stored[0])
+    assert not any(stored[-1])
+    assert recover(start, dead, load, node, most_copies=3).changes.copies.sum() <= plain.changes.copies.sum() + 3
 
 
 def test_a_second_holder_that_must_be_is_given_up_for_an_expert_that_has_none() -> None:
