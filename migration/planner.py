@@ -108,7 +108,7 @@ class _Thoughts:
     def recovery(self) -> Decided:
         """How to go on without the ranks that are lost. It is not asked whether that pays."""
         found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
-        way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas)
+        way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas, most_copies=found.limits.most_copies)
         self._reasons.append(f"without ranks {listed(found.question.dead)}: {way.summary}")
         try:
             chosen = appraised(found, Candidate("recovery", way.changes, way.split))
