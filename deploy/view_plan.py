@@ -11,7 +11,7 @@ from bus.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, show, table
 from deploy.view_fleet import members, on_bus
 from fleet.events import DescribePlan, PlanDescribed
-from migration.record import Measures, MemoryPoint, PlanRecord, StepRecord
+from migration.record import MemoryPoint, PlanRecord, StepRecord
 
 ASK_SECONDS = 60.0
 """A joint plan for many ranks takes some seconds, and others may be thought over before it."""
@@ -107,21 +107,30 @@ def _worth(record: PlanRecord) -> str:
 def _figures(record: PlanRecord) -> Iterator[tuple[str, ...]]:
     """Rows of the table: now, then, and what no placement can exceed."""
     both = [one for one in (record.before, record.after) if one is not None]
-    ceiling = "" if record.step_ceiling is None else f"{record.step_ceiling:.3f} in one step, by chance"
 
     def row(name: str, text: str, measure: str, factor: float = 1.0, best: str = "") -> tuple[str, ...]:
         return (name, *(text.format(factor * float(getattr(one, measure))) for one in both), best)
 
     yield row("balance, mean of layers", "{:.3f}", "balance_mean", best="" if record.balance_bound is None else f"{record.balance_bound:.3f} with even shares")
-    yield row("balance, worst layer", "{:.3f}", "balance_min", best=ceiling)
+    yield row("balance, worst layer", "{:.3f}", "balance_min")
+    if record.step_ceiling is not None:
+        yield ("balance of a single step", *[""] * len(both), f"{record.step_ceiling:.3f}, by the chance of so few tokens")
     yield row("served where requests live", "{:.1%}", "local_share")
     if record.saved is not None and record.saved_bound is not None:
         yield ("dispatch saved", *[""] * (len(both) - 1), f"{record.saved:.1%}", f"{record.saved_bound:.1%}, whatever the balance")
     yield row("other ranks per token and layer", "{:.2f}", "remote_ranks")
     yield row("other nodes per token and layer", "{:.2f}", "remote_nodes")
     yield row("step, ms", "{:.3f}", "step_seconds", 1e3)
-    for name in Measures.__struct_fields__[-3:]:
-        yield row(f"  of it {name.removesuffix('_seconds')}, ms", "{:.3f}", name, 1e3)
+    for name in _PARTS:
+        yield row(f"  {_PARTS[name]}, ms", "{:.3f}", name, 1e3)
+
+
+_PARTS = {
+    "expert_seconds": "of it in the fullest rank's experts",
+    "dispatch_seconds": "of it in sending tokens",
+    "memory_seconds": "of it in waiting for KV blocks that replicas took",
+}
+"""Of a step."""
 
 
 def _print_steps(record: PlanRecord, everything: bool) -> None:
@@ -132,7 +141,8 @@ def _print_steps(record: PlanRecord, everything: bool) -> None:
 
 
 def _step(step: StepRecord) -> tuple[str, ...]:
-    return (str(step.number), str(step.layer), step.kind, step.what, in_units(step.bytes) if step.bytes else "-", _time(step.gain_seconds), step.why)
+    size, gain = in_units(step.bytes) if step.bytes else "-", _time(step.gain_seconds) if step.gain_seconds else "-"
+    return (str(step.number), str(step.layer), step.kind, step.what, size, gain, step.why)
 
 
 def _print_homes(record: PlanRecord) -> None:

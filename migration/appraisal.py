@@ -42,7 +42,7 @@ def appraised(found: Situation, candidate: Candidate, after: Judged | None = Non
     """after: the judgement of where it leads to, where that is known. Unorderable when no series of handovers can make it."""
     placement = candidate.placement(found)
     after = found.judge(placement) if after is None else after
-    by_layer = found.before.seconds - after.seconds
+    by_layer = np.zeros(placement.layers) if found.question.dead else found.before.seconds - after.seconds  # the dead have no steps to compare with
     handovers = _handovers(found, candidate, by_layer)
     if len(handovers) > found.config.most_steps:
         return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))

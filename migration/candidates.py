@@ -7,10 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import Placement, Split, even_split
-from migration.changes import NONE, Changes, Table, made, within
+from migration.changes import NONE, Changes, Table, joined, made, within
 from migration.difference import between, shortened
 from migration.eplb import as_placement, eplb_global, eplb_hierarchical
 from migration.few import few
+from migration.filling import filled
 from migration.history import counted
 from migration.locality import located
 from migration.nearness import room_of
@@ -19,6 +20,7 @@ from migration.objective import balance
 from migration.relabel import relabelled
 from migration.reweight import reweight
 from migration.situation import Situation
+from migration.toward import toward
 from migration.weighted import weighted
 
 
@@ -52,6 +54,16 @@ def copies(found: Situation) -> Candidate:
     return Candidate("few copies", changes, shared(found, made(found.table, changes)))
 
 
+def copies_and_filling(found: Situation) -> Candidate:
+    """Few copies; and what each rank wants most in the slots that are empty then."""
+    first = copies(found).changes
+    fill = _without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
+    changes = joined([part for part in (first, fill) if part])
+    if found.limits.most_copies is not None:
+        changes = within(changes, found.limits.most_copies)
+    return Candidate("empty slots filled", changes, shared(found, made(found.table, changes)))
+
+
 def uniform(found: Situation) -> Candidate:
     """Few copies for engines whose replicas share evenly, whatever they are told."""
     return Candidate("few copies, even shares", _few(found), None)
@@ -59,8 +71,9 @@ def uniform(found: Situation) -> Candidate:
 
 def local(found: Situation) -> Candidate:
     """Experts near the ranks whose requests want them."""
-    goal = located(found.fit, room_of(found), present=found.table)
-    changes = _towards(found, goal.table)
+    room = room_of(found)
+    goal = located(found.fit, room, present=found.table)
+    changes = _without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
     return Candidate("locality", changes, shared(found, made(found.table, changes)))
 
 

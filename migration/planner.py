@@ -12,7 +12,7 @@ import numpy as np
 
 from fleet.placement import Placement
 from migration.appraisal import Appraised, appraised
-from migration.candidates import Candidate, Maker, anew, copies, eplb, eplb_by_node, local, shares, uniform
+from migration.candidates import Candidate, Maker, anew, copies, copies_and_filling, eplb, eplb_by_node, local, shared, shares, uniform
 from migration.config import MigrationConfig, Policy
 from migration.full import bound
 from migration.memory import curve
@@ -22,7 +22,7 @@ from migration.record import MemoryPoint, PlanRecord
 from migration.recovery import recover
 from migration.situation import Question, Situation, situation
 from migration.staging import Unorderable
-from migration.telling import listed, measures, memory, named_homes, outcome, steps
+from migration.telling import duration, listed, measures, memory, named_homes, outcome, steps
 from migration.view import View
 
 _MARGIN = 0.005
@@ -58,7 +58,7 @@ class Decided(NamedTuple):
 
 
 WAYS: dict[Policy, tuple[Maker, ...]] = {
-    "roost": (shares, copies, local, anew),
+    "roost": (shares, copies, copies_and_filling, local, anew),
     "uniform": (uniform, anew),
     "full": (anew,),
     "eplb": (eplb,),
@@ -111,7 +111,8 @@ class _Thoughts:
         way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas, most_copies=found.limits.most_copies)
         self._reasons.append(f"without ranks {listed(found.question.dead)}: {way.summary}")
         try:
-            chosen = appraised(found, Candidate("recovery", way.changes, way.split))
+            split = shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
+            chosen = appraised(found, Candidate("recovery", way.changes, split))
         except Unorderable as error:
             return self._refused(Why.UNABLE, str(error))
         decided = self._decided(chosen)
@@ -151,7 +152,7 @@ class _Thoughts:
         """Why a way that would gain so much per step is not looked at further, beside one that copies less; empty: it is."""
         target, name = self._found.limits.target, best.candidate.name
         if self._worth(gain) < best.net_seconds + self._margin:
-            return f"gains no more than {name}, whatever it would copy"
+            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)} for less: that is no more than noise apart"
         if best.gain_seconds >= target * gain:
             return f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is {target:.0%})"
         return ""

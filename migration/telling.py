@@ -65,10 +65,10 @@ def _what(step: Step, per: int) -> str:
 def outcome(found: Situation, way: Appraised) -> str:
     """What one way of going about it would bring, in a sentence."""
     figures, before, paid = way.after.figures, found.before.figures, way.payback
-    bytes_ = f"{way.copies} copies, {amount(paid.bytes)}" if way.copies else "no bytes"
+    bytes_ = f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}" if way.copies else "no bytes"
     even = f"balance {before.balance:.3f} to {figures.balance:.3f}"
     near = f"local {before.local:.1%} to {figures.local:.1%}"
-    worth = f"a step {_duration(way.gain_seconds)} shorter" if way.gain_seconds >= 0 else f"a step {_duration(-way.gain_seconds)} longer"
+    worth = f"a step {duration(way.gain_seconds)} shorter" if way.gain_seconds >= 0 else f"a step {duration(-way.gain_seconds)} longer"
     return f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; {way.net_seconds:.3g} s to be gained in {paid.lifetime_seconds:.0f} s"
 
 
@@ -80,8 +80,9 @@ def amount(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _duration(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+def duration(seconds: float) -> str:
+    """A time for people."""
+    return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
 def memory(found: Situation, points: Sequence[Point]) -> tuple[MemoryPoint, ...]:
