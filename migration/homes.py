@@ -42,7 +42,7 @@ class Traffic:
     leak: float = 0.0
     """the part of requests that goes anywhere, whatever is said"""
     capacity: NDArray[np.float64] | None = None
-    """[ranks], the part of all requests that a rank may be home to; None: 5 % more than its even part"""
+    """[ranks], the part of all requests that a rank may be home to; None: its even part"""
 
     def __post_init__(self) -> None:
         if self.profiles.ndim != 3 or self.shares.shape != self.profiles.shape[:1]:
@@ -54,7 +54,7 @@ class Traffic:
 
     def room_for(self, ranks: int) -> Values:
         """[ranks]: capacity."""
-        return np.full(ranks, 1.05 / ranks) if self.capacity is None else self.capacity
+        return np.full(ranks, 1.0 / ranks) if self.capacity is None else self.capacity
 
     def demand(self, homes: Values) -> Values:
         """float64 [ranks, layers, experts]: what each rank's requests want, of all pairs; homes: [K, ranks], a row of zeros is at home everywhere."""

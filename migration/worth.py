@@ -103,7 +103,8 @@ def _one_each(worth: Worth, slots: int, home: Held | None) -> Held:
             raise ValueError(f"locality: {experts} experts do not fit where they must be, with {slots} slots on each of {ranks} ranks")
         np.put_along_axis(open_to, asked[:, None], -np.inf, 1)
         second = open_to.max(axis=1)
-        regret = np.where(np.isfinite(second), best - second, np.inf)
+        several = np.isfinite(second)
+        regret = np.where(several, best, 0.0) - np.where(several, second, -np.inf)
         order = np.argsort(np.where(left, -regret, np.inf), axis=1, kind="stable")
         for rank in range(ranks):
             wants = np.take_along_axis(left & (asked == rank), order, 1)

@@ -1,0 +1,155 @@
+"""Homes: routing and placing in turn, against exact halves, brute force, and the promises of stability."""
+
+import itertools
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from benchmarks.rig.popularity import domains, load
+from fleet.placement import linear
+from migration.homes import Traffic, chained, homes, laid_onto, routed
+from migration.levelling import held_of
+from migration.locality import Room, located
+
+LAYERS, EXPERTS, RANKS = 4, 32, 4
+ROOM = Room(np.zeros(RANKS, np.intp), 10, balance=0.9)
+
+
+def traffic(special: float, clusters: int = 8, seed: int = 0, leak: float = 0.0) -> Traffic:
+    """Clusters of so many domains of four, each a little its own."""
+    dice = np.random.default_rng(seed)
+    kinds = domains("topheavy", 4, special, LAYERS, EXPERTS, dice)
+    own = special > 0
+    profiles = np.stack([0.8 * kinds[at % 4] + 0.2 * (load("topheavy", LAYERS, EXPERTS, dice) if own else kinds[at % 4]) for at in range(clusters)])
+    return Traffic(profiles, dice.dirichlet(np.full(clusters, 5.0)), leak)
+
+
+def best_alternation(given: Traffic, room: Room, seed: int) -> float:
+    """Both halves by exact linear programmes, from a random start: the local share it ends at."""
+    start = np.random.default_rng(seed).dirichlet(np.ones(room.ranks), len(given.shares))
+    reached, where = 0.0, start
+    for _ in range(8):
+        demand = given.demand(where)
+        held = np.stack([_placed(demand[:, layer], room.slots) for layer in range(LAYERS)])
+        local = given.profiles.reshape(len(given.shares), -1) @ held.transpose(1, 0, 2).reshape(room.ranks, -1).T / LAYERS
+        where = routed(local, given.shares, given.room_for(room.ranks))
+        reached = max(reached, float((given.demand(where).transpose(1, 0, 2) * held).sum() / LAYERS))
+    return reached
+
+
+def _placed(demand: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
+    """[ranks, experts]: replicas of the linear programme."""
+    ranks, experts = demand.shape
+    each, full = np.kron(np.ones((1, ranks)), np.eye(experts)), np.kron(np.eye(ranks), np.ones((1, experts)))
+    limits = np.r_[np.full(ranks, slots), -np.ones(experts)]
+    return linprog(-demand.ravel(), A_ub=np.vstack([full, -each]), b_ub=limits, bounds=(0, 1), method="highs").x.reshape(demand.shape)
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.3])
+def test_joint_homes_come_within_a_point_of_the_best_alternation_of_exact_halves(leak: float) -> None:
+    given = traffic(0.6, leak=leak)
+    found = homes(given, ROOM)
+    assert found.homes is not None
+    assert found.located is not None
+    assert found.saved >= max(best_alternation(given, ROOM, seed) for seed in range(4)) - 0.01
+    assert found.located.balance.min() >= 0.89
+    assert "homes save" in found.reason
+
+
+def test_together_they_save_what_neither_does_alone() -> None:
+    given = traffic(0.8)
+    found = homes(given, ROOM)
+    placement_alone = located(given.demand(np.zeros((8, RANKS))), ROOM).saved.mean()
+    assert found.saved > placement_alone + 0.05
+
+
+@pytest.mark.parametrize("pairs", [None, np.full(8, 1e5)])
+def test_homogeneous_traffic_gets_no_homes(pairs: NDArray[np.float64] | None) -> None:
+    found = homes(traffic(0.0), ROOM, pairs=pairs)
+    assert found.homes is None
+    assert found.located is None
+    assert found.saved == found.saved_before
+    assert ("no specialisation" in found.reason) if pairs is not None else ("the same placement without them" in found.reason)
+
+
+def test_one_cluster_has_no_place_of_its_own() -> None:
+    given = traffic(0.5)
+    alone = Traffic(given.profiles, np.eye(8)[0])
+    assert homes(alone, ROOM).homes is None
+
+
+def test_homes_fit_their_ranks_and_unused_clusters_have_none() -> None:
+    given = traffic(0.5)
+    shares = np.where(np.arange(8) == 3, 0.0, given.shares)
+    capacity = np.array([0.4, 0.3, 0.2, 0.2])
+    found = homes(Traffic(given.profiles, shares, 0.1, capacity), ROOM).homes
+    assert found is not None
+    assert found.sum(axis=1) == pytest.approx((np.arange(8) != 3) * 1.0)
+    assert (shares / shares.sum() @ found <= capacity + 1e-6).all()
+
+
+def test_homes_of_before_are_kept_unless_others_are_clearly_better() -> None:
+    given = traffic(0.6)
+    first = homes(given, ROOM)
+    assert first.homes is not None
+    assert first.located is not None
+    table = first.located.table
+    again = homes(given, ROOM, before=first.homes, present=table)
+    assert np.array_equal(again.homes, first.homes)
+    assert again.saved_before == pytest.approx(first.saved, abs=1e-3)
+    regrouped = Traffic(given.profiles[[0, 4, 1, 5, 2, 6, 3, 7]], given.shares)
+    other = homes(regrouped, ROOM, before=first.homes, present=table)
+    assert not np.array_equal(other.homes, first.homes)
+    assert other.saved > other.saved_before + 0.005
+
+
+def test_ranks_are_renamed_to_where_experts_are_already() -> None:
+    given = traffic(0.9)
+    first = homes(given, ROOM)
+    assert first.homes is not None
+    assert first.located is not None
+    turned = np.roll(first.located.table.reshape(LAYERS, RANKS, -1), 1, axis=1).reshape(LAYERS, -1)
+    found = homes(given, ROOM, present=turned)
+    assert found.located is not None
+    assert np.allclose(found.homes, np.roll(first.homes, 1, axis=1), atol=0.3)
+    had, have = (held_of(table, RANKS, EXPERTS) for table in (turned, found.located.table))
+    assert (have & ~had).sum() < 0.25 * have.sum()
+
+
+def test_only_like_ranks_and_nodes_take_each_others_place() -> None:
+    found, held = np.eye(4), np.eye(4, dtype=bool)[None]
+    present = held[:, [2, 3, 1, 0]]
+    room = Room(np.array([0, 0, 1, 1]), 1)
+    assert laid_onto(found, held, present, room, np.full(4, 0.25)).argmax(axis=0).tolist() == [2, 3, 1, 0]
+    uneven = laid_onto(found, held, present, room, np.array([0.4, 0.3, 0.2, 0.1]))
+    assert np.array_equal(uneven, found)
+
+
+def test_routing_is_exact_and_chains_lay_shares_along_ranks() -> None:
+    dice = np.random.default_rng(1)
+    value = dice.random((3, 3))
+    found = routed(value, np.full(3, 1 / 3), np.full(3, 1 / 3))
+    assert (found * value).sum() == pytest.approx(max(sum(value[at, to] for at, to in enumerate(order)) for order in itertools.permutations(range(3))))
+    given = traffic(0.5)
+    row = chained(given, RANKS)
+    assert given.shares @ row == pytest.approx(np.full(RANKS, 1 / RANKS))
+    assert row.sum(axis=1) == pytest.approx(np.ones(8))
+
+
+def test_demand_of_clusters_without_a_home_is_the_same_everywhere() -> None:
+    given = traffic(0.5, leak=0.2)
+    even = given.demand(np.zeros((8, RANKS)))
+    assert np.ptp(even, axis=0) == pytest.approx(np.zeros((LAYERS, EXPERTS)))
+    assert even.sum(axis=(0, 2)) == pytest.approx(np.ones(LAYERS))
+    assert homes(given, ROOM, present=linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=10).expert_of_slot).saved_before > 0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="leak"):
+        traffic(0.5, leak=1.5)
+    with pytest.raises(ValueError, match="capacity adds up"):
+        Traffic(np.ones((1, 1, 2)), np.ones(1), capacity=np.full(2, 0.4))
+    with pytest.raises(ValueError, match="shares"):
+        Traffic(np.ones((1, 1, 2)), np.ones(2))
