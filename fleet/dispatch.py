@@ -13,6 +13,7 @@ such that any run of them comes as near to the shares as whole tokens can (`Choo
 `node` is int [ranks] everywhere: the machine of each rank, numbered from 0.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,65 +165,67 @@ def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
 
 
 class Chooser:
-    """Sends the tokens of one rank of one placement, one by one.
+    """Sends the tokens of some ranks of one placement, one by one.
 
-    The slots that may serve an expert divide a circle among themselves by their `shares`; an expert's tokens step around it by the golden
-    ratio. Of N steps in a row each slot gets its share but for 3 + 3.6 ln N at most, and 1 or 2 as a rule (Kuipers and Niederreiter, Uniform
-    Distribution of Sequences, theorem 2.3.4).
+    The slots that may serve an expert divide a circle among themselves by their `shares`; a rank's tokens of this expert step around it by the
+    golden ratio. Of N steps in a row each slot gets its share but for 3 + 3.6 ln N at most, and 1 or 2 as a rule (Kuipers and Niederreiter,
+    Uniform Distribution of Sequences, theorem 2.3.4).
     """
 
-    def __init__(self, placement: Placement, home: int, node: NDArray[np.intp]) -> None:
-        experts = placement.experts
-        slot, ends = _circles(placement, shares(placement, home, node))
-        several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # [layers, experts]; without ends: none
-        self.table: Slots = np.ascontiguousarray(slot[:, :, 0])
-        """int64 [layers, experts]: the first slot that may serve an expert; the only one in `plain` layers"""
+    def __init__(self, placement: Placement, homes: Sequence[int], node: NDArray[np.intp]) -> None:
+        slots, ends = _circles(placement, np.stack([shares(placement, home, node) for home in homes]))
+        several: NDArray[np.bool_] = np.any(ends[:, :1] < _LAST, axis=1)  # without ends: nowhere
+        self.table: Slots = np.ascontiguousarray(slots[:, :, 0])
+        """int64 [layers, homes * experts]: the first slot that may serve an expert; the only one in `plain` layers"""
         self.plain: tuple[bool, ...] = tuple(not any(one) for one in several.tolist())
-        """of each layer, whether every expert has but one possible slot"""
+        """of each layer, whether every expert has but one possible slot for each home"""
         self._several = several
-        self._slots = slot
+        self._slots = slots
         self._ends = ends
-        self._phase = np.arange(experts, dtype=np.uint32) * _BY_EXPERT + np.uint32(home * _BY_HOME & _LAST)
+        self._sorted = np.int16 if several.shape[1] < 1 << 15 else np.int64  # numpy sorts short integers by their digits, which is faster
+        begin = np.array([home * _BY_HOME & _LAST for home in homes], np.uint32)
+        self._phase = (begin[:, None] + np.arange(placement.experts, dtype=np.uint32) * _BY_EXPERT).ravel()
 
-    def choose(self, layer: int, experts: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
-        """int64 [n]: the slots of the pairs of one step, whose experts are int [n].
+    def choose(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
+        """int64 [n]: the slots of the pairs of one step. wanted: int [n], their experts; of several homes, the n-th home's from n * experts on.
 
-        turn: int64 [experts], how many pairs of each expert went before. One number for all, say of steps, will do where nobody counts: a step's
-        pairs then still are as near to the shares as can be, many steps a little less.
+        turn: int64 [homes * experts], how many pairs went before of each. One number for all, say of steps, will do where nobody counts: a
+        step's pairs then still are as near to the shares as can be, many steps a little less.
         """
-        found: Slots = self.table[layer][experts]
+        found: Slots = self.table[layer][wanted]
         if self.plain[layer]:
             return found
-        at = np.flatnonzero(self._several[layer][experts])
-        wanted = experts[at]
+        at = np.flatnonzero(self._several[layer][wanted])
+        wanted = wanted[at]
         before = turn[wanted] if isinstance(turn, np.ndarray) else turn & _LAST
-        point = self._phase[wanted] + (_ordinals(wanted) + before).astype(np.uint32) * _TURN
+        point = self._phase[wanted] + (_ordinals(wanted.astype(self._sorted)) + before).astype(np.uint32) * _TURN
         nth = (point > self._ends[layer].take(wanted, axis=1)).sum(axis=0)
         found[at] = self._slots[layer][wanted, nth]
         return found
 
 
 def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint32]]:
-    """The slots with a part in each expert, ascending: int64 [layers, experts, m]; and the last point of each but the last: [layers, m - 1, experts]."""
-    places = placement.layers * placement.experts
-    layer, slot = np.nonzero(part > 0.0)
-    place = layer * placement.experts + placement.expert_of_slot[layer, slot]
+    """The slots that have a part [homes, layers, slots] in each expert, ascending: int64 [layers, homes * experts, m]; and the last point of each but
+    the last: [layers, m - 1, homes * experts]."""
+    layers, across = placement.layers, len(part) * placement.experts
+    home, layer, slot = np.nonzero(part > 0.0)
+    place = layer * across + home * placement.experts + placement.expert_of_slot[layer, slot]
     order = np.argsort(place, kind="stable")
-    counts = np.bincount(place, minlength=places)
+    counts = np.bincount(place, minlength=layers * across)
     nth = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
-    slots = np.zeros((places, int(counts.max())), np.int64)
+    slots = np.zeros((layers * across, int(counts.max())), np.int64)
     length = np.zeros(slots.shape)
     slots[place[order], nth] = slot[order]
-    length[place[order], nth] = part[layer, slot][order]
+    length[place[order], nth] = part[home, layer, slot][order]
     ends = np.clip(np.rint(length.cumsum(axis=1) * 2.0**32) - 1.0, 0.0, _LAST).astype(np.uint32)
     ends[np.arange(ends.shape[1]) >= counts[:, None] - 1] = _LAST
-    shape = (placement.layers, placement.experts, slots.shape[1])
+    shape = (layers, across, slots.shape[1])
     return slots.reshape(shape), np.ascontiguousarray(ends.reshape(shape)[:, :, :-1].transpose(0, 2, 1))
 
 
 def _ordinals(values: NDArray[Any]) -> NDArray[np.int64]:
     """int64 [n]: how often each value came before it, in order."""
-    order = np.argsort(values.astype(np.int16), kind="stable")  # ids of experts are small, and numpy sorts short integers by their digits
+    order = np.argsort(values, kind="stable")
     ordered = values[order]
     begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(values) else order
     nth = np.arange(len(values))

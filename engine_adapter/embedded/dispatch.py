@@ -76,30 +76,26 @@ def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_
     return Groups(row_of_pair, pair_of_row, ends.astype(np.int32), counts)
 
 
-class _Choosers:
+class _Sending:
     """Which physical slots serve the pairs of all ranks, by the rule of `fleet.dispatch`. Every rank must come to the same result, so every
     rank asks for every layer of every step once."""
 
     def __init__(self, placement: Placement) -> None:
         # the ranks of an engine of ours meet in a folder: they are on one machine
-        of_rank = [Chooser(placement, home, np.zeros(placement.ranks, np.intp)) for home in range(placement.ranks)]
-        self._of_rank = of_rank
-        self._tables = np.stack([one.table for one in of_rank])
-        self._plain = [all(one.plain[layer] for one in of_rank) for layer in range(placement.layers)]
-        self._turns = np.zeros(self._tables.shape, np.int64)
-        """[ranks, layers, experts]: pairs so far, of layers where there is a choice"""
+        self._chooser = Chooser(placement, range(placement.ranks), np.zeros(placement.ranks, np.intp))
+        self._experts = placement.experts
+        self._turns = np.zeros(self._chooser.table.shape, np.int64)
+        """[layers, ranks * experts]: pairs so far, of layers where there is a choice"""
 
     def slots(self, layer: int, home: Indices, experts: Indices) -> Indices:
-        """int64 [T, k] of tokens whose home ranks are [T], ascending, and whose experts are [T, k]."""
-        if self._plain[layer]:
-            return np.asarray(self._tables[home[:, None], layer, experts])
-        return np.concatenate([self._of_one(rank, layer, experts[slice(*np.searchsorted(home, (rank, rank + 1)))]) for rank in range(len(self._tables))])
-
-    def _of_one(self, rank: int, layer: int, experts: Indices) -> Indices:
-        wanted, turns = experts.reshape(-1), self._turns[rank, layer]
-        found = self._of_rank[rank].choose(layer, wanted, turns)
-        turns += np.bincount(wanted, minlength=len(turns))
-        return found.reshape(experts.shape)
+        """int64 [T, k] of tokens whose home ranks are [T], and whose experts are [T, k]."""
+        wanted = home[:, None] * self._experts + experts
+        if self._chooser.plain[layer]:
+            return np.asarray(self._chooser.table[layer][wanted])
+        pairs, turns = wanted.reshape(-1), self._turns[layer]
+        found = self._chooser.choose(layer, pairs, turns)
+        turns += np.bincount(pairs, minlength=len(turns))
+        return found.reshape(wanted.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +192,7 @@ class LocalDispatch:
     def __init__(self, placement: Placement, max_tokens: int) -> None:
         if placement.ranks != 1:
             raise ValueError(f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one")
-        self._table = Chooser(placement, 0, np.zeros(1, np.intp)).table  # of one rank every expert has one slot
+        self._table = Chooser(placement, (0,), np.zeros(1, np.intp)).table  # of one rank every expert has one slot
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
         self._calls = _Calls()
@@ -229,7 +225,7 @@ class GlooDispatch:
         self._group = group
         self._slots = placement.slots_per_rank
         self._experts = placement.experts
-        self._choosers = _Choosers(placement)
+        self._sending = _Sending(placement)
         self._max_tokens = max_tokens
         self._small_gather_bytes = small_gather_bytes
         self._calls = _Calls()
@@ -245,7 +241,7 @@ class GlooDispatch:
         _check_experts(experts, self._experts)
         small = self._step.most * x.shape[1] * x.element_size() <= self._small_gather_bytes
         everyones_x, ids = self._gather(x if small else x[:, :0], experts)
-        slots = self._choosers.slots(layer, self._step.home, ids)
+        slots = self._sending.slots(layer, self._step.home, ids)
         pairs = np.flatnonzero(slots // self._slots == self._group.rank)
         tokens = pairs // ids.shape[1]
         if not small:

@@ -129,7 +129,7 @@ def test_single_tokens_keep_to_the_shares_over_any_steps(case: tuple[Placement, 
     dice = np.random.default_rng(seed)
     home, layer = int(dice.integers(placement.ranks)), int(dice.integers(placement.layers))
     wanted = dice.choice(placement.experts, count, p=dice.dirichlet(np.ones(placement.experts)))
-    found = sent(Chooser(placement, home, node), layer, wanted, np.sort(dice.integers(0, 20, count)), placement.experts)
+    found = sent(Chooser(placement, (home,), node), layer, wanted, np.sort(dice.integers(0, 20, count)), placement.experts)
     assert (placement.expert_of_slot[layer, found] == wanted).all()
     part = shares(placement, home, node)[layer]
     for expert in np.unique(wanted):
@@ -148,7 +148,7 @@ def test_at_no_moment_is_a_share_off_by_more_than_a_few_tokens() -> None:
         keep=np.zeros((1, 4), np.uint16), spill=np.array([[20_000, 50_000, FULL - 20_000, FULL - 50_000]], np.uint16)
     )
     placement = Placement(np.array([[0, 1, 0, 1]]), experts=2, ranks=2, split=split)
-    chooser = Chooser(placement, 0, np.zeros(2, np.intp))
+    chooser = Chooser(placement, (0,), np.zeros(2, np.intp))
     wanted = np.random.default_rng(1).integers(0, 2, 1000)
     found = sent(chooser, 0, wanted, np.arange(1000) // 3, 2)
     for slot in range(4):
@@ -160,7 +160,7 @@ def test_a_step_is_spread_well_by_a_number_of_steps_too_and_the_same_each_time()
     placement = Placement(
         np.array([[0, 0, 0]]), experts=1, ranks=3, split=even_split(np.array([[0, 0, 0]], np.int16), 1)._replace(keep=np.zeros((1, 3), np.uint16))
     )
-    chooser = Chooser(placement, 2, np.zeros(3, np.intp))
+    chooser = Chooser(placement, (2,), np.zeros(3, np.intp))
     for turn in (0, 7, 2**40 + 5):
         found = chooser.choose(0, np.zeros(30, np.int64), turn)
         assert np.abs(np.bincount(found, minlength=3) - 10).max() <= 2
@@ -171,8 +171,8 @@ def test_a_step_is_spread_well_by_a_number_of_steps_too_and_the_same_each_time()
 def test_single_tokens_of_several_ranks_do_not_go_the_same_way() -> None:
     table = np.array([[0, 1, 0, 1, *([EMPTY] * 12)]], np.int16)
     placement = Placement(table, experts=2, ranks=8)
-    assert [Chooser(placement, home, np.zeros(8, np.intp)).plain for home in (0, 1, 2)] == [(True,), (True,), (False,)]
-    first = [int(Chooser(placement, home, np.zeros(8, np.intp)).choose(0, np.array([0]), 0)[0]) for home in range(2, 8)]
+    assert [Chooser(placement, (home,), np.zeros(8, np.intp)).plain for home in (0, 1, 2)] == [(True,), (True,), (False,)]
+    first = [int(Chooser(placement, (home,), np.zeros(8, np.intp)).choose(0, np.array([0]), 0)[0]) for home in range(2, 8)]
     assert sorted(first) == [0, 0, 0, 2, 2, 2]
 
 
@@ -181,7 +181,21 @@ def test_nodes_are_numbered_in_the_order_in_which_they_come() -> None:
     assert numbered(()) == ()
 
 
+@given(placed(), st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_several_homes_at_once_are_each_alone(case: tuple[Placement, NDArray[np.intp]], seed: int) -> None:
+    (placement, node), dice = case, np.random.default_rng(seed)
+    homes = dice.permutation(placement.ranks).tolist()
+    at, experts = np.sort(dice.integers(0, len(homes), 50)), dice.integers(0, placement.experts, 50)
+    turns = dice.integers(0, 1000, (len(homes), placement.experts))
+    together = Chooser(placement, homes, node)
+    for layer in range(placement.layers):
+        found = together.choose(layer, at * placement.experts + experts, turns.ravel())
+        alone = [Chooser(placement, (home,), node).choose(layer, experts[at == nth], turns[nth]) for nth, home in enumerate(homes)]
+        assert found.tolist() == np.concatenate(alone).tolist()
+
+
 def test_where_there_is_no_choice_it_is_a_table() -> None:
-    chooser = Chooser(linear(layers=2, experts=6, ranks=3), 1, np.zeros(3, np.intp))
+    chooser = Chooser(linear(layers=2, experts=6, ranks=3), (1,), np.zeros(3, np.intp))
     assert chooser.plain == (True, True)
     assert chooser.choose(1, np.array([5, 0, 3, 5]), 0).tolist() == [5, 0, 3, 5]
