@@ -12,7 +12,20 @@ import numpy as np
 
 from fleet.placement import Placement
 from migration.appraisal import Appraised, appraised
-from migration.candidates import Candidate, Maker, anew, copies, copies_and_filling, eplb, eplb_by_node, local, shared, shares, uniform
+from migration.candidates import (
+    Candidate,
+    Maker,
+    anew,
+    copies,
+    copies_and_filling,
+    eplb,
+    eplb_by_node,
+    local,
+    shared,
+    shares,
+    uniform,
+)
+from migration.changes import made, within
 from migration.config import MigrationConfig, Policy
 from migration.full import bound
 from migration.memory import curve
@@ -93,6 +106,10 @@ class _Thoughts:
         found, policy = self._found, self._found.question.policy
         if found.view.later is None:
             self._reasons.append("there is only one window of demand yet: ways are judged on the one they are made from, which flatters them")
+        if not found.terms.speed.expert_pair:
+            self._reasons.append("the engine says that pairs take its experts no time (expert_pair 0): evenly loaded ranks are worth nothing to it")
+        if (safe := self._safe()) is not None:
+            return self._at_home(safe)
         if policy == "roost" and self._at_ceiling() and not self._may_move_nearer():
             return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
         best = self._best(WAYS[policy])
@@ -117,6 +134,19 @@ class _Thoughts:
             return self._refused(Why.UNABLE, str(error))
         decided = self._decided(chosen)
         return decided._replace(record=msgspec.structs.replace(decided.record, before=None, lost=way.summary))
+
+    def _safe(self) -> Decided | None:
+        """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them."""
+        found, least = self._found, self._found.limits.least_replicas
+        if least is None:
+            return None
+        way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least)
+        changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
+        if not changes:
+            return None
+        after = made(found.table, changes)
+        self._reasons.append(f"{found.config.critical_experts:.0%} of the experts, the most wanted, are to survive the loss of a rank")
+        return self._decided(appraised(found, Candidate("second replicas", changes, shared(found, after))))
 
     # Which way
 

@@ -185,7 +185,9 @@ class Watch:
         for engine in self._engines.values():
             if now - engine.window.began >= self._config.window_seconds:
                 self._count_all(engine, now)
-                engine.closed = [*engine.closed, engine.window.demand(engine.rates, _pairs(engine), now, over=True)][-2:]
+                over = engine.window.demand(engine.rates, _pairs(engine), now, over=True)
+                engine.closed = [*engine.closed, over][-2:]
+                engine.history = engine.history.seen(over.wanted)
                 engine.window = _Window(engine.shape, now)
 
     # What that makes

@@ -344,11 +344,17 @@ def test_experts_chosen_as_critical_survive_the_loss_of_any_one_rank() -> None:
     _, foreign, _ = zipf()
     seen = view(linear_with_room(), foreign)
     config = MigrationConfig(critical_experts=0.1)
-    found = decided(seen, config=config)
+    found = decide(seen, Question("roost", 1 << 40), config)
     assert found.plan is not None
-    before = seen.placement.replicas_on_rank.sum(axis=1)
-    after = replay(seen.placement, found.plan)[-1].replicas_on_rank.sum(axis=1)
-    assert (after >= np.minimum(before, 2)).all()
+    safe = replay(seen.placement, found.plan)[-1]
+    hot = np.argsort(-seen.demand.rates.sum(axis=0), axis=1)[:, :6]
+    holders = np.take_along_axis(safe.replicas_on_rank.sum(axis=1), hot, axis=1)
+    assert (holders >= 2).all()
+    assert found.record.copies >= LAYERS * 6
+    after = decided(replace(seen, placement=safe), config=config)
+    assert after.plan is not None
+    kept = replay(safe, after.plan)[-1].replicas_on_rank.sum(axis=1)
+    assert (np.take_along_axis(kept, hot, axis=1) >= 2).all()
 
 
 def linear_with_room() -> Placement:
