@@ -2,41 +2,39 @@
 
 Load is shared evenly among an expert's replicas. Layers know nothing of each other and are worked on all at once. In three movements:
 
-1. Counts. Replicas are dealt as parliaments deal seats, by a divisor rule: t is the least load such that experts of load x get
-   max(1, ceil(x / t - s)) replicas and all fit. s = 0 makes the heaviest replica lightest. Where there are few slots per rank that is not all
-   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Layers that do not come near their bound are tried once more with s < 0,
-   which gives the most wanted fewer replicas and those of middling load more.
+1. Counts (`migration.counts`), by the divisor rule that makes the heaviest replica lightest. Where there are few slots per rank that is not all
+   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Layers that do not come near their bound are tried once more with a signpost
+   below 0, which gives the most wanted fewer replicas and those of middling load more.
 2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least.
 3. Trading. Heavy ranks are paired with light ones, each round otherwise, and exchange what brings the two nearest to each other: one
    expert for one, or two for two.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
+from migration.counts import Bounds, Counts, Floats, floor, pigeonhole, replica_counts, replicas
 from migration.polishing import cells, fullest, polished
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 Weights = NDArray[np.float32]
 Table = NDArray[np.int16]
-EVEN, SPARING = 0.0, -0.3
-"""signposts s of the divisor rule"""
+SPARING = -0.3
+"""signpost of the second attempt"""
 NEAR = 0.004
 """a layer whose fullest rank is further above the bound than this is tried once more"""
 CLOSE = 1e-4
 """a layer whose fullest rank is so near to what is possible is left alone"""
-ROUNDS, MORE_ROUNDS, FEWER = 8, 24, 8
-"""of trading: of the heavier half of the ranks; after that, of one part in so many of them"""
+ALONE = 1 << 16
+ROUNDS = ((2, 8), (8, 12), (ALONE, 40))
+"""of trading: one part in so many of the ranks, the heaviest, trade so many times; in the end the heaviest alone, with one of the others after another"""
 MOST_TWOS = 500
 """ways to exchange two for two that are looked at, per pair of ranks; with more, ranks have so many experts that single ones do"""
 SMALL, EMPTIES = 1 << 16, 3
 """layers are polished where one step looks at no more numbers than this; also with so many slots left empty"""
-_HALVINGS = 40
 _NEVER = (np.float32(np.inf), np.float32(-np.inf))
 """weights, out and back, of what must not be exchanged"""
 _TIE = 1e-12
@@ -72,15 +70,15 @@ def full(
     wanted = _checked(load, ranks, slots_per_rank)
     bounds = Bounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
     even = replica_counts(wanted, bounds)
-    packing, floor = _packed(wanted, even, ranks, slots_per_rank), _floor(wanted, even, ranks, slots_per_rank)
+    packing, lowest = _packed(wanted, even, ranks, slots_per_rank), floor(wanted, even, ranks, slots_per_rank)
     table, most = _table(packing, wanted.shape[1]), packing.fullest
-    again = np.flatnonzero(most > (1.0 + NEAR) * floor)
+    again = np.flatnonzero(most > (1.0 + NEAR) * lowest)
     if len(again):
         other = _packed(wanted[again], replica_counts(wanted[again], bounds.of_layers(again), SPARING), ranks, slots_per_rank)
         better = other.fullest < most[again]
         table[again[better]] = _table(other, wanted.shape[1])[better]
         most[again[better]] = other.fullest[better]
-    short = np.flatnonzero(most > (1.0 + CLOSE) * floor)
+    short = np.flatnonzero(most > (1.0 + CLOSE) * lowest)
     if len(short) and cells(table[short], wanted.shape[1], ranks) <= SMALL:
         table[short] = _tried(table[short], wanted[short], bounds.of_layers(short), ranks)
     return table if node is None else _spread(table, wanted, np.asarray(node))
@@ -94,7 +92,7 @@ def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: in
     """
     wanted = _checked(load, ranks, slots_per_rank)
     even = replica_counts(wanted, Bounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
-    return np.asarray(wanted.sum(axis=1) / ranks / _floor(wanted, even, ranks, slots_per_rank))
+    return np.asarray(wanted.sum(axis=1) / ranks / floor(wanted, even, ranks, slots_per_rank))
 
 
 def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
@@ -108,82 +106,6 @@ def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
         raise ValueError("placing: a load is negative or not finite; give counts or rates")
     total = wanted.sum(axis=1, keepdims=True)
     return np.asarray(wanted + np.where(total > 0, 1e-12 * total, 1.0))
-
-
-def _floor(load: Floats, even: Counts, ranks: int, per_rank: int) -> Floats:
-    """float64 [layers]: what the fullest rank carries at least, whatever the counts."""
-    beside = max(0, load.shape[1] - (ranks - 1) * per_rank - 1)
-    lightest = np.sort(load, axis=1)[:, :beside].sum(axis=1) / ranks
-    return np.asarray(np.maximum(load.sum(axis=1) / ranks, (load / even).max(axis=1) + lightest))
-
-
-# Counts
-
-
-class Bounds(NamedTuple):
-    """Of the numbers of replicas."""
-
-    slots: int
-    least: Counts
-    """[layers, experts]"""
-    most: int
-    """of one expert"""
-
-    @classmethod
-    def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "Bounds":
-        """ValueError when the least there must be does not fit."""
-        most = ranks if most is None else min(ranks, most)
-        fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
-        if fewest.sum(axis=1).max() > ranks * per_rank:
-            raise ValueError(f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of {ranks * per_rank}; ask for fewer replicas")
-        return cls(ranks * per_rank, fewest, most)
-
-    def of_layers(self, layers: NDArray[np.intp]) -> "Bounds":
-        return self._replace(least=self.least[layers])
-
-
-def replica_counts(load: Floats, bounds: Bounds, signpost: float = EVEN) -> Counts:
-    """int64 [layers, experts]: replicas by the divisor rule above, within bounds. load > 0."""
-    low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
-    for _ in range(_HALVINGS):
-        middle = 0.5 * (low + high)
-        fits = _seats(load, middle, bounds, signpost).sum(axis=1, keepdims=True) <= bounds.slots
-        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    counts = _seats(load, high, bounds, signpost)
-    while True:  # equal loads reach t together, and not all of them fit
-        left = bounds.slots - counts.sum(axis=1, keepdims=True)
-        first = np.argsort(np.where(counts < bounds.most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
-        given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < bounds.most)
-        if not given.any():
-            return counts.astype(np.int64)
-        layer, nth = np.nonzero(given)
-        counts[layer, first[layer, nth]] += 1
-
-
-def _seats(load: Floats, each: Floats, bounds: Bounds, signpost: float) -> Floats:
-    return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), bounds.least, bounds.most)
-
-
-def _pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Floats:
-    """float64 [layers]: what the fullest rank carries at least, given the counts.
-
-    For each k some rank holds k + 1 of the k * ranks + 1 heaviest replicas, at best the lightest of these, and per_rank - k - 1 others.
-    """
-    _, weight = _replicas(load / counts, counts, ranks * per_rank)
-    sums = np.concatenate([np.zeros((len(load), 1)), weight.cumsum(axis=1)], axis=1)
-    k = np.arange(per_rank)
-    others = sums[:, [-1]] - sums[:, ranks * per_rank - (per_rank - 1 - k)]
-    return np.asarray((sums[:, k * ranks + 1] - sums[:, k * ranks - k] + others).max(axis=1))
-
-
-def _replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats]:
-    """Experts and weights [layers, slots] of all replicas, heaviest first, those of one expert together; nobody, of weight 0, fills up."""
-    layers, experts = weight.shape
-    order = np.concatenate([np.argsort(-weight, axis=1, kind="stable"), np.full((layers, 1), experts)], axis=1)
-    times = np.concatenate([counts, slots - counts.sum(axis=1, keepdims=True)], axis=1)
-    expert = np.repeat(order.ravel(), np.take_along_axis(times, order, axis=1).ravel()).reshape(layers, slots)
-    padded = np.concatenate([weight, np.zeros((layers, 1))], axis=1)
-    return expert, np.take_along_axis(padded, expert, axis=1)
 
 
 # Dealing and trading
@@ -217,33 +139,68 @@ class _Packing:
 def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
     packing = _dealt(load, counts, ranks, per_rank)
     twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MOST_TWOS
-    for turn in range(ROUNDS + MORE_ROUNDS if ranks > 1 else 0):
+    rounds = [max(1, ranks // part) for part, times in ROUNDS for _ in range(times if ranks > 1 else 0)]
+    for turn, count in enumerate(rounds):
         layers = np.flatnonzero(packing.by_layer.max(axis=1) > 1.0 + CLOSE)
         if not len(layers):
             break
-        first = turn < ROUNDS
-        _trade(packing, *_pairs(packing.by_layer, layers, ranks // 2 if first else max(1, ranks // FEWER), turn), twos and not first)
+        _trade(packing, *_pairs(packing.by_layer, layers, count, turn), twos and count < ranks // 2)
     return packing
 
 
 def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
     layers, experts = load.shape
-    unit = np.maximum(load.sum(axis=1) / ranks, _pigeonhole(load, counts, ranks, per_rank))
-    replica, heavy = (part.reshape(layers, per_rank, ranks) for part in _replicas(load / counts / unit[:, None], counts, ranks * per_rank))
-    expert, weight = np.empty((layers, ranks, per_rank), np.int64), np.empty((layers, ranks, per_rank))
-    loads = np.zeros((layers, ranks))
+    unit = np.maximum(load.sum(axis=1) / ranks, pigeonhole(load, counts, ranks, per_rank))
+    replica, heavy = replicas(load / counts / unit[:, None], counts, ranks * per_rank)
+    full_up = _full_up(heavy, ranks)
+    expert = np.empty((layers, ranks, per_rank), np.int64)
+    while True:
+        place = _rounds(full_up, ranks, per_rank)
+        weight, loads = _deal(expert, np.take_along_axis(replica, place, axis=1), np.take_along_axis(heavy, place, axis=1), full_up, experts)
+        held = np.zeros((layers * ranks, experts + 1), bool)
+        np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
+        held[:, experts] = False
+        twice = np.flatnonzero((full_up > 0) & (held.reshape(layers, -1).sum(axis=1) < counts.sum(axis=1)))
+        if not len(twice):
+            return _Packing(unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held)
+        full_up[twice] = 0  # light experts with several replicas: dealt in the plain order no rank gets one twice
+
+
+def _full_up(heavy: Floats, ranks: int) -> Counts:
+    """int64 [layers]: how many of the heaviest replicas each make a rank as full as any other, though only the lightest come with them (S - 1 for each in
+    turn, where a rank has S slots). heavy: [layers, slots], falling."""
+    layers = len(heavy)
+    together = heavy[:, :ranks] + heavy[:, ranks:][:, ::-1].reshape(layers, ranks, -1).sum(axis=2)
+    left = heavy.sum(axis=1, keepdims=True) - together.cumsum(axis=1) + together
+    return np.asarray(np.logical_and.accumulate(together >= left / (ranks - np.arange(ranks)), axis=1).sum(axis=1) % ranks)
+
+
+def _rounds(full_up: Counts, ranks: int, per_rank: int) -> Counts:
+    """[layers, slots]: which replica, of those sorted by weight, is dealt when. Last in each round after the first come the lightest of all, for the
+    ranks that are full with their first one: the lightest for the fullest."""
+    last, at = full_up[:, None, None], np.arange(ranks)
+    turn = np.arange(per_rank)[:, None]
+    usual = ranks + (turn - 1) * (ranks - last) + at
+    light = ranks * per_rank - 1 - (ranks - 1 - at) * (per_rank - 1) - (turn - 1)
+    later = np.where(at < ranks - last, usual, light)
+    return np.where(turn == 0, at, later).reshape(len(full_up), -1)
+
+
+def _deal(expert: Counts, replica: Counts, heavy: Floats, full_up: Counts, experts: int) -> tuple[Floats, Floats]:
+    """Replicas and their weights, [layers, slots] as they are dealt, given out into `expert`; weights there, and loads of ranks."""
+    layers, ranks, per_rank = expert.shape
+    replica, heavy = replica.reshape(layers, per_rank, ranks), heavy.reshape(layers, per_rank, ranks)
+    weight, loads = np.empty(expert.shape), np.zeros((layers, ranks))
     rows = np.arange(layers)[:, None]
+    last = 1e3 * np.maximum(full_up[:, None] - np.arange(ranks), 0)  # the first round goes to ranks in their order
     for at in range(per_rank):
         first = replica[:, at, :1]
         taken = (expert[:, :, at - 1] == first) & (first < experts) if at else np.zeros((layers, ranks), bool)
-        order = _turns(loads, taken, (replica[:, at] == first).sum(axis=1, keepdims=True))
+        order = _turns(loads + last * (at > 0), taken, (replica[:, at] == first).sum(axis=1, keepdims=True))
         expert[rows, order, at] = replica[:, at]
         weight[rows, order, at] = heavy[:, at]
         loads[rows, order] += heavy[:, at]
-    held = np.zeros((layers * ranks, experts + 1), bool)
-    np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
-    held[:, experts] = False
-    return _Packing(unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held)
+    return weight, loads
 
 
 def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.intp]:
@@ -258,12 +215,13 @@ def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.i
 
 
 def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places [n]: the `count` heaviest ranks of each of these layers, and for each of them one of the others, another every turn."""
+    """Places [n]: the `count` heaviest ranks of each of these layers, and for each of them one of the others, the lightest first and another every turn;
+    for a single one the next heaviest first."""
     ranks = loads.shape[1]
     order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1)
-    partner = ranks - 1 - (np.arange(count) + turn) % (ranks - count)
+    partner = 1 + turn % (ranks - 1) if count == 1 else ranks - 1 - (np.arange(count) + turn) % (ranks - count)
     place = layers[:, None] * ranks
-    return (place + order[:, :count]).ravel(), (place + order[:, partner]).ravel()
+    return (place + order[:, :count]).ravel(), (place + order[:, np.atleast_1d(partner)]).ravel()
 
 
 def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], twos: bool) -> None:

@@ -1,0 +1,88 @@
+"""How many replicas each expert of a layer gets, and what that says of the load of the fullest rank. Pure.
+
+Replicas are dealt as parliaments deal seats, by a divisor rule: t is the least load such that experts of load x get max(1, ceil(x / t - s)) replicas
+and all fit into the slots. s, the signpost, is 0 for the rule of Adams, which makes the heaviest replica lightest; below 0 fewer go to the most wanted.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+EVEN = 0.0
+_HALVINGS = 40
+
+
+class Bounds(NamedTuple):
+    """Of the numbers of replicas."""
+
+    slots: int
+    least: Counts
+    """[layers, experts]"""
+    most: int
+    """of one expert"""
+
+    @classmethod
+    def of(cls, load: Floats, ranks: int, per_rank: int, most: int | None, least: NDArray[np.integer[Any]] | None) -> "Bounds":
+        """ValueError when the least there must be does not fit."""
+        most = ranks if most is None else min(ranks, most)
+        fewest = np.ones(load.shape, np.int64) if least is None else np.clip(np.asarray(least, np.int64), 1, most)
+        if fewest.sum(axis=1).max() > ranks * per_rank:
+            raise ValueError(f"placing: least_replicas asks for {fewest.sum(axis=1).max()} slots in a layer of {ranks * per_rank}; ask for fewer replicas")
+        return cls(ranks * per_rank, fewest, most)
+
+    def of_layers(self, layers: NDArray[np.intp]) -> "Bounds":
+        return self._replace(least=self.least[layers])
+
+
+def replica_counts(load: Floats, bounds: Bounds, signpost: float = EVEN) -> Counts:
+    """int64 [layers, experts]: replicas by the divisor rule above, within bounds. load > 0."""
+    low, high = np.zeros((len(load), 1)), load.max(axis=1, keepdims=True) / (1.0 + signpost)
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        fits = _seats(load, middle, bounds, signpost).sum(axis=1, keepdims=True) <= bounds.slots
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    counts = _seats(load, high, bounds, signpost)
+    while True:  # equal loads reach t together, and not all of them fit
+        left = bounds.slots - counts.sum(axis=1, keepdims=True)
+        first = np.argsort(np.where(counts < bounds.most, -load / (counts + signpost), np.inf), axis=1, kind="stable")
+        given = (np.arange(load.shape[1]) < left) & (np.take_along_axis(counts, first, axis=1) < bounds.most)
+        if not given.any():
+            return counts.astype(np.int64)
+        layer, nth = np.nonzero(given)
+        counts[layer, first[layer, nth]] += 1
+
+
+def _seats(load: Floats, each: Floats, bounds: Bounds, signpost: float) -> Floats:
+    return np.clip(np.ceil(load / np.maximum(each, 1e-300) - signpost), bounds.least, bounds.most)
+
+
+def pigeonhole(load: Floats, counts: Counts, ranks: int, per_rank: int) -> Floats:
+    """float64 [layers]: what the fullest rank carries at least, given the counts.
+
+    For each k some rank holds k + 1 of the k * ranks + 1 heaviest replicas, at best the lightest of these, and per_rank - k - 1 others.
+    """
+    _, weight = replicas(load / counts, counts, ranks * per_rank)
+    sums = np.concatenate([np.zeros((len(load), 1)), weight.cumsum(axis=1)], axis=1)
+    k = np.arange(per_rank)
+    others = sums[:, [-1]] - sums[:, ranks * per_rank - (per_rank - 1 - k)]
+    return np.asarray((sums[:, k * ranks + 1] - sums[:, k * ranks - k] + others).max(axis=1))
+
+
+def replicas(weight: Floats, counts: Counts, slots: int) -> tuple[Counts, Floats]:
+    """Experts and weights [layers, slots] of all replicas, heaviest first, those of one expert together; nobody, of weight 0, fills up."""
+    layers, experts = weight.shape
+    order = np.concatenate([np.argsort(-weight, axis=1, kind="stable"), np.full((layers, 1), experts)], axis=1)
+    times = np.concatenate([counts, slots - counts.sum(axis=1, keepdims=True)], axis=1)
+    expert = np.repeat(order.ravel(), np.take_along_axis(times, order, axis=1).ravel()).reshape(layers, slots)
+    padded = np.concatenate([weight, np.zeros((layers, 1))], axis=1)
+    return expert, np.take_along_axis(padded, expert, axis=1)
+
+
+def floor(load: Floats, even: Counts, ranks: int, per_rank: int) -> Floats:
+    """float64 [layers]: what the fullest rank carries at least, whatever the counts."""
+    beside = max(0, load.shape[1] - (ranks - 1) * per_rank - 1)
+    lightest = np.sort(load, axis=1)[:, :beside].sum(axis=1) / ranks
+    return np.asarray(np.maximum(load.sum(axis=1) / ranks, (load / even).max(axis=1) + lightest))
