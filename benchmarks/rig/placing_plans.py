@@ -29,7 +29,6 @@ EXPERT_BYTES, RANKS_OF_A_NODE = 44_040_192, 8
 LINKS = Links(same_node=50e9, cross_node=12.5e9)
 IN_VAIN = 10.0
 """copies beyond what the end needs, at most, in % of these"""
-JUDGED_MS = 20.0
 
 
 def rows(quick: bool) -> list[Row]:
@@ -104,7 +103,7 @@ def _price(drifting: Drifting) -> Row:
     found, ms = timed(lambda: judged(held, demand, terms), 5)
     parts = found.figures
     figures: dict[str, float | str] = {"remote ranks": parts.remote_ranks, "remote nodes": parts.remote_nodes, "ms": ms}
-    return Row(PRICE, str(case), figures, (Target("judging a placement", ms, JUDGED_MS, at_least=False, unit=" ms"),))
+    return Row(PRICE, str(case), figures)
 
 
 def _placement(table: Table, case: Case) -> Placement:
