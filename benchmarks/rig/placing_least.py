@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from benchmarks.rig.placing import SHAPES, SLOTS, Case, Drifting, Row, Table, balance
 from migration.changes import copies_between, made
@@ -60,29 +60,29 @@ def least_copies(row: Table, load: NDArray[np.float64], ranks: int, most: float,
     """The fewest copies after which no rank need carry more than `most`, replicas sharing at will. row: [slots], load: [experts].
 
     y[e, g], 0 or 1: rank g holds e; x[e, g] <= y[e, g]: its part of e's load. Each expert is served wholly, each rank within its slots and its load;
-    an expert of load w has ceil(w / most) holders at least. That count alone is a bound too, where the solver gets nowhere in the time.
+    an expert of load w has ceil(w / most) holders at least (which the program would find out at length). Where the time does not suffice for more,
+    the bound is that of the program with y between 0 and 1.
     """
     experts, per = len(load), len(row) // ranks
     held = np.zeros((experts, ranks))
     slot = np.flatnonzero(row >= 0)
     held[row[slot], slot // per] = 1.0
-    holders = np.maximum(np.ceil(load / most - 1e-9), 1.0)
-    one = sparse.identity(experts * ranks, format="csr")
-    nothing = sparse.csr_matrix((experts, experts * ranks))
+    cells = experts * ranks
+    cost = np.concatenate([(1.0 - held).ravel(), np.zeros(cells)])
+    one, no_expert, no_rank = sparse.identity(cells, format="csr"), sparse.csr_matrix((experts, cells)), sparse.csr_matrix((ranks, cells))
     of_expert = sparse.kron(sparse.identity(experts), np.ones((1, ranks)), format="csr")
     of_rank = sparse.kron(np.ones((1, experts)), sparse.identity(ranks), format="csr")
     loads = sparse.kron(load[None, :] / most, sparse.identity(ranks), format="csr")
-    free = sparse.csr_matrix((ranks, experts * ranks))
-    constraints = [
-        LinearConstraint(sparse.hstack([nothing, of_expert]), 1.0, 1.0),
-        LinearConstraint(sparse.hstack([-one, one]), -np.inf, 0.0),
-        LinearConstraint(sparse.hstack([of_rank, free]), -np.inf, per),
-        LinearConstraint(sparse.hstack([free, loads]), -np.inf, 1.0),
-        LinearConstraint(sparse.hstack([of_expert, nothing]), holders, np.inf),
-    ]
-    cost = np.concatenate([(1.0 - held).ravel(), np.zeros(experts * ranks)])
-    whole = np.concatenate([np.ones(experts * ranks), np.zeros(experts * ranks)])
+    below = sparse.vstack(
+        [sparse.hstack([-one, one]), sparse.hstack([of_rank, no_rank]), sparse.hstack([no_rank, loads]), sparse.hstack([-of_expert, no_expert])], format="csr"
+    )
+    limit = np.concatenate([np.zeros(cells), np.full(ranks, per), np.ones(ranks), -np.maximum(np.ceil(load / most - 1e-9), 1.0)])
+    wholly = sparse.hstack([no_expert, of_expert], format="csr")
+    relaxed = linprog(cost, A_ub=below, b_ub=limit, A_eq=wholly, b_eq=np.ones(experts), bounds=(0, 1))
+    if relaxed.fun is None:
+        raise RuntimeError(f"the relaxed program of {ranks} ranks was not solved: {relaxed.message}")
+    constraints = [LinearConstraint(below, -np.inf, limit), LinearConstraint(wholly, 1.0, 1.0)]
+    whole = np.concatenate([np.ones(cells), np.zeros(cells)])
     found = milp(cost, constraints=constraints, integrality=whole, bounds=Bounds(0, 1), options={"time_limit": seconds})
-    counted = int(np.maximum(holders - held.sum(axis=1), 0).sum())
-    proved = 0 if found.mip_dual_bound is None else ceil(found.mip_dual_bound - 1e-6)
-    return Least(None if found.x is None else round(found.fun), max(counted, proved))
+    proved = relaxed.fun if found.mip_dual_bound is None else max(relaxed.fun, found.mip_dual_bound)
+    return Least(None if found.x is None else round(found.fun), ceil(proved - 1e-6))
