@@ -156,7 +156,7 @@ def shares(placement: Placement, home: int, node: NDArray[np.intp]) -> Table:
 def own_part(placement: Placement, node: NDArray[np.intp]) -> Table:
     """float64 [layers, slots]: the part of what its own rank wants of a slot's expert that the slot serves: what it keeps, and what of the rest comes
     back to it."""
-    keep = _parts(placement)[0]
+    keep = np.asarray(placement.split.keep / FULL)
     if placement.keeps_all:
         return keep
     parts, rank = onward(placement, node), Held.of(placement).rank[0]
