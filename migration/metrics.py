@@ -22,6 +22,7 @@ class MigrationMetrics:
         self._plans = Counter("roost_planner_plans", "Plans thought over, by what came of it", ["outcome"], registry=registry)
         self._refusals = Counter("roost_planner_refusals", "Plans that were not worth it or not possible, by reason", ["reason"], registry=registry)
         self.thinking = Histogram("roost_planner_plan_seconds", "What finding a plan took", buckets=_THINKING, registry=registry)
+        self.lost = Counter("roost_planner_lost", "Messages that were never heard, by the gaps they left", registry=registry)
         self.homes = Counter("roost_planner_homes_changed", "Times that an engine's homes changed", registry=registry)
         self._figures = {
             name: Gauge(f"roost_planner_{name}", text, ["engine"], registry=registry)

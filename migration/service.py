@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from bus import Bus, BusError, Received, Subscription
-from bus.sequence import Sequences
+from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 WARN_SECONDS = 60.0
 """A reason to refuse what is said of demand is logged so often at most."""
 _ANSWER_SECONDS = 10.0
+_TABLES_WAITING = 64
+"""Tables are large, and only the newest say anything."""
 
 
 class MigrationService:
@@ -71,7 +73,8 @@ class MigrationService:
         subjects = self._subjects
         try:
             async with (
-                self._bus.subscribe(subjects.demand, subjects.kv_metrics, subjects.clusters, subjects.tables) as heard,
+                self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
+                self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
                 self._bus.serve(subjects.describe_plan, self._inquiries.answer),
             ):
                 await self._read_back(subjects.placements())
@@ -81,7 +84,8 @@ class MigrationService:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._follow_members(), name="records the placement of engines that join")
                     tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
-                    tasks.create_task(self._listen(heard), name="hears demand, load and clusters")
+                    tasks.create_task(self._listen(heard), name="hears demand and load")
+                    tasks.create_task(self._listen(foretold), name="hears which kinds of requests there are, and how well they are foretold")
                     tasks.create_task(self._cycle(), name="thinks over every engine, and says where requests are at home")
         finally:
             self._inquiries.close()
@@ -175,7 +179,10 @@ class MigrationService:
 
     async def _listen(self, heard: Subscription) -> None:
         async for received in heard:
-            if not self._sequences.observe(received.publisher_id, received.sequence).fresh:
+            verdict = self._sequences.observe(received.publisher_id, received.sequence)
+            if verdict.order is Order.GAP:
+                self.metrics.lost.inc(verdict.missing)
+            if not verdict.fresh:
                 continue
             try:
                 await self._hear(received)

@@ -187,6 +187,10 @@ async def test_old_repeated_and_impossible_demand_is_counted_and_changes_nothing
         for reason, count in (("stale", 1), ("unknown", 1), ("shape", 2), ("demand", 1)):
             assert f'roost_migration_rejected_total{{reason="{reason}"}} {count}.0' in exposed
         assert (await ask(bus)).refused is None
+        publisher.sequence += 3
+        await publisher.publish(DemandPublished(**plain))
+        await asyncio.sleep(0.1)
+        assert b"roost_planner_lost_total 3.0" in service.metrics.exposition()
 
 
 @pytest.mark.looptime
