@@ -6,27 +6,37 @@ one there (one). The fourth, giving up a spare replica, costs nothing, and what 
 these changes themselves have brought to a rank and take away again need never be copied. `migration.relief` says which change is best.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.changes import NONE, NOWHERE, Changes, Kind, Table, joined, taken, within
+from migration.changes import NONE, NOWHERE, Changes, Kind, Table, within
 from migration.limits import UNLIMITED, Limits
-from migration.noise import Noise, changed, deviation, expected_max, expected_most
+from migration.noise import Noise, changed, deviations, expected_max, expected_most
 from migration.relief import ENDLESS, Array, Choice, Flags, Index, State, best
 
-REACH = 160
-"""pairs of slots that are looked at for a swap, of a rank that is relieved and the least loaded ones"""
-AT_ONCE = 16
-"""of so many ranks, one is relieved per round"""
+PAIRS = 24_000
+"""of slots that are looked at in a round, for all layers together; more only where a layer finds nothing"""
+EVERYTHING = 1 << 40
+AT_ONCE, OF = 4, 4
+"""ranks of a layer that are relieved in one round, and at most one of so many"""
+CAREFULLY, MANY, FAR = 2, 32, 1.5
+"""ranks that are relieved in one round where there are more than so many, none of them (on average) so loaded: the more, the less choice each has"""
 LEAST = 1e-7
 """a fall of the penalty below this is rounding"""
-BEHIND = 0.015
+MARGIN = 0.1
+"""standard deviations between windows by which more is aimed at than is wanted: the sample that is planned on flatters what is fitted to it"""
+BEHIND = 0.012
 """most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
-CROWD = 0.85
+REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in Kind)
+CROWD = 0.7
 """done layers are dropped when no more than this part of them is left"""
+HOPE = 0.8
+"""standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
+IDLE = 0.25
+"""standard deviations between windows above the mean load, below which it is idle to press loads"""
 FINE = 1e-4
 """by how much a cap is lowered at least where it proves too high"""
 
@@ -52,9 +62,14 @@ def few(
         return NONE
     aims, wanted = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
     search = _Search(state.taken(wanted), aims)
-    search.go(-(-REACH // state.per**2), max(1, live // AT_ONCE))
-    found = search.changes
+    search.go(_at_once(live, search.most_loaded), PAIRS)
+    found = search.changes()
     return found if limits.most_copies is None else within(found, limits.most_copies)
+
+
+def _at_once(live: int, most: float) -> int:
+    """Ranks of a layer that are relieved in a round; most: load of the most loaded, mean over layers."""
+    return CAREFULLY if live > MANY and most < FAR else max(1, min(AT_ONCE, live // OF))
 
 
 def _state(table: Table, load: NDArray[Any], ranks: int, limits: Limits, node: Index | None) -> State:
@@ -117,15 +132,24 @@ def _aims(state: State, goal: Array, target: float, noise: Noise | None) -> tupl
     alive = state.over[:, ~state.away]
     most = np.maximum(alive.max(axis=1), 1e-9)
     least = 1.0 / np.clip(goal, 1e-9, 1.0)
-    spread = np.zeros(len(goal)) if noise is None else deviation(state.load[:, :-1], state.replicas[:, :-1], alive.shape[1], noise.window)
-    blur = expected_most(alive.shape[1]) * spread
-    aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur)
-    state.cap = np.maximum(aim - blur + 0.5 * spread, least)
-    state.measure()
-    wanted = most > np.maximum(state.cap, least + blur)
+    wanted, spread = most > least, np.zeros(len(goal))
     if noise is not None:
-        wanted &= changed(alive, goal, spread)
+        each = _deviations(state, noise)
+        wanted, spread = changed(alive, goal, each), np.sqrt((each**2).mean(axis=1))
+    blur = expected_most(alive.shape[1]) * spread
+    aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur) - MARGIN * spread
+    state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
+    state.measure()
+    wanted &= most > np.maximum(state.cap, least + blur)
     return _Aims(aim, spread), wanted
+
+
+def _deviations(state: State, noise: Noise) -> Array:
+    """[layers, live ranks]"""
+    at = np.arange(len(state.layer))[:, None]
+    shape = (len(at), state.ranks, state.per)
+    shares, replicas = (values[at, state.expert].reshape(shape)[:, ~state.away] for values in (state.each, state.replicas))
+    return deviations(shares, replicas, noise.window)
 
 
 class _Search:
@@ -134,27 +158,31 @@ class _Search:
     def __init__(self, state: State, aims: _Aims) -> None:
         self._state = state
         self._aims = aims
-        self._parts = [NONE]
+        self._made: list[_Change] = []
+        self._gains: list[Array] = []
+        self._layers: list[Index] = []
 
     @property
-    def changes(self) -> Changes:
-        return joined(self._parts)
+    def most_loaded(self) -> float:
+        """Load of the most loaded rank, mean over layers; 0 where there are none."""
+        loads = self._state.over.max(axis=1) + self._state.cap
+        return float(loads.mean()) if len(loads) else 0.0
 
-    def go(self, reach: int, at_once: int) -> None:
-        """With the `reach` least loaded ranks for each of `at_once` that are relieved at once; where they find nothing, with all for one."""
+    def go(self, at_once: int, pairs: int) -> None:
+        """Looks at what `best` is told to; where that finds nothing, at everything."""
         stuck: list[State] = []
-        going = np.ones(len(self._state.layer), bool)
+        going, turn = np.ones(len(self._state.layer), bool), 0
         while going.any():
             if going.mean() < CROWD:
                 self._state, going = self._state.taken(going), np.ones(int(going.sum()), bool)
-            choice = best(self._state, going, reach, at_once)
-            made = np.any([self._make(choice, turn, going) for turn in range(at_once)], axis=0)
+            made = self._make(best(self._state, going, at_once, pairs, turn))
             if (going & ~made).any():
                 stuck.append(self._state.taken(going & ~made))
             going = made & ~self._reached(made)
-        if stuck and (reach, at_once) != (self._state.ranks, 1):
+            turn += 1
+        if stuck and pairs < EVERYTHING:
             self._state = self._state.together(stuck)
-            self.go(self._state.ranks, 1)
+            self.go(at_once, EVERYTHING)
 
     def _reached(self, which: Flags) -> Flags:
         """[layers]: whose next window may be expected to show no more than wanted. Lowers the caps of those that keep theirs and miss that."""
@@ -165,56 +193,126 @@ class _Search:
             of = state.layer[rows]
             loads = state.over[rows][:, ~state.away] + state.cap[rows, None]
             missed = expected_max(loads, self._aims.spread[of]) - self._aims.most[of]
-            done = (missed <= FINE) | (state.cap[rows] <= 1.0 + FINE)
+            floor = 1.0 + np.maximum(FINE, IDLE * self._aims.spread[of])
+            done = (missed <= FINE) | (state.cap[rows] <= floor)
             reached[rows[done]] = True
             again = rows[~done]
             state.lower(again, np.maximum(missed[~done], FINE - state.over[again].max(axis=1)))
         return reached
 
-    def _make(self, choice: Choice, turn: int, going: Flags) -> Flags:
-        """Makes one change of each layer that is going, where it is still legal and lowers the penalty; [layers]: where it is and does."""
+    def _make(self, choice: Choice) -> Flags:
+        """Makes the changes of a round, as far as they lower a layer's penalty; [layers]: where any was."""
         state = self._state
-        kind, at_hot, at_cold = choice.kind[:, turn], choice.hot[:, turn], choice.cold[:, turn]
-        layers = np.arange(len(going))
-        hot, cold = state.expert[layers, at_hot], state.expert[layers, at_cold]
-        replicate, swap, move, drop = (kind == one for one in Kind)
-        lost = np.where(drop, hot, cold)
-        spare = swap | (state.replicas[layers, lost] > state.least[layers, lost])
-        few_enough = ~replicate | (state.replicas[layers, hot] < state.most_replicas)
-        made: Flags = going & (choice.worth[:, turn] > LEAST) & spare & few_enough
-        if not made.any():
-            return made
-        most, before = state.over.max(axis=1), state.penalty
-        more = replicate * 1.0 - drop
-        less = -1.0 * ((replicate | move) & (cold != state.empty))
-        to_hot = np.where(swap, cold, np.where(replicate, hot, state.empty))
-        self._write(made, drop, at_hot, at_cold, to_hot, hot)
-        self._count(made, hot, cold, more, less)
+        before, most = state.penalty, state.over.max(axis=1)
+        change = _Change.of(state, choice)
+        change.make(state)
         state.measure()
-        back = made & (state.penalty > before - LEAST)
-        if back.any():  # ranks that hold both experts were reckoned with each for itself, or two changes of a round touch one expert
-            self._write(back, drop, at_hot, at_cold, hot, cold)
-            self._count(back, hot, cold, -more, -less)
-            state.measure()
-            made &= ~back
-        changes = Changes(
-            kind.astype(np.uint8),
-            state.layer.astype(np.int32),
-            np.where(drop, at_hot, at_cold).astype(np.int32),
-            np.where(drop, EMPTY, hot).astype(np.int16),
-            np.where(swap | move, at_hot, NOWHERE).astype(np.int32),
-            np.where(swap, cold, EMPTY).astype(np.int16),
-            most - state.over.max(axis=1),
-        )
-        self._parts.append(taken(changes, made))
+        for first in (False, True):  # several of a layer can do harm together, and one to ranks that hold both its experts
+            worse = state.penalty > before - LEAST
+            back = (change.first == first) & worse[change.layer]
+            if back.any():
+                change.taken(back).undo(state)
+                state.measure()
+                change = change.taken(~back)
+        self._made.append(change)
+        self._gains.append(change.gains(most, state.over.max(axis=1)))
+        self._layers.append(state.layer[change.layer])
+        made = np.zeros(len(state.layer), bool)
+        made[change.layer] = True
         return made
 
-    def _write(self, which: Flags, drop: Flags, at_hot: Index, at_cold: Index, hot: Index, cold: Index) -> None:
-        """Experts into two slots of each of these layers, into the first alone for a drop."""
-        one, two = np.flatnonzero(which), np.flatnonzero(which & ~drop)
-        self._state.put(np.concatenate([one, two]), np.concatenate([at_hot[one], at_cold[two]]), np.concatenate([hot[one], cold[two]]))
+    def changes(self) -> Changes:
+        """All that were made."""
+        kind, hot, cold, at_hot, at_cold = (
+            np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)]) for name in ("kind", "hot", "cold", "at_hot", "at_cold")
+        )
+        drop, swap = kind == Kind.DROP, kind == Kind.SWAP
+        gone = np.where(swap, cold, self._state.empty)
+        written, other = (np.where(expert == self._state.empty, EMPTY, expert).astype(np.int16) for expert in (np.where(drop, self._state.empty, hot), gone))
+        return Changes(
+            kind.astype(np.uint8),
+            np.concatenate([np.empty(0, np.int32), *self._layers]).astype(np.int32),
+            np.where(drop, at_hot, at_cold).astype(np.int32),
+            written,
+            np.where(swap | (kind == Kind.MOVE), at_hot, NOWHERE).astype(np.int32),
+            other,
+            np.concatenate([np.empty(0), *self._gains]),
+        )
 
-    def _count(self, which: Flags, hot: Index, cold: Index, more: Array, less: Array) -> None:
-        """So many more replicas of two experts of each of these layers."""
-        one, two = np.flatnonzero(which & (more != 0.0)), np.flatnonzero(which & (less != 0.0))
-        self._state.count(np.concatenate([one, two]), np.concatenate([hot[one], cold[two]]), np.concatenate([more[one], less[two]]))
+
+class _Change(NamedTuple):
+    """Changes of a round, those of a layer one after another and with other ranks and experts: arrays [n]."""
+
+    layer: Index
+    """row of the state"""
+    kind: Index
+    at_hot: Index
+    """slot"""
+    at_cold: Index
+    hot: Index
+    """expert that is there"""
+    cold: Index
+    level: NDArray[np.float32]
+    """load of the rank that is relieved"""
+
+    @classmethod
+    def of(cls, state: State, choice: Choice) -> "_Change":
+        """What is worth it; of those of a layer that touch the same expert only the first."""
+        some = (choice.worth > LEAST).nonzero()[0]
+        layer, kind, at_hot, at_cold = choice.layer[some], choice.kind[some], choice.hot[some], choice.cold[some]
+        hot = state.expert[layer, at_hot]
+        cold = np.where(kind == DROP, hot, state.expert[layer, at_cold])
+        change = cls(layer, kind, at_hot, at_cold, hot, cold, choice.level[some])
+        touched = np.stack([hot, cold], axis=1) + (layer * (state.empty + 1))[:, None]
+        by = np.zeros(state.load.size, np.intp)
+        by[touched[::-1]] = np.arange(len(some))[::-1, None]  # the first comes last, and stays
+        free = ((by[touched] == np.arange(len(some))[:, None]) | (touched % (state.empty + 1) == state.empty)).all(axis=1)
+        return change if free.all() else change.taken(free)
+
+    def taken(self, which: Flags) -> "_Change":
+        """Some of them."""
+        return _Change._make(part[which] for part in self)
+
+    @property
+    def first(self) -> Flags:
+        """[n]: the first of its layer"""
+        first = np.ones(len(self.layer), bool)
+        np.not_equal(self.layer[1:], self.layer[:-1], out=first[1:])
+        return first
+
+    def make(self, state: State) -> None:
+        """`measure` is to follow."""
+        to_hot = np.where(self.kind == SWAP, self.cold, np.where(self.kind == REPLICATE, self.hot, state.empty))
+        self._write(state, to_hot, self.hot, 1.0)
+
+    def undo(self, state: State) -> None:
+        """`measure` is to follow."""
+        self._write(state, self.hot, self.cold, -1.0)
+
+    def _write(self, state: State, to_hot: Index, to_cold: Index, sign: float) -> None:
+        two = (self.kind != DROP).nonzero()[0]
+        state.put(_joined(self.layer, self.layer[two]), _joined(self.at_hot, self.at_cold[two]), _joined(to_hot, to_cold[two]))
+        one = ((self.kind == REPLICATE) | (self.kind == DROP)).nonzero()[0]
+        two = (((self.kind == REPLICATE) | (self.kind == MOVE)) & (self.cold != state.empty)).nonzero()[0]
+        more = np.where(self.kind[one] == DROP, -sign, sign)
+        state.count(_joined(self.layer[one], self.layer[two]), _joined(self.hot[one], self.cold[two]), _joined(more, np.full(len(two), -sign)))
+
+    def gains(self, before: Array, after: Array) -> Array:
+        """[n]: by how much the most loaded rank falls. before, after: [layers], of a round, in which each in turn relieves the most loaded rank."""
+        starts = np.maximum(self.level, after[self.layer])
+        starts[self.first] = before[self.layer[self.first]]
+        ends = np.empty(len(starts))
+        ends[:-1] = starts[1:]
+        last = _before_each(self.first)
+        ends[last] = after[self.layer[last]]
+        return np.asarray(starts - ends)
+
+
+def _joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([one, other])
+
+
+def _before_each(first: Flags) -> Index:
+    """Where runs end, given where they begin."""
+    begins = first.nonzero()[0]
+    return np.concatenate([begins[1:] - 1, [len(first) - 1]]) if len(begins) else begins

@@ -42,17 +42,25 @@ def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pai
     return np.asarray(np.sqrt(2.0 * alone * ranks / np.maximum(pairs, 1.0)))
 
 
-def changed(loads: NDArray[np.float64], goal: Layers, noise: Layers) -> NDArray[np.bool_]:
+def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float | NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [layers, ranks]: as `deviation`, of each rank. shares: [layers, ranks, slots of a rank], what each slot serves in mean rank loads; replicas:
+    of what is in it, so shaped."""
+    ranks = shares.shape[1]
+    alone = (shares / np.maximum(replicas, 1)).sum(axis=2)
+    return np.asarray(np.sqrt(2.0 * ranks * alone / np.maximum(np.broadcast_to(pairs, len(shares)), 1.0)[:, None]))
+
+
+def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64]) -> NDArray[np.bool_]:
     """bool [layers]: where rank loads lie further apart than a good placement's do when nothing but the sample is new.
 
-    loads: [layers, ranks] over their mean, live ranks only; goal: balance that a full re-placement reaches on this window, noise: `deviation`.
-    The most loaded rank is held against the normal tail beyond the re-placement's most, all ranks together against chi-square.
+    loads: [layers, ranks] over their mean, live ranks only; goal: balance that a full re-placement reaches on this window; noise: `deviation` of a layer's
+    ranks, or `deviations`, of each. Every rank is held against the normal tail beyond the re-placement's most, all together against chi-square.
     """
     ranks = loads.shape[1]
-    most = 1.0 / np.maximum(goal, 1e-9)
-    spread = np.maximum(noise, 1e-12)
-    alone = ranks * ndtr(-(loads.max(axis=1) - most) / spread)
-    together = chdtrc(max(ranks - 1, 1), (((loads - 1.0) / np.hypot(spread, most - 1.0)[:, None]) ** 2).sum(axis=1))
+    most = 1.0 / np.maximum(goal, 1e-9)[:, None]
+    spread = np.maximum(noise if noise.ndim == 2 else noise[:, None], 1e-12)
+    alone = ndtr((most - loads) / spread).sum(axis=1)
+    together = chdtrc(max(ranks - 1, 1), (((loads - 1.0) / np.hypot(spread, most - 1.0)) ** 2).sum(axis=1))
     chance = np.minimum(2.0 * np.minimum(alone, together), 1.0)
     return _discoveries(chance)
 

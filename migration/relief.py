@@ -26,6 +26,8 @@ INVITING = 0.02
 """a rank with room that has been brought an expert already counts as so much less loaded: what it gives again costs less"""
 FREE = 2.0
 """times that a change counts for more for each replica it takes away where this plan has put it, and a drop, as it copies nothing"""
+LOOKS = 160
+"""pairs of slots that are looked at at least for one rank"""
 ENDLESS = 1 << 20
 """replicas of what may be replaced at will: an empty slot"""
 BARRED = 1e6
@@ -135,36 +137,36 @@ def penalty(over: NDArray[Any]) -> NDArray[Any]:
 
 
 class Choice(NamedTuple):
-    """Changes, several for a layer, the most loaded rank's first: arrays [layers, at once]."""
+    """Changes, at most one for each rank that is relieved, of a layer the most loaded rank's first: arrays [r]."""
 
+    layer: Index
+    """row of the state"""
     kind: Index
-    worth: Array
-    """fall of the penalty per copy; 0: there is no change"""
+    worth: Loads
+    """fall of the penalty per copy"""
     hot: Index
     """slot of the rank that is relieved"""
     cold: Index
     """slot of another rank; any for a drop"""
+    level: Loads
+    """load of the rank"""
 
 
-def best(state: State, going: Flags, reach: int, at_once: int) -> Choice:
+def best(state: State, going: Flags, at_once: int, pairs: int, turn: int) -> Choice:
     """For each layer that is going, and each of its `at_once` most loaded ranks above the cap, the change worth most.
 
-    reach: how many of the least loaded ranks are looked at for a swap, for each rank that is relieved.
+    pairs: how many pairs of slots, one of the rank that is relieved and one of another, are looked at about, for swaps and for other changes; at least
+    LOOKS for each rank. Where not all are, the least loaded ranks count for swaps, and of many slots some, others with each `turn`.
     """
     rows = _rows(state, going, at_once)
-    hot = _hot(state, rows)
+    looks = max(LOOKS, pairs // max(len(rows.layer), 1))
+    hot = _hot(state, rows, int(looks**0.5), turn)
     many = _replicated(state)
-    replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many), many)
-    options = [replicate, _swap(state, rows, hot, reach), move, _drop(state, rows, hot, many)]
-    worth = np.stack([option.worth for option in options])
+    replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many, max(LOOKS, looks) // hot.slot.shape[1], turn), many)
+    options = (replicate, _swap(state, rows, hot, looks, turn), move, _drop(state, rows, hot, many))  # by Kind
+    worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
     kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
-    shape = (len(going), at_once)
-    chosen = Choice(np.zeros(shape, np.intp), np.zeros(shape), np.zeros(shape, np.intp), np.zeros(shape, np.intp))
-    chosen.kind[rows.layer, rows.turn] = kind
-    chosen.worth[rows.layer, rows.turn] = worth[kind, at]
-    chosen.hot[rows.layer, rows.turn] = np.stack([option.hot for option in options])[kind, at]
-    chosen.cold[rows.layer, rows.turn] = np.stack([option.cold for option in options])[kind, at]
-    return chosen
+    return Choice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
 
 
 class _Rows(NamedTuple):
@@ -186,24 +188,29 @@ class _Rows(NamedTuple):
 
 def _rows(state: State, going: Flags, at_once: int) -> _Rows:
     away = int(state.away.sum())
-    key = np.where(state.away, -np.inf, state.over - INVITING * (state.inviting & (state.over < 0.0)))
-    order = np.argsort(key, axis=1)
+    key = state.over - INVITING * (state.inviting & (state.over < 0.0))
+    if away:
+        key[:, state.away] = -np.inf
+    order = key.argsort(axis=1)
     hot, cold = order[:, ::-1][:, :at_once], order[:, away : state.ranks - at_once]
     layers = np.arange(len(going))[:, None]
-    above = going[:, None] & (state.over[layers, hot] > 0.0)
-    layer, turn = np.nonzero(above)
+    above = state.over[layers, hot] > 0.0
+    above &= going[:, None]
+    layer, turn = above.nonzero()
     width = above.sum(axis=1)
-    begin = np.cumsum(width) - width
+    begin = width.cumsum() - width
     dealing = np.full(state.over.shape, -1, np.intp)
-    dealing[layers, cold] = np.where(width[:, None] > 0, begin[:, None] + np.arange(cold.shape[1]) % np.maximum(width, 1)[:, None], -1)
+    dealing[layers, cold] = begin[:, None] + np.arange(cold.shape[1]) % np.maximum(width, 1)[:, None]
+    dealing[width == 0] = -1
     return _Rows(layer, hot[layer, turn], turn, width[layer], cold, dealing)
 
 
 class _Hot(NamedTuple):
-    """The slots of the ranks that are to be relieved: arrays [r, h] unless said otherwise."""
+    """Slots of the ranks that are to be relieved: arrays [r, h] unless said otherwise."""
 
     slot: Index
     expert: Index
+    """in a flat [layers, experts + 1]"""
     each: Loads
     """what a slot serves"""
     replicas: Loads
@@ -219,31 +226,30 @@ class _Hot(NamedTuple):
     """penalty of the rank without it"""
 
 
-def _hot(state: State, rows: _Rows) -> _Hot:
-    at = rows.layer[:, None]
-    slot = (rows.rank * state.per)[:, None] + np.arange(state.per)
-    expert = state.expert[at, slot]
-    each = state.each[at, expert].astype(np.float32)
-    level, pays = (values[rows.layer, rows.rank].astype(np.float32)[:, None] for values in (state.over, state.pays))
-    return _Hot(
-        slot,
-        expert,
-        each,
-        state.replicas[at, expert].astype(np.float32),
-        _weight(state.fresh[at, slot]),
-        _bar(state.fixed[at, expert] | (expert == state.empty)),
-        level,
-        pays,
-        penalty(level - each),
-    )
+def _hot(state: State, rows: _Rows, most: int, turn: int) -> _Hot:
+    slot = (rows.rank * state.per)[:, None] + _some(state.per, most, turn)
+    at = slot + (rows.layer * state.expert.shape[1])[:, None]
+    first = (rows.layer * state.load.shape[1])[:, None]
+    expert = state.expert.take(at) + first
+    each = state.each.take(expert).astype(np.float32)
+    rank = (rows.layer * state.ranks + rows.rank)[:, None]
+    level, pays = state.over.take(rank).astype(np.float32), state.pays.take(rank).astype(np.float32)
+    barred = _bar(state.fixed.take(expert) | (expert == first + state.empty))
+    return _Hot(slot, expert, each, state.replicas.take(expert).astype(np.float32), _weight(state.fresh.take(at)), barred, level, pays, penalty(level - each))
+
+
+def _some(count: int, most: int, turn: int) -> Index:
+    """About `most` of the numbers below count, others each turn."""
+    step = -(-count // most)
+    return np.arange(turn % step, count, step)
 
 
 def _weight(fresh: Flags) -> Loads:
-    return np.where(fresh, np.float32(FREE), np.float32(1.0))
+    return np.asarray(fresh * np.float32(FREE - 1.0) + np.float32(1.0))
 
 
 def _bar(which: Flags) -> Loads:
-    return np.where(which, np.float32(BARRED), np.float32(0.0))
+    return np.asarray(which * np.float32(BARRED))
 
 
 class _Replicated(NamedTuple):
@@ -260,25 +266,21 @@ class _Replicated(NamedTuple):
     rise: Array
     """by how much the penalty of its rank rises when another replica goes"""
     rising: Array
-    """[layers, experts + 1]: that, summed over an expert's holders"""
+    """flat [layers, experts + 1]: that, summed over an expert's holders"""
     falling: Array
-    """[layers, experts + 1]: by how much it falls, for all of them together, when the expert gets one more"""
+    """flat [layers, experts + 1]: by how much it falls, for all of them together, when the expert gets one more"""
 
 
 def _replicated(state: State) -> _Replicated:
     place = (state.expert + np.arange(0, state.load.size, state.empty + 1)[:, None]).ravel()
-    slot = np.flatnonzero(np.take(state.replicas > 1.0, place))
+    slot = (state.replicas > 1.0).take(place).nonzero()[0]
     expert, rank = place[slot], slot // state.per
-    level, now = np.take(state.over, rank), np.take(state.pays, rank)
-    each, replicas = np.take(state.each, expert), np.take(state.replicas, expert)
+    level, now = state.over.take(rank), state.pays.take(rank)
+    each, replicas = state.each.take(expert), state.replicas.take(expert)
     rise = penalty(level + each / (replicas - 1.0)) - now
     fall = now - penalty(level - each / (replicas + 1.0))
-    return _Replicated(slot, rank, expert, each, replicas, rise, _summed(state, expert, rise), _summed(state, expert, fall))
-
-
-def _summed(state: State, expert: Index, values: Array) -> Array:
-    """[layers, experts + 1]: values of experts, given in flat, added up."""
-    return np.asarray(np.bincount(expert, values, state.load.size), np.float64).reshape(state.load.shape)
+    rising, falling = (np.asarray(np.bincount(expert, values, state.load.size), np.float64) for values in (rise, fall))
+    return _Replicated(slot, rank, expert, each, replicas, rise, rising, falling)
 
 
 class _Spare(NamedTuple):
@@ -296,24 +298,28 @@ class _Spare(NamedTuple):
     """which of them, (row, column), hold what the rank that is relieved holds, too, and what then comes to it when they are replaced"""
 
 
-def _spare(state: State, rows: _Rows, many: _Replicated) -> _Spare:
-    chosen = np.flatnonzero(np.take((rows.dealing >= 0) & (state.over < 0.0), many.rank))
-    chosen = chosen[np.take((state.replicas > state.least) & ~state.fixed, many.expert[chosen])]
-    row = np.take(rows.dealing, many.rank[chosen])
-    order = np.argsort(row.astype(np.int16), kind="stable")
+def _spare(state: State, rows: _Rows, many: _Replicated, most: int, turn: int) -> _Spare:
+    chosen = ((rows.dealing >= 0) & (state.over < 0.0)).take(many.rank).nonzero()[0]
+    chosen = chosen[((state.replicas > state.least) & ~state.fixed).take(many.expert[chosen])]
+    row = rows.dealing.take(many.rank[chosen])
+    order = row.astype(np.int16).argsort(kind="stable")
     chosen, row = chosen[order], row[order]
-    slot, rank, expert, each = many.slot[chosen], many.rank[chosen], many.expert[chosen], many.each[chosen]
     number = np.bincount(row, minlength=len(rows.layer))
-    column = np.arange(len(chosen)) - np.repeat(np.cumsum(number) - number, number)
-    shape = (len(rows.layer), max(int(number.max(initial=0)), 1))
+    column = np.arange(len(chosen)) - (number.cumsum() - number).repeat(number)
+    step = -(-int(number.max(initial=1)) // most)
+    if step > 1:
+        some = (column % step == turn % step).nonzero()[0]
+        chosen, row, column = chosen[some], row[some], column[some] // step
+    slot, rank, expert, each = many.slot[chosen], many.rank[chosen], many.expert[chosen], many.each[chosen]
+    shape = (len(rows.layer), int(column.max(initial=0)) + 1)
     at = row * shape[1] + column
     of_layer = np.zeros(shape, np.intp)
     of_layer.ravel()[at] = slot - rows.layer[row] * state.expert.shape[1]
-    without, cost, weight = (np.full(shape, empty, np.float32) for empty in (0.0, BARRED, 1.0))
-    without.ravel()[at] = np.take(state.over, rank) - each
-    cost.ravel()[at] = np.take(many.rising, expert) - many.rise[chosen] - np.take(state.pays, rank)
-    weight.ravel()[at] = np.where(np.take(state.fresh, slot), FREE, 1.0)
-    shared = np.flatnonzero(np.take(state.held, expert * state.ranks + rows.rank[row]) & (each > 0.0))
+    without, cost, weight = np.zeros(shape, np.float32), np.full(shape, BARRED, np.float32), np.ones(shape, np.float32)
+    without.ravel()[at] = state.over.take(rank) - each
+    cost.ravel()[at] = many.rising.take(expert) - many.rise[chosen] - state.pays.take(rank)
+    weight.ravel()[at] += state.fresh.take(slot) * np.float32(FREE - 1.0)
+    shared = (state.held.take(expert * state.ranks + rows.rank[row]) & (each > 0.0)).nonzero()[0]
     comes = each[shared] / (many.replicas[chosen[shared]] - 1.0)
     return _Spare(of_layer, without, cost, weight, (row[shared], column[shared], comes.astype(np.float32)))
 
@@ -336,7 +342,7 @@ def _option(worth: Loads, hot: Index, cold: Index) -> _Option:
 def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
     """The best replication and the best move into a spare slot."""
     level = spare.without[:, None, :] + hot.each[:, :, None]
-    _bar_holders(state, rows, hot, level, spare.slot)
+    _bar_holders(state, hot, level, spare.slot)
     move = penalty(level)
     _correct(move, hot.each, hot, spare)
     _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
@@ -346,8 +352,8 @@ def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replic
     replicate = penalty(level)
     _correct(replicate, lighter, hot, spare)
     own = hot.pays - penalty(hot.level - lighter)
-    others = np.take_along_axis(many.falling[rows.layer], hot.expert, axis=1) - own
-    relief = own + np.where(hot.replicas > 1.0, others, 0.0) - hot.barred - _bar(hot.replicas >= state.most_replicas)
+    others = many.falling.take(hot.expert) - own
+    relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas)
     _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
     return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
 
@@ -359,46 +365,50 @@ def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
     cost *= weight[:, None, :]
 
 
-def _bar_holders(state: State, rows: _Rows, hot: _Hot, level: Loads, slot: Index) -> None:
+def _bar_holders(state: State, hot: _Hot, level: Loads, slot: Index) -> None:
     """Bars, in level [r, h, c], that an expert goes to a slot [r, c] of a rank that holds it already."""
-    row, column = np.nonzero((hot.replicas > 1.0) & (hot.barred == 0.0))
-    holders = (rows.layer[row] * state.load.shape[1] + hot.expert[row, column]) * state.ranks
-    there = np.take(state.held, holders[:, None] + (slot // state.per)[row])
-    level[row, column] += np.float32(BARRED) * there
+    row, column = ((hot.replicas > 1.0) & (hot.barred == 0.0)).nonzero()
+    if len(row):
+        there = state.held.take((hot.expert[row, column] * state.ranks)[:, None] + (slot // state.per)[row])
+        level[row, column] += _bar(there)
 
 
 def _correct(cost: Loads, loses: Loads, hot: _Hot, spare: _Spare) -> None:
     """In cost [r, h, m] a shared expert's part comes to the rank as if nothing left it; loses: [r, h]."""
     row, column, comes = spare.shared
+    if not len(row):
+        return
     left = hot.level[row] - loses[row]
     alone = penalty(hot.level[row] + comes[:, None]) - hot.pays[row]
     cost[row, :, column] += penalty(left + comes[:, None]) - penalty(left) - alone
 
 
-def _swap(state: State, rows: _Rows, hot: _Hot, reach: int) -> _Option:
+def _swap(state: State, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Option:
     """The best exchange with one of the ranks that have least."""
-    at = rows.layer[:, None]
-    others = rows.turn[:, None] + rows.width[:, None] * np.arange(max(1, min(reach, rows.cold.shape[1] // int(rows.width.max(initial=1)))))
-    rank = rows.cold[at, others]
-    slot = (rank[:, :, None] * state.per + np.arange(state.per)).reshape(len(rank), -1)
-    expert = state.expert[at, slot]
-    level, pays = (np.repeat(values[at, rank].astype(np.float32), state.per, axis=1) for values in (state.over, state.pays))
-    stays = state.held[at, expert, rows.rank[:, None]] | (expert == state.empty) | state.fixed[at, expert]
-    each = state.each[at, expert].astype(np.float32)
-    after = (level - each)[:, None, :] + hot.each[:, :, None]
-    _bar_holders(state, rows, hot, after, slot)
+    few = hot.slot.shape[1]
+    reach = max(1, min(-(-looks // few**2), rows.cold.shape[1] // int(rows.width.max(initial=1))))
+    rank = rows.cold[rows.layer[:, None], rows.turn[:, None] + rows.width[:, None] * np.arange(reach)]
+    within = _some(state.per, few, turn // -(-state.per // few))
+    slot = ((rank * state.per)[:, :, None] + within).reshape(len(rank), -1)
+    of_rank = (rank + (rows.layer * state.ranks)[:, None]).repeat(len(within), axis=1)
+    at = slot + (rows.layer * state.expert.shape[1])[:, None]
+    first = (rows.layer * state.load.shape[1])[:, None]
+    expert = state.expert.take(at) + first
+    level, each = state.over.take(of_rank), state.each.take(expert)
+    stays = state.held.take(expert * state.ranks + rows.rank[:, None]) | (expert == first + state.empty) | state.fixed.take(expert)
+    after = (level - each).astype(np.float32)[:, None, :] + hot.each[:, :, None]
+    _bar_holders(state, hot, after, slot)
     cost = penalty(after)
-    np.add((hot.level - hot.each)[:, :, None], each[:, None, :], out=after)
+    np.add((hot.level - hot.each)[:, :, None], each.astype(np.float32)[:, None, :], out=after)
     cost += penalty(after)
-    _to_worth(cost, hot.pays - hot.barred, _bar(stays) - pays, _weight(state.fresh[at, slot]))
+    _to_worth(cost, hot.pays - hot.barred, (_bar(stays) - state.pays.take(of_rank)).astype(np.float32), _weight(state.fresh.take(at)))
     cost *= (np.float32(0.5) * hot.weight)[:, :, None]
     return _option(cost, hot.slot, slot)
 
 
 def _drop(state: State, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
     """The best replica that the rank can give up."""
-    at = rows.layer[:, None]
     own = penalty(hot.level + hot.each / np.maximum(hot.replicas - 1.0, 1.0)) - hot.pays
-    cost = hot.without + (many.rising[at, hot.expert] - own) + hot.barred + _bar(hot.replicas <= state.least[at, hot.expert])
+    cost = hot.without + (many.rising.take(hot.expert) - own) + hot.barred + _bar(hot.replicas <= state.least.take(hot.expert))
     worth = (FREE * (hot.pays - cost)).astype(np.float32)
     return _option(worth[:, :, None], hot.slot, hot.slot[:, :1])
