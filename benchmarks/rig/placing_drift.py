@@ -26,7 +26,7 @@ GAIN, STEP_LOSS = 95.0, 0.01
 EVEN_COPIES = {"drift": {8: 4.0, 32: 12.0, 64: 16.0}, "full": {8: 4.0, 32: 15.0, 64: 20.0}, "full zipf": {8: 4.0, 32: 23.0, 64: 29.0}}
 SPLIT_COPIES = {8: 1.0, 32: 3.0, 64: 4.0}
 QUICKLY_MS, LATER_MS, REWEIGHT_MS = 20.0, 60.0, 20.0
-QUICK_SKEWS = ("zipf", "lognormal")
+QUICK_SKEWS, QUICK_DRIFTS = ("zipf", "lognormal"), ("noise", "jitter10", "mix25", "full")
 
 Values = NDArray[np.float64]
 
@@ -52,11 +52,11 @@ class _Answers(NamedTuple):
 
 def rows(quick: bool) -> list[Row]:
     """One for each shape, number of ranks, skew and drift; seeds together."""
-    seeds, skews = (1, QUICK_SKEWS) if quick else (3, SKEWS)
+    seeds, skews, drifts = (1, QUICK_SKEWS, QUICK_DRIFTS) if quick else (3, SKEWS, DRIFTS)
     found: list[tuple[Row, Row]] = []
     for _, group in groupby(cases(seeds=seeds, skews=skews), key=str):
         of_seed = list(group)
-        found += [_rows(of_seed[0], drift, [_answers(Drifting(case, drift), 1 if quick else 3) for case in of_seed]) for drift in DRIFTS]
+        found += [_rows(of_seed[0], drift, [_answers(Drifting(case, drift), 1 if quick else 3) for case in of_seed]) for drift in drifts]
     return [row for row, _ in found] + [row for _, row in found]
 
 
