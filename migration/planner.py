@@ -98,6 +98,8 @@ class _Thoughts:
     def __init__(self, found: Situation) -> None:
         self._found = found
         self._reasons: list[str] = []
+        self._tables: set[bytes] = set()
+        """of the ways that were tried"""
         self._most_gained = -np.inf
         """by any way that was tried, seconds of a step; -inf: none could be tried"""
 
@@ -156,7 +158,9 @@ class _Thoughts:
             if way is local and not self._may_move_nearer():
                 continue
             tried = self._tried(way, best)
-            if tried is not None and tried.net_seconds >= (0.0 if best is None else best.net_seconds) + self._margin:
+            if tried is None or not tried.handovers or tried.net_seconds <= 0:
+                continue
+            if tried.net_seconds >= (0.0 if best is None else best.net_seconds) + self._margin:
                 best = tried
         return best
 
@@ -165,7 +169,11 @@ class _Thoughts:
         found = self._found
         try:
             candidate = way(found)
-            after = found.judge(candidate.placement(found))
+            end = candidate.placement(found)
+            if (same := end.expert_of_slot.tobytes()) in self._tables and candidate.split is not None:
+                return None  # a way without anything of its own, in this case
+            self._tables.add(same)
+            after = found.judge(end)
             gain = float((found.before.seconds - after.seconds).sum())
             self._most_gained = max(self._most_gained, gain)
             if best is not None and (enough := self._enough(best, gain)):
@@ -182,7 +190,8 @@ class _Thoughts:
         """Why a way that would gain so much per step is not looked at further, beside one that copies less; empty: it is."""
         target, name = self._found.limits.target, best.candidate.name
         if self._worth(gain) < best.net_seconds + self._margin:
-            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)} for less: that is no more than noise apart"
+            least = "" if gain <= best.gain_seconds else f": what lies between is less than {self._found.config.least_gain:.2%} of a step"
+            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}{least}"
         if best.gain_seconds >= target * gain:
             return f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is {target:.0%})"
         return ""
