@@ -5,9 +5,12 @@ Load is shared evenly among an expert's replicas. Layers know nothing of each ot
 1. Counts (`migration.counts`), by the divisor rule that makes the heaviest replica lightest. Where there are few slots per rank that is not all
    that matters: of any k * ranks + 1 replicas some rank holds k + 1. Layers that do not come near their bound are tried once more with a signpost
    below 0, which gives the most wanted fewer replicas and those of middling load more.
-2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least.
+2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least. Ranks that
+   are full with their first one get the lightest of all beside it.
 3. Trading. Heavy ranks are paired with light ones, each round otherwise, and exchange what brings the two nearest to each other: one
    expert for one, or two for two.
+
+Small engines are polished slot by slot after that (`migration.polishing`).
 """
 
 from dataclasses import dataclass
@@ -63,10 +66,7 @@ def full(
     if live is not None and not live.all():
         seats = np.flatnonzero(live)
         nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
-        placed = full(load, len(seats), slots_per_rank, most_replicas=most_replicas, least_replicas=least_replicas, node=nodes)
-        table = np.full((len(placed), ranks, slots_per_rank), EMPTY, np.int16)
-        table[:, seats] = placed.reshape(len(placed), -1, slots_per_rank)
-        return table.reshape(len(placed), -1)
+        return _seated(full(load, len(seats), slots_per_rank, most_replicas=most_replicas, least_replicas=least_replicas, node=nodes), seats, ranks)
     wanted = _checked(load, ranks, slots_per_rank)
     bounds = Bounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
     even = replica_counts(wanted, bounds)
@@ -82,6 +82,14 @@ def full(
     if len(short) and cells(table[short], wanted.shape[1], ranks) <= SMALL:
         table[short] = _tried(table[short], wanted[short], bounds.of_layers(short), ranks)
     return table if node is None else _spread(table, wanted, np.asarray(node))
+
+
+def _seated(placed: Table, seats: NDArray[np.intp], ranks: int) -> Table:
+    """A table of `seats` ranks, as one of all."""
+    layers = len(placed)
+    table = np.full((layers, ranks, placed.shape[1] // len(seats)), EMPTY, np.int16)
+    table[:, seats] = placed.reshape(layers, len(seats), -1)
+    return table.reshape(layers, -1)
 
 
 def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> Floats:
