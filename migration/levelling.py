@@ -19,6 +19,8 @@ Values = NDArray[np.float64]
 _STEPS = 8
 """exchanges of a layer between two looks at the weights"""
 _LOOKS = 40
+_PARTNERS = 16
+"""emptiest ranks that the fullest exchanges with"""
 _PATIENCE = 6
 """looks that found no fullest rank less full before a layer is given up"""
 _TINY = 1e-9
@@ -114,10 +116,24 @@ class _Layers(NamedTuple):
     held: Held
     near: NDArray[np.int64]
     """[layers, nodes, experts] replicas on each node"""
+    replicas: NDArray[np.int64]
+    """[layers, experts]"""
     each: Values
+    """[layers, slots]: load that slots serve"""
     load: Values
+    """[layers, ranks]"""
     demand: Values
-    """[layers, ranks, experts] in units of the mean rank load"""
+    """[layers, ranks, experts] in units of the mean rank load, as are the loads"""
+
+    def put(self, layer: int, slot: int, expert: int, worth: Worth) -> None:
+        """An expert, or none, takes the place of what was in a slot."""
+        rank = slot * self.held.shape[1] // self.table.shape[1]
+        for which, there in ((int(self.table[layer, slot]), False), (expert, True)):
+            if which != EMPTY:
+                self.held[layer, rank, which] = there
+                self.near[layer, 0 if worth.flat else worth.node[rank], which] += 1 if there else -1
+                self.replicas[layer, which] += 1 if there else -1
+        self.table[layer, slot] = expert
 
 
 def levelled(table: Table, demand: NDArray[Any], worth: Worth, cap: float, most: int, home: Held | None = None) -> Table:
@@ -149,54 +165,80 @@ def _exchanged(table: Table, each: Values, load: Values, demand: NDArray[Any], w
     """After a few exchanges in each of these layers; loads are carried along as if weights stayed as they are."""
     wanted = demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
     held = held_of(table, len(worth.node), wanted.shape[2])
-    state = _Layers(table.copy(), held, worth.near(held), each.copy(), load.copy(), wanted)
+    state = _Layers(table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), wanted)
     for _ in range(_STEPS):
         rows = np.flatnonzero(state.load.max(axis=1) > cap)
         if not len(rows):
             break
-        _step(state, rows, worth, cap, most, home)
+        pairs = _pairs(state, rows)
+        _make(state, worth, rows, pairs, _swaps(state, worth, pairs, cap, home), _copies(state, worth, pairs, cap, most, home))
     return state.table
 
 
-def _step(state: _Layers, rows: NDArray[np.intp], worth: Worth, cap: float, most: NDArray[np.intp], home: Held | None) -> None:
-    """The best exchange of each of these layers is made."""
-    full = state.load[rows].argmax(axis=1)
-    ranks = len(worth.node)
-    per = state.table.shape[1] // ranks
+class _Pairs(NamedTuple):
+    """Slots of each layer's fullest rank, against those of the emptiest ranks. All broadcast to [rows, slots here, slots there]."""
+
+    here: NDArray[np.intp]
+    """[rows, slots here] slots"""
+    there: NDArray[np.intp]
+    """[rows, slots there] slots"""
+    row: NDArray[np.intp]
+    source: NDArray[np.intp]
+    """the fullest rank"""
+    target: NDArray[np.intp]
+    """the other"""
+    mine: NDArray[np.intp]
+    theirs: NDArray[np.intp]
+    sent: Values
+    """what the two slots serve"""
+    back: Values
+    top: Values
+    """load of the two ranks"""
+    other: Values
+    apart: NDArray[np.bool_]
+    """another rank, which does not hold the expert"""
+    free: NDArray[np.bool_]
+    """nothing is there"""
+
+
+def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
+    loads, per = state.load[rows], state.table.shape[1] // state.load.shape[1]
+    full = loads.argmax(axis=1)
+    ranks = np.sort(np.argsort(loads, axis=1, kind="stable")[:, :_PARTNERS], axis=1)
     here = full[:, None] * per + np.arange(per)
-    at = rows[:, None]
-    mine, theirs = state.table[at, here].astype(np.intp)[:, :, None], state.table[rows].astype(np.intp)[:, None, :]
-    there = (np.arange(ranks).repeat(per))[None, None, :]
-    row, source = rows[:, None, None], full[:, None, None]
-    # what is served by the two slots, where they are and where they would be: of a replica, another part is of its own rank
-    sent, back = state.each[at, here][:, :, None], state.each[rows][:, None, :]
-    pull = (state.demand[row, there, mine] - state.demand[row, source, mine]) * (state.held[row, :, mine].sum(axis=-1) > 1)
-    drag = (state.demand[row, source, theirs] - state.demand[row, there, theirs]) * (state.held[row, :, theirs].sum(axis=-1) > 1)
-    loads = state.load[rows]
-    top, other = np.take_along_axis(loads, full[:, None], 1)[:, :, None], loads[:, there[0, 0]][:, None, :]
-    apart = (there != source) & (mine != EMPTY) & ~state.held[row, there, mine]
-    free = theirs == EMPTY
-    # an exchange
-    fair = apart & (free | ~state.held[row, source, theirs])
+    there = (ranks[:, :, None] * per + np.arange(per)).reshape(len(rows), -1)
+    at, row, source, target = rows[:, None], rows[:, None, None], full[:, None, None], (there // per)[:, None, :]
+    mine, theirs = state.table[at, here].astype(np.intp)[:, :, None], state.table[at, there].astype(np.intp)[:, None, :]
+    apart = (target != source) & (mine != EMPTY) & ~state.held[row, target, mine]
+    sent, back = state.each[at, here][:, :, None], state.each[at, there][:, None, :]
+    return _Pairs(here, there, row, source, target, mine, theirs, sent, back, state.load[row, source], state.load[row, target], apart, theirs == EMPTY)
+
+
+def _swaps(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, home: Held | None) -> Values:
+    """Cost of exchanging two slots. Of an expert with several replicas, another part is of its new rank's own requests."""
+    row, source, target, mine, theirs, free = pairs.row, pairs.source, pairs.target, pairs.mine, pairs.theirs, pairs.free
+    may = pairs.apart & (free | ~state.held[row, source, theirs])
     if home is not None:
-        fair &= ~home[row, source, mine] | home[row, there, mine]
-        fair &= free | ~home[row, there, theirs] | home[row, source, theirs]
-    sent_after, back_after = np.maximum(sent + 0.5 * pull, 0.0), np.where(free, 0.0, np.maximum(back + 0.5 * drag, 0.0))
-    relief = top - np.maximum(top - sent + back_after, other - back + sent_after)
-    stay, gone = _gain(state, worth, row, there, source, mine), np.where(free, 0.0, _gain(state, worth, row, source, there, theirs))
-    cost = _cost(-(stay + gone), relief, top - cap, fair)
-    # or a replica in place of a spare one
-    count = state.held[rows].sum(axis=1)
-    layer = np.arange(len(rows))[:, None, None]
-    spare = free | (count[layer, theirs] > 1)
+        may &= (~home[row, source, mine] | home[row, target, mine]) & (free | ~home[row, target, theirs] | home[row, source, theirs])
+    pull = (state.demand[row, target, mine] - state.demand[row, source, mine]) * (state.replicas[row, mine] > 1)
+    drag = (state.demand[row, source, theirs] - state.demand[row, target, theirs]) * (state.replicas[row, theirs] > 1)
+    sent, back = np.maximum(pairs.sent + 0.5 * pull, 0.0), np.where(free, 0.0, np.maximum(pairs.back + 0.5 * drag, 0.0))
+    relief = pairs.top - np.maximum(pairs.top - pairs.sent + back, pairs.other - pairs.back + sent)
+    won = _moved(state, worth, row, target, source, mine) + np.where(free, 0.0, _moved(state, worth, row, source, target, theirs))
+    return _cost(-won, relief, pairs.top - cap, may)
+
+
+def _copies(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
+    """Cost of a further replica in the place of a spare one; it is supposed to take over half of the difference."""
+    row, target, mine, theirs, free = pairs.row, pairs.target, pairs.mine, pairs.theirs, pairs.free
+    spare = free | (state.replicas[row, theirs] > 1)
     if home is not None:
-        spare &= free | ~home[row, there, theirs] | ((state.held & home)[row, :, theirs].sum(axis=-1) > 1)
-    may = apart & spare & (count[layer, mine] < most[rows][:, None, None])
-    shared_out = np.clip(0.5 * (top - (other - back)), 0.0, sent)
-    relief = top - np.maximum(top - shared_out, other - back + shared_out)
-    lost = np.where(free, 0.0, _loss(state, worth, row, there, theirs)) - _fresh(state, worth, row, there, mine)
-    other_cost = _cost(lost, relief, top - cap, may)
-    _make(state, rows, full, here, worth.node, cost, other_cost)
+        spare &= free | ~home[row, target, theirs] | ((state.held & home).sum(axis=1)[row, theirs] > 1)
+    may = pairs.apart & spare & (state.replicas[row, mine] < most[row])
+    taken_over = np.clip(0.5 * (pairs.top - (pairs.other - pairs.back)), 0.0, pairs.sent)
+    relief = pairs.top - np.maximum(pairs.top - taken_over, pairs.other - pairs.back + taken_over)
+    lost = np.where(free, 0.0, _alone(state, worth, row, target, theirs, 1)) - _alone(state, worth, row, target, mine, 0)
+    return _cost(lost, relief, pairs.top - cap, may)
 
 
 def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) -> Values:
@@ -209,59 +251,45 @@ def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) 
     return np.where(useful >= enough, (np.maximum(lost, 0.0) + _TINY) / np.maximum(useful, _TINY), np.inf)
 
 
-def _gain(state: _Layers, worth: Worth, row: Any, to: Any, origin: Any, expert: Any) -> Values:
+def _moved(state: _Layers, worth: Worth, row: Any, to: Any, origin: Any, expert: Any) -> Values:
     """Worth won when an expert's replica moves from a rank to another."""
-    here, there = worth.node[origin], worth.node[to]
     own = worth.own[row, to, expert] - worth.own[row, origin, expert]
-    if not worth.shared.any():
+    if worth.flat:
         return np.asarray(own)
+    here, there = worth.node[origin], worth.node[to]
     last, first = state.near[row, here, expert] == 1, state.near[row, there, expert] == 0
     return np.asarray(own + np.where(here == there, 0.0, worth.shared[row, there, expert] * first - worth.shared[row, here, expert] * last))
 
 
-def _fresh(state: _Layers, worth: Worth, row: Any, to: Any, expert: Any) -> Values:
-    """Worth of one more replica."""
-    return np.asarray(worth.own[row, to, expert] + worth.shared[row, worth.node[to], expert] * (state.near[row, worth.node[to], expert] == 0))
+def _alone(state: _Layers, worth: Worth, row: Any, rank: Any, expert: Any, beside: int) -> Values:
+    """Worth of one replica more, or less, on a rank whose node has so many (`beside`: 0 before one more, 1 before one less) when it counts for all of it."""
+    own = worth.own[row, rank, expert]
+    if worth.flat:
+        return np.asarray(own)
+    at = worth.node[rank]
+    return np.asarray(own + worth.shared[row, at, expert] * (state.near[row, at, expert] == beside))
 
 
-def _loss(state: _Layers, worth: Worth, row: Any, origin: Any, expert: Any) -> Values:
-    """Worth of a replica that is given up."""
-    return np.asarray(worth.own[row, origin, expert] + worth.shared[row, worth.node[origin], expert] * (state.near[row, worth.node[origin], expert] == 1))
-
-
-def _make(state: _Layers, rows: NDArray[np.intp], full: NDArray[np.intp], here: NDArray[np.intp], node: NDArray[np.intp], swap: Values, copy: Values) -> None:
-    """The cheaper of the best exchange and the best replica, per layer."""
-    per = here.shape[1]
-    slots = state.table.shape[1]
+def _make(state: _Layers, worth: Worth, rows: NDArray[np.intp], pairs: _Pairs, swap: Values, copy: Values) -> None:
+    """The cheaper of the best exchange and the best replica, per layer; loads are carried along."""
+    per, width = pairs.here.shape[1], pairs.there.shape[1]
     for at, row in enumerate(rows.tolist()):
         swapped, copied = int(swap[at].argmin()), int(copy[at].argmin())
-        exchange = swap[at].flat[swapped] <= copy[at].flat[copied]
+        exchange = bool(swap[at].flat[swapped] <= copy[at].flat[copied])
         which = swapped if exchange else copied
         if not np.isfinite((swap if exchange else copy)[at].flat[which]):
             state.load[row] = 0.0  # nothing helps here before weights are looked at again
             continue
-        mine, theirs = int(here[at, which // slots]), which % slots
-        rank, other = int(full[at]), theirs // per
-        expert, back = int(state.table[row, mine]), int(state.table[row, theirs])
+        mine, theirs = int(pairs.here[at, which // width]), int(pairs.there[at, which % width])
+        rank, other, expert = mine // per, theirs // per, int(state.table[row, mine])
         sent, returned = state.each[row, mine], state.each[row, theirs]
-        state.table[row, theirs] = expert
-        state.held[row, other, expert] = True
-        state.near[row, node[other], expert] += 1
-        if back != EMPTY:
-            state.held[row, other, back] = False
-            state.near[row, node[other], back] -= 1
         if exchange:
-            state.table[row, mine] = back
-            state.held[row, rank, expert] = False
-            state.near[row, node[rank], expert] -= 1
-            if back != EMPTY:
-                state.held[row, rank, back] = True
-                state.near[row, node[rank], back] += 1
-            state.each[row, mine], state.each[row, theirs] = returned, sent
-            moved = sent - returned
+            state.put(row, mine, int(state.table[row, theirs]), worth)
+            moved, state.each[row, mine], state.each[row, theirs] = sent - returned, returned, sent
         else:
             moved = min(max(0.5 * (state.load[row, rank] - state.load[row, other] + returned), 0.0), sent)
             state.each[row, mine], state.each[row, theirs] = sent - moved, moved
             state.load[row, other] -= returned
+        state.put(row, theirs, expert, worth)
         state.load[row, rank] -= moved
         state.load[row, other] += moved

@@ -21,8 +21,9 @@ from migration.levelling import Table, held_of, levelled, split_under, table_of
 from migration.worth import Held, Worth, filled, held_by_worth
 
 Values = NDArray[np.float64]
-BALANCE = 0.95
-"""mean rank load / fullest rank load of every layer, where weights and exchanges can bring it there"""
+BALANCE = 0.955
+"""mean rank load / fullest rank load of every layer, where weights and exchanges can bring it there; a little more than is held to, as the next
+window is another sample"""
 _TINY = 1e-12
 
 
