@@ -6,25 +6,22 @@ change places in a ring do so from one that is held elsewhere too, or, where the
 end needs.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.experts import ExpertId
 from fleet.placement import EMPTY
 from migration.changes import COPIES, NONE, NOWHERE, Changes, Kind, Table, joined, made, taken
 
 _Row = tuple[int, int, int, int, int]
 """kind, slot, expert, other slot, other expert"""
-
-
-class _Arrival(NamedTuple):
-    """An expert that a rank must get."""
-
-    expert: int
-    leaves: int
-    """slot that it leaves for this; NOWHERE: it leaves none, or nothing arrives and a slot becomes empty (`expert` is EMPTY)"""
+_Edge = tuple[int, int]
+"""An expert that a rank must get, and the slot that it leaves for that, NOWHERE: none. (EMPTY, slot): a slot that is free from the start; (EMPTY,
+NOWHERE): nothing comes into a slot any more."""
 
 
 def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] | None = None) -> Changes:
@@ -37,8 +34,7 @@ def between(before: Table, after: Table, ranks: int, gain: NDArray[np.float64] |
     """
     if before.shape != after.shape or before.shape[1] % ranks:
         raise ValueError(f"difference: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared")
-    per = before.shape[1] // ranks
-    found = [(layer, row) for layer in np.flatnonzero((before != after).any(axis=1)).tolist() for row in _Layer(before[layer], after[layer], per).rows()]
+    found = [(layer, row) for layer, one in _layers(before, after, ranks) for row in one.rows()]
     if not found:
         return NONE
     table = np.array([(layer, *row) for layer, row in found])
@@ -68,140 +64,168 @@ def shortened(table: Table, changes: Changes, ranks: int) -> Changes:
     return joined([taken(changes, ~fewer[changes.layer]), taken(others, fewer[others.layer])])
 
 
+def _layers(before: Table, after: Table, ranks: int) -> Iterator[tuple[int, "_Layer"]]:
+    """Those in which ranks hold something else after than before."""
+    per, experts = before.shape[1] // ranks, int(max(before.max(), after.max())) + 1
+    rank = np.arange(before.shape[1]) // per
+    was, goal = (_held(table, rank, ranks, experts) for table in (before, after))
+    _check(was, goal)
+    layer, to, expert = np.nonzero(goal & ~was)
+    filled = before != EMPTY
+    stays = goal[np.arange(len(before))[:, None], rank, np.where(filled, before, 0)]
+    from_layer, from_slot = np.nonzero(filled & ~stays)
+    leaves, unneeded = _matched(layer * experts + expert, from_layer * experts + before[from_layer, from_slot], from_slot)
+    free = ~filled
+    free[from_layer[unneeded], from_slot[unneeded]] = True
+    ends = (free | (filled & ~stays)).reshape(len(before), ranks, per).sum(axis=2) - (goal & ~was).sum(axis=2)
+    bounds = np.searchsorted(layer, np.arange(len(before) + 1)).tolist()
+    for at in np.flatnonzero(ends.any(axis=1) | np.diff(bounds).astype(bool)).tolist():
+        edges: list[list[_Edge]] = [[(EMPTY, NOWHERE)] * count for count in ends[at].tolist()]
+        here = slice(bounds[at], bounds[at + 1])
+        for place, *edge in zip(to[here].tolist(), expert[here].tolist(), leaves[here].tolist(), strict=True):
+            edges[place].append((edge[0], edge[1]))
+        edges.append([(EMPTY, slot) for slot in np.flatnonzero(free[at]).tolist()])
+        yield at, _Layer(per, before[at].tolist(), was[at].sum(axis=0).tolist(), edges)
+
+
+def _held(table: Table, rank: NDArray[np.intp], ranks: int, experts: int) -> NDArray[np.bool_]:
+    """bool [layers, ranks, experts]"""
+    held = np.zeros((len(table), ranks, experts), bool)
+    layer, slot = np.nonzero(table != EMPTY)
+    held[layer, rank[slot], table[layer, slot]] = True
+    return held
+
+
+def _check(was: NDArray[np.bool_], goal: NDArray[np.bool_]) -> None:
+    """Every expert is somewhere both before and after."""
+    missing = np.argwhere(was.any(axis=1) != goal.any(axis=1))
+    if len(missing):
+        layer, expert = missing[0].tolist()
+        when = "after; every expert needs a replica" if was[layer, :, expert].any() else "before; its weights can be copied from no rank"
+        raise ValueError(f"difference: expert {ExpertId(layer, expert)} is nowhere {when}")
+
+
+def _matched(comes: NDArray[np.intp], goes: NDArray[np.intp], slot: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """([n] the slot that what comes leaves, the nth of its kind the nth; NOWHERE; bool [m], what goes and is not needed). comes, goes: kinds."""
+    come, go = ((kind, _nth(kind)) for kind in (comes, goes))
+    most = 1 + max(int(nth.max(initial=0)) for _, nth in (come, go))
+    wanted, there = (kind * most + nth for kind, nth in (come, go))
+    order = np.argsort(there)
+    at = np.searchsorted(there[order], wanted)
+    known = at < len(there)
+    known[known] = there[order[at[known]]] == wanted[known]
+    leaves = np.full(len(comes), NOWHERE)
+    leaves[known] = slot[order[at[known]]]
+    unneeded = np.ones(len(goes), bool)
+    unneeded[order[at[known]]] = False
+    return leaves, unneeded
+
+
+def _nth(kind: NDArray[np.intp]) -> NDArray[np.intp]:
+    """How many of the same kind come before each."""
+    order = np.argsort(kind, kind="stable")
+    ordered = kind[order]
+    found = np.empty(len(kind), np.intp)
+    found[order] = np.arange(len(kind)) - np.searchsorted(ordered, ordered)
+    return found
+
+
+@dataclass(slots=True, eq=False)
 class _Layer:
     """One layer, on its way from one row of slots to another."""
 
-    def __init__(self, before: Table, after: Table, per: int) -> None:
-        self._per = per
-        self._row: list[int] = before.tolist()
-        self._held = [0] * (int(max(before.max(), after.max())) + 1)
-        for expert in self._row:
-            if expert != EMPTY:
-                self._held[expert] += 1
-        self._rows: list[_Row] = []
-        self._arrivals, self._free = self._edges(before, after)
+    per: int
+    row: list[int]
+    """expert of each slot"""
+    held: list[int]
+    """replicas of each expert"""
+    edges: list[list[_Edge]]
+    """what is yet to come, by rank; last: the free slots, which come from nowhere"""
+    made: list[_Row] = field(default_factory=list)
 
     def rows(self) -> list[_Row]:
         """The changes, in order."""
         self._follow_free_slots()
         self._turn_rings()
-        return self._rows
-
-    def _edges(self, before: Table, after: Table) -> tuple[list[list[_Arrival]], list[int]]:
-        """What each rank must get, and the slots that are free from the start: empty, or of a replica that goes for nothing."""
-        ranks, per = len(before) // self._per, self._per
-        pairs = [{(slot // per, expert): slot for slot, expert in enumerate(row.tolist()) if expert != EMPTY} for row in (before, after)]
-        leaving: list[list[int]] = [[] for _ in self._held]
-        for (rank, expert), slot in pairs[0].items():
-            if (rank, expert) not in pairs[1]:
-                leaving[expert].append(slot)
-        coming: list[list[_Arrival]] = [[] for _ in range(ranks)]
-        free = np.flatnonzero(before == EMPTY).tolist()
-        for rank, expert in pairs[1]:
-            if (rank, expert) not in pairs[0]:
-                if not self._held[expert]:
-                    raise ValueError(f"difference: expert {expert} is nowhere before; its weights can be copied from no rank")
-                coming[rank].append(_Arrival(expert, leaving[expert].pop() if leaving[expert] else NOWHERE))
-        self._check_kept(after)
-        free += [slot for slots in leaving for slot in slots]
-        for rank in range(ranks):
-            room = sum(slot // per == rank for slot in free) + sum(one.leaves // per == rank for all_of in coming for one in all_of if one.leaves != NOWHERE)
-            coming[rank] += [_Arrival(EMPTY, NOWHERE)] * (room - len(coming[rank]))
-        return coming, free
-
-    def _check_kept(self, after: Table) -> None:
-        stays = set(after.tolist())
-        for expert, count in enumerate(self._held):
-            if count and expert not in stays:
-                raise ValueError(f"difference: expert {expert} is nowhere after; every expert needs a replica")
+        return self.made
 
     # Along trails
 
     def _follow_free_slots(self) -> None:
         """All that free slots can reach, in one closed trail through 'nowhere', where they come from and go to."""
-        starts, open_edges = list(self._free), self._arrivals
-        stack: list[tuple[int, _Arrival | int | None]] = [(NOWHERE, None)]
-        trail: list[_Arrival | int] = []
+        stack: list[_Edge] = [(EMPTY, NOWHERE)]
+        trail: list[_Edge] = []
         while stack:
-            at = stack[-1][0]
-            if at == NOWHERE and starts:
-                slot = starts.pop()
-                stack.append((slot // self._per, slot))
-            elif at != NOWHERE and open_edges[at]:
-                arrival = open_edges[at].pop()
-                stack.append((NOWHERE if arrival.leaves == NOWHERE else arrival.leaves // self._per, arrival))
+            waiting = self.edges[stack[-1][1] // self.per]  # NOWHERE is -1: the last
+            if waiting:
+                stack.append(waiting.pop())
             else:
-                edge = stack.pop()[1]
-                if edge is not None:
-                    trail.append(edge)
-        self._walk(trail[::-1])
+                trail.append(stack.pop())
+        self._walk(trail[-2::-1])
 
-    def _walk(self, trail: list[_Arrival | int]) -> None:
-        """Fill the free slot that wanders along; a number is the slot where one begins."""
+    def _walk(self, trail: list[_Edge]) -> None:
+        """Fill the free slot that wanders along."""
         slot = NOWHERE
-        for edge in trail:
-            if isinstance(edge, int):
-                slot = edge
-            elif edge.expert != EMPTY:
-                self._bring(slot, edge.expert, edge.leaves)
-                slot = edge.leaves
-            elif self._row[slot] != EMPTY:
-                self._rows.append((int(Kind.DROP), slot, EMPTY, NOWHERE, EMPTY))
+        for expert, leaves in trail:
+            if slot != NOWHERE and expert != EMPTY:
+                self._bring(slot, expert, leaves)
+            elif slot != NOWHERE and self.row[slot] != EMPTY:
+                self.made.append((int(Kind.DROP), slot, EMPTY, NOWHERE, EMPTY))
                 self._put(slot, EMPTY)
+            slot = leaves
 
     def _bring(self, slot: int, expert: int, leaves: int) -> None:
-        self._rows.append((int(Kind.REPLICATE if leaves == NOWHERE else Kind.MOVE), slot, expert, leaves, EMPTY))
+        self.made.append((int(Kind.REPLICATE if leaves == NOWHERE else Kind.MOVE), slot, expert, leaves, EMPTY))
         self._put(slot, expert)
         if leaves != NOWHERE:
             self._put(leaves, EMPTY)
 
     def _put(self, slot: int, expert: int) -> None:
-        before = self._row[slot]
+        before = self.row[slot]
         if before != EMPTY:
-            self._held[before] -= 1
+            self.held[before] -= 1
         if expert != EMPTY:
-            self._held[expert] += 1
-        self._row[slot] = expert
+            self.held[expert] += 1
+        self.row[slot] = expert
 
     # In rings
 
     def _turn_rings(self) -> None:
         """What no free slot reaches: slot after slot gets what is in the next one of its ring."""
-        for rank in range(len(self._arrivals)):
-            while self._arrivals[rank]:
+        for rank in range(len(self.edges) - 1):
+            while self.edges[rank]:
                 self._turn(self._ring(rank))
 
     def _ring(self, rank: int) -> list[int]:
         """The slots of one ring of ranks, each to get what the next one holds; taken out of what is to be done."""
-        ranks, arrivals = [rank], list[_Arrival]()
+        ranks, edges = [rank], list[_Edge]()
         while True:
-            arrival = self._next(ranks)
-            target = arrival.leaves // self._per
-            arrivals.append(arrival)
+            edges.append(self._next(ranks))
+            target = edges[-1][1] // self.per
             if target in ranks:
                 first = ranks.index(target)
-                for at, unused in zip(ranks[:first], arrivals[:first], strict=True):
-                    self._arrivals[at].append(unused)
-                ring = [one.leaves for one in arrivals[first:]]
+                for at, unused in zip(ranks[:first], edges[:first], strict=True):
+                    self.edges[at].append(unused)
+                ring = [leaves for _, leaves in edges[first:]]
                 return [ring[-1], *ring[:-1]]
             ranks.append(target)
 
-    def _next(self, ranks: list[int]) -> _Arrival:
+    def _next(self, ranks: list[int]) -> _Edge:
         """Back to where it came from, if it can: two that exchange experts copy nothing in vain."""
-        options = self._arrivals[ranks[-1]]
-        back = [at for at, one in enumerate(options) if len(ranks) > 1 and one.leaves // self._per == ranks[-2]]
+        options = self.edges[ranks[-1]]
+        back = [at for at, (_, leaves) in enumerate(options) if len(ranks) > 1 and leaves // self.per == ranks[-2]]
         return options.pop(back[-1] if back else -1)
 
     def _turn(self, ring: list[int]) -> None:
-        spare = next((at for at, slot in enumerate(ring) if self._held[self._row[slot]] > 1), None)
+        spare = next((at for at, slot in enumerate(ring) if self.held[self.row[slot]] > 1), None)
         if spare is not None:
             ring = ring[spare:] + ring[:spare]
-            first = self._row[ring[0]]
+            first = self.row[ring[0]]
             for slot, other in pairwise(ring):
-                self._bring(slot, self._row[other], other)
+                self._bring(slot, self.row[other], other)
             self._bring(ring[-1], first, NOWHERE)
             return
         for slot, other in pairwise(ring):
-            mine, theirs = self._row[slot], self._row[other]
-            self._rows.append((int(Kind.SWAP), slot, theirs, other, mine))
-            self._row[slot], self._row[other] = theirs, mine
+            mine, theirs = self.row[slot], self.row[other]
+            self.made.append((int(Kind.SWAP), slot, theirs, other, mine))
+            self.row[slot], self.row[other] = theirs, mine
