@@ -1,0 +1,124 @@
+"""Whatever is seen, what is decided can be carried out, keeps to its limits, and says why; small engines of every kind."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.experts import ModelShape
+from fleet.layout import Layout
+from fleet.placement import EMPTY, Placement
+from fleet.signatures import ClusterModel
+from fleet.timing import EngineSpeed
+from migration.config import POLICIES, MigrationConfig
+from migration.history import History
+from migration.plan import replay
+from migration.planner import Why, decide
+from migration.situation import Question
+from migration.view import CacheUse, Demand, View
+
+LAYERS, EXPERTS = 3, 8
+SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_intermediate=4)
+
+
+def some_placement(dice: np.random.Generator, ranks: int, slots: int) -> Placement:
+    """Every expert somewhere, some several times, some slots empty."""
+    table = np.full((LAYERS, ranks, slots), EMPTY, np.int16)
+    for layer in range(LAYERS):
+        for nth, expert in enumerate(dice.permutation(EXPERTS)):
+            table[layer, nth % ranks, nth // ranks] = expert
+        for rank in range(ranks):
+            for slot in np.flatnonzero(table[layer, rank] == EMPTY):
+                other = int(dice.integers(EXPERTS))
+                if dice.random() < 0.6 and other not in table[layer, rank]:
+                    table[layer, rank, slot] = other
+    return Placement(table.reshape(LAYERS, -1), experts=EXPERTS, ranks=ranks, epoch=int(dice.integers(5)))
+
+
+def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> View:
+    dice = np.random.default_rng(seed)
+    placement = some_placement(dice, ranks, slots)
+    windows = [np.floor(dice.pareto(0.8, (ranks, LAYERS, EXPERTS)) * dice.integers(0, 3, (ranks, 1, 1))).clip(0, 1e9) for _ in range(2)]
+    pairs = 10.0 ** dice.uniform(0, 6)
+    profiles = dice.dirichlet(np.full(EXPERTS, 0.2), (3, LAYERS)).astype(np.float32)
+    speed = EngineSpeed(expert_pair=10.0 ** dice.uniform(-8, -4), dispatch=10.0 ** dice.uniform(-8, -4), dispatch_node=10.0 ** dice.uniform(-8, -4))
+    return View(
+        engine="e",
+        worker_id=1,
+        model="m",
+        shape=SHAPE,
+        layout=Layout(attention="dp", boundary=boundary),
+        placement=placement,
+        node=np.arange(ranks) * nodes // ranks,
+        speed=speed,
+        demand=Demand.of(windows[0], np.full(ranks, pairs), 60.0),
+        later=None if seed % 3 == 0 else Demand.of(windows[1] if seed % 2 else windows[0], np.full(ranks, pairs), 60.0),
+        running=None if seed % 5 == 0 else dice.integers(0, 9, ranks).astype(np.float64),
+        waiting=np.zeros(ranks),
+        cache=None if seed % 7 == 0 else CacheUse(100, dice.uniform(0, 100, ranks), 16, 1000),
+        clusters=ClusterModel(3, profiles / profiles.sum(axis=2, keepdims=True), np.array([0.5, 0.5, 0.0], np.float32), 1.0),
+        gain=float(dice.integers(0, 2)),
+        history=History.begin(1, placement),
+        now=100.0,
+    )
+
+
+ENGINES = {
+    "seed": st.integers(0, 1 << 20),
+    "size": st.sampled_from([(2, 5, 1), (3, 4, 1), (4, 3, 2), (4, 2, 2), (8, 1, 4), (1, 8, 1)]),
+    "policy": st.sampled_from(POLICIES),
+    "boundary": st.integers(0, LAYERS - 1),
+    "data": st.data(),
+}
+"""size: ranks, slots per rank, nodes"""
+
+
+@given(**ENGINES)
+@settings(max_examples=8)
+def test_what_is_decided_can_be_done_within_its_limits_and_says_why(**engine: Any) -> None:
+    check(**engine)
+
+
+@pytest.mark.slow
+@given(**ENGINES)
+@settings(max_examples=300)
+def test_the_same_for_many_engines(**engine: Any) -> None:
+    check(**engine)
+
+
+def check(seed: int, size: tuple[int, int, int], policy: Any, boundary: int, data: st.DataObject) -> None:
+    ranks, slots, nodes = size
+    view = some_view(seed, ranks, slots, nodes, boundary)
+    budget = data.draw(st.sampled_from([0, 3, 1000])) * SHAPE.expert_bytes
+    dead = tuple(sorted(data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1)))) if seed % 4 == 0 else ()
+    config = MigrationConfig(least_pairs=0.0, least_gain=0.0, critical_experts=data.draw(st.sampled_from([0.0, 0.25])), most_replicas=None)
+    found = decide(view, Question(policy, budget, memory=seed % 2 == 0, dead=dead, bounds=True), config)
+    record = found.record
+    assert (found.plan is None) == (record.refused is not None) == (found.why is not None)
+    assert np.isfinite([record.gain_seconds, record.net_seconds, record.cost_seconds]).all()
+    if found.homes is not None:
+        np.testing.assert_allclose(found.homes.share.sum(axis=1), [1, 1, 0], atol=1e-5)
+    if found.plan is None:
+        return
+    series = replay(view.placement, found.plan)
+    assert found.plan.bytes == record.copied_bytes
+    assert np.array_equal(series[-1].expert_of_slot[:boundary], view.placement.expert_of_slot[:boundary]) if series else True
+    assert record.copied_bytes <= budget or dead
+    assert all(step.why for step in found.plan.steps)
+    assert all(step.layer >= boundary for step in record.steps)
+    assert record.net_seconds > 0 or dead or "second replicas" in " ".join(record.reasons) or config.critical_experts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_of_which_nothing_is_wanted_is_left_alone(seed: int) -> None:
+    view = some_view(seed, 4, 3, 2, 0)
+    nothing = Demand.of(np.zeros((4, LAYERS, EXPERTS)), np.zeros(4), 60.0)
+    for policy in POLICIES:
+        found = decide(
+            View(**{name: getattr(view, name) for name in View.__dataclass_fields__} | {"demand": nothing, "later": nothing}),
+            Question(policy, 0),
+            MigrationConfig(),
+        )
+        assert found.why is Why.DATA
