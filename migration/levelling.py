@@ -229,13 +229,15 @@ def _swaps(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, home: Held |
 
 
 def _copies(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
-    """Cost of a further replica in the place of a spare one; it is supposed to take over half of the difference."""
+    """Cost of a further replica in the place of a spare one; it is supposed to take over half of the difference. One that serves as much as that
+    stays: its load would come back somewhere."""
     row, target, mine, theirs, free = pairs.row, pairs.target, pairs.mine, pairs.theirs, pairs.free
     spare = free | (state.replicas[row, theirs] > 1)
     if home is not None:
         spare &= free | ~home[row, target, theirs] | ((state.held & home).sum(axis=1)[row, theirs] > 1)
     may = pairs.apart & spare & (state.replicas[row, mine] < most[row])
     taken_over = np.clip(0.5 * (pairs.top - (pairs.other - pairs.back)), 0.0, pairs.sent)
+    may &= pairs.back < taken_over
     relief = pairs.top - np.maximum(pairs.top - taken_over, pairs.other - pairs.back + taken_over)
     lost = np.where(free, 0.0, _alone(state, worth, row, target, theirs, 1)) - _alone(state, worth, row, target, mine, 0)
     return _cost(lost, relief, pairs.top - cap, may)
