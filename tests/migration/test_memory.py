@@ -54,15 +54,15 @@ def test_replicas_cost_what_requests_wait_longer_for_their_sake_and_never_more_t
 def points(used: float, requests: float = 16.0) -> tuple[Point, ...]:
     load = 1.0 / np.arange(1, 17)
     demand = np.repeat(np.stack([load, load[::-1]])[None], 4, axis=0)
-    terms = Terms(EngineSpeed(step=1e-3, decode_sequence=0.0, decode_block=0.0, expert_pair=1e-5, dispatch=0.0), np.zeros(4, np.intp), 2, step_tokens=64)
-    return curve(demand, terms, cache(100.0, used, requests, 1.0), (3, 4, 5, 8, 14, 15, 17), present=5, expert_bytes=5_000)
+    terms = Terms(EngineSpeed(step=1e-3, decode_sequence=0.0, decode_block=0.0, expert_pair=1e-5, dispatch=1e-6), np.zeros(4, np.intp), 2, step_tokens=64)
+    return curve(demand, terms, cache(100.0, used, requests, 1.0), (3, 4, 5, 6, 7, 14, 15, 17), present=5, expert_bytes=5_000)
 
 
 def test_slots_are_worth_it_while_there_are_blocks_to_spare() -> None:
     idle, busy = points(20.0), points(85.0)
-    assert [point.slots_per_rank for point in idle] == [4, 5, 8, 14]
-    assert [point.kv_blocks for point in idle] == [110, 100, 70, 10]
-    assert [point.bytes_per_rank for point in idle] == [0, 10_000, 40_000, 100_000]
+    assert [point.slots_per_rank for point in idle] == [4, 5, 6, 7, 14]
+    assert [point.kv_blocks for point in idle] == [110, 100, 90, 80, 10]
+    assert [point.bytes_per_rank for point in idle] == [0, 10_000, 20_000, 30_000, 100_000]
     most, least = best(idle), best(busy)
     assert most is not None
     assert least is not None
@@ -74,7 +74,7 @@ def test_slots_are_worth_it_while_there_are_blocks_to_spare() -> None:
 def test_a_step_lasts_longer_by_what_the_slowest_rank_has_above_the_mean() -> None:
     first = points(20.0)[0]
     even = 1e-5 * 2 * 64 * 2 / 4
-    assert first.step_seconds == pytest.approx(1e-3 + first.figures.seconds.experts - even)
+    assert first.step_seconds == pytest.approx(1e-3 + first.figures.seconds.experts - even + first.figures.seconds.dispatch)
 
 
 def test_with_more_requests_than_any_cache_serves_nothing_is_best() -> None:
