@@ -23,12 +23,12 @@ class Homesteads:
             worker_id=entry.worker_id,
             model=decided.record.model,
             version=0,
-            epoch=entry.epoch,
-            clusters=0 if homes is None else homes.clusters,
-            count=0 if homes is None else len(homes.share),
+            epoch=homes.epoch,
+            clusters=homes.clusters,
+            count=0 if homes.share is None else len(homes.share),
             ranks=entry.placement.ranks,
-            homes=b"" if homes is None else homes.share.astype("<f4").tobytes(),
-            reason=decided.homes_note,
+            homes=b"" if homes.share is None else homes.share.astype("<f4").tobytes(),
+            reason=homes.note,
         )
         before = self._said.get(entry.worker_id)
         if before is not None and msgspec.structs.replace(before, version=0, reason=said.reason) == said:

@@ -29,14 +29,14 @@ from migration.changes import made, within
 from migration.config import MigrationConfig, Policy
 from migration.full import bound
 from migration.memory import curve
-from migration.nearness import Homes, housed, saved
+from migration.nearness import housed, none, saved
 from migration.plan import Plan, planned
 from migration.record import MemoryPoint, PlanRecord
 from migration.recovery import recover
 from migration.situation import Question, Situation, situation
 from migration.staging import Unorderable
 from migration.telling import duration, listed, measures, memory, named_homes, outcome, steps
-from migration.view import View
+from migration.view import Homes, View
 
 _MARGIN = 0.005
 """A step's expected balance that is so near to what chance leaves cannot be bettered noticeably."""
@@ -61,13 +61,12 @@ class Why(StrEnum):
 
 
 class Decided(NamedTuple):
-    """record: for people. plan: None where nothing is worth doing, and `why` says the reason in a word. homes: None: nobody has one; note: why."""
+    """record: for people. plan: None where nothing is worth doing, and `why` says the reason in a word."""
 
     record: PlanRecord
+    homes: Homes
     plan: Plan | None = None
     why: Why | None = None
-    homes: Homes | None = None
-    homes_note: str = ""
 
 
 WAYS: dict[Policy, tuple[Maker, ...]] = {
@@ -83,10 +82,10 @@ WAYS: dict[Policy, tuple[Maker, ...]] = {
 def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
     """A plan, or why there is none. Equal views give equal answers."""
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
-        return _nothing(_record(view, question), Why.SHARDED, "experts are sharded over all ranks in this layout: no placement is better than another")
+        return _nothing(_record(view, question), view, Why.SHARDED, "experts are sharded over all ranks in this layout: no placement is better than another")
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
     if not seen or seen < needed:
-        return _nothing(_record(view, question), Why.DATA, f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}")
+        return _nothing(_record(view, question), view, Why.DATA, f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}")
     found = situation(view, question, config)
     thoughts = _Thoughts(found)
     return thoughts.recovery() if question.dead else thoughts.plan()
@@ -140,7 +139,7 @@ class _Thoughts:
     def _safe(self) -> Decided | None:
         """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them."""
         found, least = self._found, self._found.limits.least_replicas
-        if least is None:
+        if least is None or (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
             return None
         way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least)
         changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
@@ -247,20 +246,16 @@ class _Thoughts:
             transfer_seconds=paid.transfer_seconds,
             steps=steps(plan),
         )
-        return Decided(record, plan)
+        return Decided(record, none(found.view, ""), plan)
 
     def _refused(self, why: Why, sentence: str) -> Decided:
-        return self._at_home(_nothing(self._told(self._found.placement), why, sentence))
+        return self._at_home(_nothing(self._told(self._found.placement), self._found.view, why, sentence))
 
     def _at_home(self, decided: Decided) -> Decided:
         """The same with the homes of clusters, which hold whether or not anything is moved now."""
-        found = self._found
-        if not self._travel_costs:
-            homes, note = None, NO_TRAVEL
-        else:
-            homes, note = housed(found)
-        named = () if homes is None else named_homes(homes.share)
-        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=note), homes=homes, homes_note=note)
+        homes = housed(self._found) if self._travel_costs else none(self._found.view, NO_TRAVEL)
+        named = () if homes.share is None else named_homes(homes.share)
+        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=homes.note), homes=homes)
 
     def _told(self, placement: Placement) -> PlanRecord:
         """What is said whatever comes of it. placement: in the end."""
@@ -288,8 +283,8 @@ class _Thoughts:
         return memory(found, curve(found.judged, found.terms, found.cache, slots, present=present, expert_bytes=found.view.shape.expert_bytes))
 
 
-def _nothing(record: PlanRecord, why: Why, sentence: str) -> Decided:
-    return Decided(msgspec.structs.replace(record, refused=sentence), why=why, homes_note=sentence)
+def _nothing(record: PlanRecord, view: View, why: Why, sentence: str) -> Decided:
+    return Decided(msgspec.structs.replace(record, refused=sentence), none(view, sentence), why=why)
 
 
 def _record(view: View, question: Question) -> PlanRecord:

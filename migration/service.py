@@ -250,7 +250,7 @@ class MigrationService:
             logger.exception("planning for engine %s failed", entry.engine)
             return
         self.metrics.figures(decided.record)
-        self.watch.housed(entry.worker_id, None if decided.homes is None else decided.homes.share)
+        self.watch.housed(entry.worker_id, decided.homes)
         await self._say(self._homes.said(entry, decided))
 
     async def _say(self, homes: HomesPublished) -> None:

@@ -50,6 +50,21 @@ class Demand:
         return float(self.rates.sum(dtype=np.float64) / (len(self.rates[0]) * top_k))
 
 
+class Homes(NamedTuple):
+    """Where kinds of requests should live."""
+
+    share: NDArray[np.float32] | None
+    """float32 [K, ranks], how much of a cluster's traffic belongs on which rank; rows sum to 1, of unused clusters to 0. None: nobody has a home"""
+    clusters: int
+    """version of the cluster model; 0: there is none"""
+    epoch: int
+    """of the placement that they were found for"""
+    note: str
+    """in a sentence: why these, or why none"""
+    at: float
+    """when they were found, seconds on the clock of `View.now`"""
+
+
 class CacheUse(NamedTuple):
     """The KV cache of an engine. blocks: of each rank; used: float64 [ranks], of them in use; block_bytes: 0 where nobody said."""
 
@@ -84,8 +99,8 @@ class View:
     clusters: ClusterModel | None = None
     gain: float = 0.0
     """in [0, 1]: what predictions of clusters are worth at present"""
-    homes: NDArray[np.float32] | None = None
-    """float32 [K, ranks]: the homes that were said last; None: there are none"""
+    homes: Homes | None = None
+    """what was said of homes last; None: nothing"""
     history: History | None = None
     """what was moved lately; None: nobody knows"""
     now: float = 0.0

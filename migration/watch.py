@@ -19,7 +19,7 @@ from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from migration.history import History
 from migration.ledger import Entry, Fault, Refused
-from migration.view import CacheUse, Demand, View
+from migration.view import CacheUse, Demand, Homes, View
 
 MOST_MODELS = 64
 """Models whose clusters are kept."""
@@ -65,7 +65,7 @@ class _Engine:
     window: _Window
     ranks: list[_Rank]
     history: History
-    homes: NDArray[np.float32] | None = None
+    homes: Homes | None = None
     closed: list[Demand] = field(default_factory=list)
     """the last two windows, the older first"""
 
@@ -125,8 +125,8 @@ class Watch:
             except ValueError as error:
                 raise Refused(Fault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
 
-    def housed(self, worker_id: int, homes: NDArray[np.float32] | None) -> None:
-        """The homes that are said of an engine from now on, [K, ranks]; None: nobody has one."""
+    def housed(self, worker_id: int, homes: Homes) -> None:
+        """The homes that are said of an engine from now on."""
         if worker_id in self._engines:
             self._engines[worker_id].homes = homes
 

@@ -249,14 +249,16 @@ def test_kinds_of_requests_get_homes_that_last_until_others_are_clearly_better()
     truth = np.asarray(clusters.mean, np.float64)
     seen = view(planned_for(truth), truth, speed=FAR, clusters=clusters, gain=0.9)
     found = decided(seen)
-    assert found.homes is not None
+    assert found.homes.share is not None
     assert (found.homes.clusters, found.homes.share.shape) == (9, (5, RANKS))
     np.testing.assert_allclose(found.homes.share.sum(axis=1), [1, 1, 1, 1, 0], atol=1e-6)
-    assert "homes save" in found.homes_note
+    assert "homes save" in found.homes.note
     assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
-    again = decided(replace(seen, homes=found.homes.share))
-    assert again.homes is not None
-    np.testing.assert_allclose(again.homes.share, found.homes.share, atol=1e-6)
+    assert decided(replace(seen, homes=found.homes, now=100.0)).homes is found.homes, "they were thought over a moment ago"
+    again = decided(replace(seen, homes=found.homes, now=1000.0)).homes
+    assert again.at == 1000.0
+    assert again.share is not None
+    np.testing.assert_allclose(again.share, found.homes.share, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -272,9 +274,9 @@ def test_kinds_of_requests_get_homes_that_last_until_others_are_clearly_better()
 def test_nobody_has_a_home_where_none_would_help_and_it_is_said_why(about: dict[str, Any], said: str) -> None:
     truth, _, _ = zipf()
     found = decided(view(planned_for(truth), truth, **{"speed": FAR, "clusters": kinds(), "gain": 0.9, **about}))
-    assert found.homes is None
-    assert said in found.homes_note
-    assert found.record.homes_note == found.homes_note
+    assert found.homes.share is None
+    assert said in found.homes.note
+    assert found.record.homes_note == found.homes.note
 
 
 def test_how_near_locality_comes_to_what_is_possible_is_told_to_whoever_asks() -> None:

@@ -98,7 +98,7 @@ def check(seed: int, size: tuple[int, int, int], policy: Any, boundary: int, dat
     record = found.record
     assert (found.plan is None) == (record.refused is not None) == (found.why is not None)
     assert np.isfinite([record.gain_seconds, record.net_seconds, record.cost_seconds]).all()
-    if found.homes is not None:
+    if found.homes.share is not None:
         np.testing.assert_allclose(found.homes.share.sum(axis=1), [1, 1, 0], atol=1e-5)
     if found.plan is None:
         return
