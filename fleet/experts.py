@@ -28,7 +28,7 @@ class ExpertId(NamedTuple):
         return f"{self.layer}/{self.expert}"
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The numbers of an MoE model that placement, pricing and bookkeeping need.
 
     `layers` counts MoE layers only, from 0; dense layers have no experts and do not appear.
@@ -40,6 +40,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     expert_intermediate: int
     dtype: str = "float32"
+    groups: int = 1
+    """groups of consecutive experts that the gate chooses from; 1: it is not group-limited"""
+    groups_per_token: int = 1
+    """groups that a token's experts may be of"""
 
     def __post_init__(self) -> None:
         for name in ("layers", "experts", "top_k", "hidden", "expert_intermediate"):
@@ -48,6 +52,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"model shape: {name} must be at least 1, not {value}")
         if self.top_k > self.experts:
             raise ValueError(f"model shape: top_k {self.top_k} exceeds the {self.experts} experts of a layer")
+        if not 1 <= self.groups_per_token <= self.groups or self.experts % self.groups:
+            raise ValueError(f"model shape: {self.groups_per_token} of {self.groups} groups per token; {self.experts} experts must divide into the groups")
+        if self.top_k > self.groups_per_token * (self.experts // self.groups):
+            raise ValueError(f"model shape: top_k {self.top_k} exceeds the experts of {self.groups_per_token} of {self.groups} groups")
         if self.dtype not in BYTES_PER_VALUE:
             raise ValueError(f"model shape: unknown dtype {self.dtype!r}; known: {', '.join(BYTES_PER_VALUE)}")
 
