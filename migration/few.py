@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
-from migration.changes import NONE, NOWHERE, Changes, Kind, Table, within
+from migration.changes import NONE, NOWHERE, Changes, Kind, Table, taken, within
 from migration.limits import UNLIMITED, Limits
-from migration.noise import Noise, changed, deviations, expected_max, expected_most
+from migration.noise import Noise, changed, deviations, expected_max, expected_most, freedom
 from migration.relief import ENDLESS, Array, Choice, Flags, Index, State, best
 
 PAIRS = 24_000
@@ -22,13 +22,13 @@ PAIRS = 24_000
 EVERYTHING = 1 << 40
 AT_ONCE, OF = 4, 4
 """ranks of a layer that are relieved in one round, and at most one of so many"""
-CAREFULLY, MANY, FAR = 2, 32, 1.5
+CAREFULLY, MANY, FAR = 2, 32, 5.0
 """ranks that are relieved in one round where there are more than so many, none of them (on average) so loaded: the more, the less choice each has"""
 LEAST = 1e-7
 """a fall of the penalty below this is rounding"""
 MARGIN = 0.1
 """standard deviations between windows by which more is aimed at than is wanted: the sample that is planned on flatters what is fitted to it"""
-BEHIND = 0.012
+BEHIND = 0.014
 """most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
 REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in Kind)
 CROWD = 0.7
@@ -135,7 +135,8 @@ def _aims(state: State, goal: Array, target: float, noise: Noise | None) -> tupl
     wanted, spread = most > least, np.zeros(len(goal))
     if noise is not None:
         each = _deviations(state, noise)
-        wanted, spread = changed(alive, goal, each), np.sqrt((each**2).mean(axis=1))
+        free = freedom(state.load[:, :-1], state.replicas[:, :-1], alive.shape[1])
+        wanted, spread = changed(alive, goal, each, free), np.sqrt((each**2).mean(axis=1))
     blur = expected_most(alive.shape[1]) * spread
     aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur) - MARGIN * spread
     state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
@@ -222,22 +223,44 @@ class _Search:
         return made
 
     def changes(self) -> Changes:
-        """All that were made."""
+        """What was made, of each layer as far as its most loaded rank's load fell: what came later served other ranks in vain."""
         kind, hot, cold, at_hot, at_cold = (
             np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)]) for name in ("kind", "hot", "cold", "at_hot", "at_cold")
         )
         drop, swap = kind == Kind.DROP, kind == Kind.SWAP
         gone = np.where(swap, cold, self._state.empty)
         written, other = (np.where(expert == self._state.empty, EMPTY, expert).astype(np.int16) for expert in (np.where(drop, self._state.empty, hot), gone))
-        return Changes(
+        layer = np.concatenate([np.empty(0, np.int32), *self._layers]).astype(np.int32)
+        gain = np.concatenate([np.empty(0), *self._gains])
+        everything = Changes(
             kind.astype(np.uint8),
-            np.concatenate([np.empty(0, np.int32), *self._layers]).astype(np.int32),
+            layer,
             np.where(drop, at_hot, at_cold).astype(np.int32),
             written,
             np.where(swap | (kind == Kind.MOVE), at_hot, NOWHERE).astype(np.int32),
             other,
-            np.concatenate([np.empty(0), *self._gains]),
+            gain,
         )
+        turn = np.arange(len(self._made)).repeat([len(change.layer) for change in self._made])
+        return taken(everything, _paying(layer, turn, gain))
+
+
+def _paying(layer: NDArray[np.int32], turn: Index, gain: Array) -> Flags:
+    """[n]: which changes come no later than the round (turn) after which their layer's gains so far add up to most."""
+    if not len(layer):
+        return np.zeros(0, bool)
+    order = layer.argsort(kind="stable")
+    layer, turn, total = layer[order], turn[order], gain[order].cumsum()
+    first = np.flatnonzero(np.diff(layer, prepend=-1))
+    which = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(layer))))
+    total -= (total[first] - gain[order][first])[which]
+    ends = (np.diff(layer, append=-1) != 0) | (np.diff(turn, append=-1) != 0)
+    total = np.where(ends, total, -np.inf)
+    best = np.maximum.reduceat(total, first)
+    until = np.minimum.reduceat(np.where(total >= best[which] - LEAST, turn, ENDLESS), first)
+    kept = np.empty(len(order), bool)
+    kept[order] = (turn <= until[which]) & (best[which] > LEAST)
+    return kept
 
 
 class _Change(NamedTuple):

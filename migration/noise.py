@@ -14,7 +14,8 @@ Layers = NDArray[np.float64]
 FALSE_ALARMS = 1e-3
 """share of the layers reported as changed that may be so by chance (Benjamini and Hochberg 1995), and so the chance of any where none has"""
 
-
+COMMON = 0.5
+"""where more than this part of the layers is found to have changed, all have: demand moves as a whole"""
 _POINTS = np.linspace(-3.0, 5.0, 25)
 """standard deviations beyond the largest mean between which the distribution of the largest of normals is added up"""
 
@@ -50,19 +51,35 @@ def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float
     return np.asarray(np.sqrt(2.0 * ranks * alone / np.maximum(np.broadcast_to(pairs, len(shares)), 1.0)[:, None]))
 
 
-def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64]) -> NDArray[np.bool_]:
+def freedom(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int) -> Layers:
+    """float64 [layers]: of how many independent numbers the noise of so many ranks' loads is made. Arguments as of `deviation`.
+
+    Replicas of an expert err together: Satterthwaite's (1946) degrees of freedom, tr(C)^2 / tr(C^2) for the covariance C of rank loads, where two
+    experts share as many ranks as they do by chance.
+    """
+    alone = load / np.maximum(replicas, 1)
+    total = np.maximum(alone.sum(axis=1), 1e-300)
+    return np.asarray(1.0 / (1.0 / ranks + (alone**2).sum(axis=1) / total**2))
+
+
+def changed(loads: NDArray[np.float64], goal: Layers, noise: NDArray[np.float64], free: Layers | None = None) -> NDArray[np.bool_]:
     """bool [layers]: where rank loads lie further apart than a good placement's do when nothing but the sample is new.
 
     loads: [layers, ranks] over their mean, live ranks only; goal: balance that a full re-placement reaches on this window; noise: `deviation` of a layer's
-    ranks, or `deviations`, of each. Every rank is held against the normal tail beyond the re-placement's most, all together against chi-square.
+    ranks, or `deviations`, of each; free: `freedom`, None: ranks err on their own. Every rank is held against the normal tail beyond the re-placement's
+    most, all that are above the mean together against chi-square (of half a normal's square, mean 1/2 and variance 5/4, as a gamma: a good placement
+    may well have a rank far below the mean).
     """
     ranks = loads.shape[1]
     most = 1.0 / np.maximum(goal, 1e-9)[:, None]
     spread = np.maximum(noise if noise.ndim == 2 else noise[:, None], 1e-12)
-    alone = ndtr((most - loads) / spread).sum(axis=1)
-    together = chdtrc(max(ranks - 1, 1), (((loads - 1.0) / np.hypot(spread, most - 1.0)) ** 2).sum(axis=1))
+    alone = ranks * ndtr(((most - loads) / spread).min(axis=1))
+    degrees = np.maximum(ranks - 1.0 if free is None else np.minimum(free, ranks - 1.0), 1.0)
+    above = ((np.maximum(loads - 1.0, 0.0) / np.hypot(spread, most - 1.0)) ** 2).sum(axis=1)
+    together = chdtrc(0.4 * degrees, above * degrees / ranks / 1.25)
     chance = np.minimum(2.0 * np.minimum(alone, together), 1.0)
-    return _discoveries(chance)
+    found = _discoveries(chance)
+    return found if found.mean() <= COMMON else np.ones(len(found), bool)
 
 
 def _discoveries(chance: Layers) -> NDArray[np.bool_]:
