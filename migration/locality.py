@@ -38,10 +38,12 @@ class Prices(NamedTuple):
     @classmethod
     def of(cls, speed: EngineSpeed, top_k: int, node: NDArray[np.intp]) -> "Prices":
         """Seconds that a pair saves by staying, node: [ranks]. A token's k pairs share what is sent to a destination of mass m: it is reached
-        with probability 1 - (1 - m)^k, so a pair that stays saves k (1 - m)^(k - 1) of a destination's share of its k pairs."""
+        with probability 1 - (1 - m)^k, so a pair that stays saves k (1 - m)^(k - 1) of a destination's share of its k pairs. Only
+        ranks count where an engine says that sending costs nothing."""
         nodes = int(node.max()) + 1
         ranks, machines = ((1.0 - 1.0 / count) ** (top_k - 1) for count in (len(node), nodes))
-        return cls(speed.dispatch * ranks, speed.dispatch_node * machines if nodes > 1 else 0.0)
+        found = cls(speed.dispatch * ranks, speed.dispatch_node * machines if nodes > 1 else 0.0)
+        return found if sum(found) > 0 else cls()
 
 
 ONE_NODE = Prices()

@@ -125,6 +125,7 @@ def test_a_pair_costs_what_its_destination_costs_less_what_its_token_sends_there
     several = Prices.of(speed, 8, np.arange(8) // 2)
     assert several.rank / several.node > one.rank / one.node
     assert Prices.of(speed, 8, FLAT8).node == 0.0
+    assert Prices.of(EngineSpeed(dispatch=0.0), 8, FLAT8) == Prices.of(speed, 8, np.zeros(1, np.intp)) == Prices(1.0, 0.0)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -138,6 +139,14 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in ({"slots": 0}, {"most": 0}, {"balance": 0.0}, {"prices": Prices(0.0, 0.0)}):
         with pytest.raises(ValueError, match="locality"):
             Room(**{"node": np.zeros(2, np.intp), "slots": 4} | wrong)
+
+
+def test_one_rank_serves_all_and_no_demand_is_no_error() -> None:
+    alone = located(np.ones((1, 2, 6)), Room(np.zeros(1, np.intp), 8))
+    assert alone.local == pytest.approx(1.0)
+    idle = located(np.zeros((4, 2, 16)), Room(np.arange(4) // 2, 5, Prices(1.0, 1.0)))
+    assert (idle.balance == 1.0).all()
+    assert (idle.saved == 0.0).all()
 
 
 def test_any_placement_can_be_measured() -> None:
