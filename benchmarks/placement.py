@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig import placing_balance, placing_drift, placing_least, placing_plans
+from benchmarks.rig import placing_balance, placing_drift, placing_least, placing_locality, placing_plans
 from benchmarks.rig.placing import Row
 from benchmarks.rig.report import AsJson, Check, Quick, Target, hardware
 
@@ -24,6 +24,7 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "balance": placing_balance.rows,
     "drift": placing_drift.rows,
     "least": placing_least.rows,
+    "locality": placing_locality.rows,
     "plans": placing_plans.rows,
 }
 Only = typer.Option("", "--only", help=f"one part: {', '.join(PARTS)}")
