@@ -76,7 +76,7 @@ ENGINES = {
 
 
 @given(**ENGINES)
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_what_is_decided_can_be_done_within_its_limits_and_says_why(**engine: Any) -> None:
     check(**engine)
 
