@@ -8,7 +8,7 @@ room, in an empty slot or in place of a spare replica whose own load fits elsewh
 1. Which expert: of the fullest rank's, the one by which most excess could leave, its own rank's and that of ranks that can push load to it.
 2. Where to: the slots that promise most: room of the rank and of those it can push load to, less what the replica that gives way leaves without a place.
 3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must have fallen. What does not prove itself is not tried again
-   until something else has changed. The fewer layers are left, the more slots each tries at a time.
+   until something else has changed. Where a slot has failed, several are tried at a time, and the best of them taken.
 """
 
 from dataclasses import dataclass, fields
@@ -22,16 +22,22 @@ from migration.changes import NONE, NOWHERE, Changes, Kind, Table, joined
 from migration.limits import Limits
 from migration.reweight import Places, Shared, Values, diffused
 
-SETTLING = 10
-"""rounds of flow after a copy"""
-ROWS = 64
-"""copies tried at a time, all layers together: as many slots of a layer as that leaves for each"""
-MOST_TRIALS = 6
-"""slots of a layer tried at a time"""
-PATIENCE = 3
-"""times that a layer's best slots may all fail to prove themselves"""
+SETTLING = 6
+"""rounds of flow after copies"""
+ROUNDS, FURTHER, MOST_ROUNDS = 8, 2.0, 20
+"""rounds of copies: so many, and for every mean rank load that a layer has above its cap, on average, so many more; never more than the last"""
+LANES = 10
+"""copies of a layer in one attempt, at most"""
+LARGE, WIDE = 1.0, 0.7
+"""only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
+FULLEST = 4
+"""ranks of a layer that are looked at"""
+TRIALS = (1, 4, 6)
+"""slots of a layer tried at a time, by how often before all have failed since its last copy; after the last it is left as it is"""
 PROOF = 0.25
-"""of what a copy promised"""
+"""of what a copy should move, so much must come off the excess; its square, cube after failures"""
+FORGETTING = 0.5
+"""what is kept of the harm learnt about slots when a layer has changed"""
 HOMELESS = 0.2
 """what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
 NEAR_CAP = 1e-4
@@ -49,9 +55,10 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
     """
     found = [NONE]
     crowds = _crowds(table, load, parts, served, cap, limits, node).taken(wanted)
-    while len(crowds.layer):
+    rounds = ROUNDS + FURTHER * crowds.excess().mean() if len(crowds.layer) else 0
+    while len(crowds.layer) and len(found) <= min(rounds, MOST_ROUNDS):
         found.append(_round(crowds))
-        crowds = crowds.taken((crowds.excess() > NEAR_CAP) & (crowds.fails < PATIENCE))
+        crowds = crowds.taken((crowds.excess() > NEAR_CAP) & (crowds.fails < len(TRIALS)))
     return joined(found)
 
 
@@ -65,6 +72,8 @@ class _Crowds:
     dead: Flags
     """[ranks + 1]: of no layer; nobody is dead"""
     layer: Places
+    origin: Table
+    """[a, slots]: as it was; an expert does not come back to a rank that it has been taken from"""
     table: Table
     """[a, slots]"""
     load: Values
@@ -89,8 +98,8 @@ class _Crowds:
     """[a, m]"""
     new: Flags
     """[a, m]: brought by this plan"""
-    failed: Flags
-    """[a, m]: tried in vain since the last copy"""
+    harm: Values
+    """[a, m]: by how much copies into the slot have fallen short of what they promised, half forgotten with each copy of the layer"""
     fails: Places
     """[a]: rounds in vain since the last copy"""
 
@@ -141,9 +150,9 @@ def _crowds(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
     least, most = _bounds(replicas, ranks - int(dead[:-1].sum()), limits, node)
     padded = np.pad(load, ((0, 0), (0, 1)))
     alone = np.pad(parts.alone.reshape(layers, ranks), ((0, 0), (0, 1)))
-    new, failed, fails = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(layers, np.intp)
+    new, harm, fails = np.zeros(shape, bool), np.zeros(shape), np.zeros(layers, np.intp)
     return _Crowds(
-        dead, np.arange(layers), table.copy(), padded, cap, replicas, least, most, alone, slots_at, ranks_at, experts_at, served_at, new, failed, fails
+        dead, np.arange(layers), table, table.copy(), padded, cap, replicas, least, most, alone, slots_at, ranks_at, experts_at, served_at, new, harm, fails
     )
 
 
@@ -173,10 +182,12 @@ class _Sight(NamedTuple):
     """[a, experts + 1]: excess that could leave through a further replica"""
     space: Values
     """[a, m]: room of the element's rank without it, and of ranks that this can push load to"""
-    homeless: Values
-    """[a, m]: what it serves and the other holders have no room for"""
-    lost: Values
-    """[a, m]: nor the ranks that these can push load to"""
+    stranded: Values
+    """[a, m]: what a replica that gives way leaves without a place, and a part of what must flow on"""
+    other: Places
+    """[a, m]: the element of the expert's other holder, where two hold it; else the element itself"""
+    parallel: Values
+    """[a, m]: what that holder can push back to the element's rank through other experts that both hold"""
 
 
 def _sight(crowds: _Crowds) -> _Sight:
@@ -192,88 +203,200 @@ def _sight(crowds: _Crowds) -> _Sight:
     elsewhere = _summed(room, crowds.expert, experts)[rows, crowds.expert] - room
     passing = np.where(crowds.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
     onward = _summed(passing, crowds.rank, ranks)[rows, crowds.rank]
-    beyond = _summed(room + onward, crowds.expert, experts)[rows, crowds.expert] - room - onward
     space = np.maximum(signed[rows, crowds.rank] + y + onward - passing, 0.0)
-    return _Sight(loads, leaving, out, space, np.maximum(y - elsewhere, 0.0), np.maximum(y - beyond, 0.0))
+    other, parallel = _pairs(crowds)
+    homeless = np.maximum(y - elsewhere, 0.0)
+    return _Sight(loads, leaving, out, space, np.maximum(homeless - parallel, 0.0) + HOMELESS * homeless, other, parallel)
+
+
+def _pairs(crowds: _Crowds) -> tuple[Places, Values]:
+    """(`_Sight.other`, `_Sight.parallel`)."""
+    a, m = crowds.rank.shape
+    rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
+    column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
+    two = crowds.replicas[rows, crowds.expert] == 2
+    other = np.where(two, _summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column).astype(np.intp)
+    there = crowds.rank[rows, other]
+    between = _summed(np.where(two, crowds.served, 0.0), crowds.rank * ranks + there, ranks * ranks)
+    return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
 
 
 def _round(crowds: _Crowds) -> Changes:
-    """One copy in each layer that has one that proves itself."""
+    """Copies in each layer that has some that prove themselves."""
+    if (crowds.slot[:, -LANES:] != NOWHERE).any():
+        _widen(crowds)
     sight = _sight(crowds)
-    expert, flow = _chosen(crowds, sight)
-    promise = _promises(crowds, sight, expert, flow)
-    row, element = _best(promise, int(np.clip(ROWS // len(crowds.layer), 1, MOST_TRIALS)))
-    _admit(crowds, expert)
-    trial = _tried(crowds, sight, row, element, expert[row], np.minimum(flow[row], sight.space[row, element]))
     before = _over(sight.loads, crowds.cap, crowds.dead).sum(axis=1)
-    left = np.full(promise.shape, np.inf)
-    left[row, element] = trial.excess
-    best = left.argmin(axis=1)
-    promised = np.minimum(flow, sight.space[np.arange(len(best)), best])
-    proven = before - left[np.arange(len(left)), best] > PROOF ** (1 + crowds.fails) * promised
-    crowds.failed[row, element] = True
-    crowds.failed[proven] = False
-    crowds.fails = np.where(proven, 0, crowds.fails + 1)
-    made = proven[row] & (best[row] == element)
-    return _make(crowds, row[made], element[made], expert[row[made]], trial.served[made])
+    attempt = _attempts(crowds, sight, before)
+    trial = _tried(crowds, sight, attempt)
+    fallen = before[attempt.row] - trial.excess
+    alone = attempt.promise[:, 1] == -np.inf
+    crowds.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(attempt.promise[:, 0] - fallen, 0.0)[alone]
+    proven = fallen > PROOF ** (1 + crowds.fails[attempt.row]) * attempt.moved.sum(axis=1)
+    best = np.lexsort((-fallen, ~proven, attempt.row))
+    best = best[np.diff(attempt.row[best], prepend=-1) > 0]
+    best = best[proven[best]]
+    crowds.fails += 1
+    crowds.fails[attempt.row[best]] = 0
+    crowds.harm[attempt.row[best]] *= FORGETTING
+    return _make(crowds, attempt.taken(best), trial.served[best])
 
 
-def _chosen(crowds: _Crowds, sight: _Sight) -> tuple[Places, Values]:
-    """([a] expert of the fullest rank by which most excess could leave, [a] how much; 0: none)."""
+class _Leads(NamedTuple):
+    """Experts of the fullest ranks that further replicas would help: [a, c] each."""
+
+    expert: Places
+    rank: Places
+    flow: Values
+    """excess that could leave through a further replica; 0: none must be made, or the expert stands in another column too"""
+
+
+def _leads(crowds: _Crowds, sight: _Sight, before: Values) -> _Leads:
+    a, ranks = len(crowds.layer), len(crowds.dead) - 1
+    rows = np.arange(a)[:, None]
+    loads = np.where(crowds.dead, -np.inf, sight.loads)
+    rank = np.argsort(-loads, axis=1, kind="stable")[:, : min(FULLEST, ranks)]
+    here = crowds.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
+    rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
+    alone = crowds.replicas[rows, here] == 1
+    flow = np.where(alone, np.minimum(crowds.load[rows, here], sight.leaving[rows, rank]), sight.out[rows, here])
+    allowed = (here != EMPTY) & (crowds.replicas[rows, here] < crowds.most[rows, here]) & ~crowds.dead[rank]
+    column = np.broadcast_to(np.arange(here.shape[1]), here.shape)
+    first = np.full(crowds.load.shape, here.shape[1])
+    np.minimum.at(first, (rows, here), column)
+    flow = np.where(allowed & (first[rows, here] == column), np.minimum(flow, before[:, None]), 0.0)
+    return _Leads(here, rank, flow + 1e-3 * np.where(flow > 0, crowds.load[rows, here], 0.0))
+
+
+class _Attempt(NamedTuple):
+    """t attempts, each of up to LANES copies in its layer as it stands."""
+
+    row: Places
+    """[t], ascending"""
+    element: Places
+    """[t, LANES]"""
+    expert: Places
+    """[t, LANES]"""
+    moved: Values
+    """[t, LANES]: load that the copy should take over; 0 where there is no copy"""
+    promise: Values
+    """[t, LANES]: fall of the excess; -inf where there is no copy"""
+
+    @classmethod
+    def of(cls, row: Places) -> "_Attempt":
+        """Attempts of no copies yet."""
+        shape = (len(row), LANES)
+        return cls(row, np.zeros(shape, np.intp), np.zeros(shape, np.intp), np.zeros(shape), np.full(shape, -np.inf))
+
+    def taken(self, which: Places) -> "_Attempt":
+        return _Attempt(self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which])
+
+
+def _attempts(crowds: _Crowds, sight: _Sight, before: Values) -> _Attempt:
+    """What is to be tried: where all went well, one attempt of several copies, which together stay well below the excess; else several of one."""
     a = len(crowds.layer)
     rows = np.arange(a)
-    rank = np.where(crowds.dead, -np.inf, sight.loads).argmax(axis=1)
-    here = crowds.table.reshape(a, len(crowds.dead) - 1, -1)[rows, rank].astype(np.intp)
-    each = rows[:, None]
-    flow = np.where(crowds.replicas[each, here] > 1, sight.out[each, here], np.minimum(crowds.load[each, here], sight.leaving[rows, rank][:, None]))
-    flow = np.where((here != EMPTY) & (crowds.replicas[each, here] < crowds.most[each, here]), flow, 0.0)
-    order = np.argsort(-flow - 1e-3 * np.where(flow > 0, crowds.load[each, here], 0.0), axis=1, kind="stable")
-    pick = order[rows, np.minimum(crowds.fails, order.shape[1] - 1)]
-    return here[rows, pick], flow[rows, pick]
+    leads = _leads(crowds, sight, before)
+    many = before > LARGE
+    leads.flow[~many[:, None] & (leads.rank != leads.rank[:, :1])] = 0.0
+    _pass_over(leads.flow, crowds.fails)
+    shut = np.broadcast_to(crowds.dead, (a, len(crowds.dead))).copy()
+    parted = np.zeros(crowds.load.shape, bool)
+    found, row, lead = None, rows, np.full(a, -1)
+    spent, gained = np.zeros(a), crowds.replicas.copy()
+    for lane in range(LANES):
+        pick = leads.flow[row].argmax(axis=1)
+        expert, flow = leads.expert[row, pick], leads.flow[row, pick]
+        _admit(crowds, row, expert)
+        parted[row, expert] = True
+        promise = _promises(crowds, sight, row, expert, flow, shut, parted)
+        if found is None:
+            nth, element = _best(promise, np.array(TRIALS)[crowds.fails])
+            found = _Attempt.of(row[nth])
+            lead[row[nth][::-1]] = np.arange(len(nth))[::-1]
+            at = np.arange(len(nth))
+        else:
+            element = promise.argmax(axis=1)
+            nth = np.flatnonzero(promise[np.arange(len(row)), element] > 0)
+            element, at = element[nth], lead[row[nth]]
+        worth = promise[nth, element]
+        row, expert, flow, pick = row[nth], expert[nth], flow[nth], pick[nth]
+        moved = np.minimum(flow, sight.space[row, element])
+        found.element[at, lane], found.expert[at, lane], found.moved[at, lane], found.promise[at, lane] = element, expert, moved, worth
+        spent[row] += moved
+        on = many[row] & (crowds.fails[row] == 0) & (spent[row] < WIDE * before[row])
+        row, element, expert, moved, pick = row[on], element[on], expert[on], moved[on], pick[on]
+        if not len(row):
+            break
+        shut[row, crowds.rank[row, element]] = True
+        parted[row, crowds.expert[row, element]] = True
+        touched = (leads.rank[row] == leads.rank[row, pick][:, None]) | (leads.expert[row] == expert[:, None])
+        gained[row, expert] += 1
+        full = (gained[row, expert] >= crowds.most[row, expert])[:, None] & (leads.expert[row] == expert[:, None])
+        leads.flow[row] = np.where(full, 0.0, leads.flow[row] - np.where(touched, np.minimum(moved[:, None], leads.flow[row]), 0.0))
+    assert found is not None
+    return found
 
 
-def _promises(crowds: _Crowds, sight: _Sight, expert: Places, flow: Values) -> Values:
-    """[a, m]: by how much the excess should fall when the element gives way to the layer's expert; -inf where it must not."""
-    a = len(expert)
-    rows = np.arange(a)[:, None]
-    holds = np.ones((a, len(crowds.dead)), bool)
-    holds[:, :-1] = (crowds.table == expert[:, None]).reshape(a, len(crowds.dead) - 1, -1).any(axis=2) | crowds.dead[:-1]
-    spare = crowds.replicas[rows, crowds.expert] > crowds.least[rows, crowds.expert]
-    free = spare & ~crowds.new & ~crowds.failed & ~holds[rows, crowds.rank] & (flow > 0)[:, None]
-    return np.where(free, np.minimum(flow[:, None], sight.space) - sight.lost - HOMELESS * sight.homeless, -np.inf)
+def _pass_over(flow: Values, fails: Places) -> None:
+    """Where copies have failed, not always the same expert: the best are left out, as many as failures, while others are half as good."""
+    for n in range(1, int(fails.max()) + 1):
+        row = np.flatnonzero(fails >= n)
+        best = flow[row].argmax(axis=1)
+        most = flow[row, best].copy()
+        flow[row, best] = 0.0
+        keep = flow[row].max(axis=1) < 0.5 * most
+        flow[row[keep], best[keep]] = most[keep]
 
 
-def _best(promise: Values, most: int) -> tuple[Places, Places]:
-    """(row, element) of the best promises of each row, at most so many of it."""
-    top = promise.argmax(axis=1)[:, None] if most == 1 else np.argpartition(-promise, most, axis=1)[:, :most]
-    row, nth = np.nonzero(np.take_along_axis(promise, top, 1) > -np.inf)
+def _promises(crowds: _Crowds, sight: _Sight, row: Places, expert: Places, flow: Values, shut: Flags, parted: Flags) -> Values:
+    """[a, m]: by how much the excess should fall when the element gives way to the layer's expert [a]; -inf where it must not.
+
+    shut: [a, ranks + 1], ranks where nothing may come; parted: [a, experts + 1], experts that lose no replica.
+    """
+    held, ranks = crowds.expert[row], len(crowds.dead) - 1
+    holds = shut[row]
+    here = (crowds.table[row] == expert[:, None]) | (crowds.origin[row] == expert[:, None])
+    holds[:, :ranks] |= here.reshape(len(row), ranks, -1).any(axis=2)
+    spare = (crowds.replicas[row] > crowds.least[row]) & ~parted[row]
+    spare[:, -1] = True
+    nth = np.arange(len(row))[:, None]
+    free = spare[nth, held] & ~crowds.new[row] & ~holds[nth, crowds.rank[row]] & (flow > 0)[:, None]
+    return np.where(free, np.minimum(flow[:, None], sight.space[row]) - sight.stranded[row] - crowds.harm[row], -np.inf)
+
+
+def _best(promise: Values, most: Places) -> tuple[Places, Places]:
+    """(row, element) of the best promises of each row, at most `most` [a] of it."""
+    width = min(int(most.max()), promise.shape[1])
+    top = np.argpartition(-promise, width - 1, axis=1)[:, :width] if width > 1 else promise.argmax(axis=1)[:, None]
+    worth = np.take_along_axis(promise, top, 1)
+    order = np.argsort(-worth, axis=1, kind="stable")
+    top, worth = np.take_along_axis(top, order, 1), np.take_along_axis(worth, order, 1)
+    row, nth = np.nonzero((worth > -np.inf) & (np.arange(width) < most[:, None]))
     return row, top[row, nth]
 
 
-def _admit(crowds: _Crowds, expert: Places) -> None:
-    """Makes elements of the slots of experts that have had one holder until now."""
-    row = np.flatnonzero((crowds.replicas[np.arange(len(expert)), expert] == 1) & ~(crowds.expert == expert[:, None]).any(axis=1))
-    if not len(row):
-        return
-    column = (crowds.slot != NOWHERE).sum(axis=1)[row]
-    if int(column.max()) >= crowds.slot.shape[1]:
-        _widen(crowds)
-    slot = (crowds.table[row] == expert[row, None]).argmax(axis=1)
+def _admit(crowds: _Crowds, row: Places, expert: Places) -> None:
+    """Makes elements of the slots of experts that have had one holder until now; there is a column left for them."""
+    new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
+    row, expert = row[new], expert[new]
+    column = (crowds.slot[row] != NOWHERE).sum(axis=1)
+    slot = (crowds.table[row] == expert[:, None]).argmax(axis=1)
     rank = slot // (crowds.table.shape[1] // (len(crowds.dead) - 1))
-    load = crowds.load[row, expert[row]]
-    crowds.slot[row, column], crowds.rank[row, column], crowds.expert[row, column], crowds.served[row, column] = slot, rank, expert[row], load
+    load = crowds.load[row, expert]
+    crowds.slot[row, column], crowds.rank[row, column], crowds.expert[row, column], crowds.served[row, column] = slot, rank, expert, load
     crowds.alone[row, rank] -= load
 
 
 def _widen(crowds: _Crowds) -> None:
     """More columns for elements."""
-    nobody = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "failed": False}
+    nobody = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
     for name, value in nobody.items():
         setattr(crowds, name, np.pad(getattr(crowds, name), ((0, 0), (0, _ROOM_TO_GROW)), constant_values=value))
 
 
 class _Trial(NamedTuple):
-    """t copies, each in its own layer as it stands."""
+    """What became of attempts, once weights have flowed."""
 
     served: Values
     """[t, m]"""
@@ -281,34 +404,67 @@ class _Trial(NamedTuple):
     """[t]"""
 
 
-def _tried(crowds: _Crowds, sight: _Sight, row: Places, element: Places, expert: Places, moved: Values) -> _Trial:
-    """What weights make of it when `element` of the layer `row` holds `expert` [t], from a start where it serves `moved` [t]."""
-    nth = np.arange(len(row))
+def _tried(crowds: _Crowds, sight: _Sight, attempt: _Attempt) -> _Trial:
+    """What weights make of the copies, from a start that is guessed."""
+    row, t = attempt.row, len(attempt.row)
+    nth, each = np.arange(t), np.arange(t)[:, None]
     held, rank, served, whole = crowds.expert[row], crowds.rank[row], crowds.served[row], crowds.load[row]
-    gone, left = held[nth, element].copy(), served[nth, element].copy()
-    held[nth, element] = -1
-    room = np.where(held == gone[:, None], np.maximum(crowds.cap[:, None] - sight.loads, 0.0)[row[:, None], rank] + 1e-3, 0.0)
-    served += room * (left / np.maximum(room.sum(axis=1), _TINY))[:, None]
-    served *= np.where(held == expert[:, None], (1.0 - moved / np.maximum(whole[nth, expert], _TINY))[:, None], 1.0)
-    held[nth, element], served[nth, element] = expert, moved
-    ranks, experts, each = len(crowds.dead), whole.shape[1], nth[:, None]
-    alone = crowds.alone[row]
+    room = np.maximum(crowds.cap[:, None] - sight.loads, 0.0)[row][each, rank] + 1e-3
+    for lane in range(LANES):
+        n = nth[attempt.promise[:, lane] > -np.inf]
+        if not len(n):
+            break
+        element, expert, moved = attempt.element[n, lane], attempt.expert[n, lane], attempt.moved[n, lane]
+        gone, left = held[n, element].copy(), served[n, element].copy()
+        held[n, element] = -1
+        near = np.where(held[n] == gone[:, None], room[n], 0.0)
+        served[n] += near * (left / np.maximum(near.sum(axis=1), _TINY))[:, None]
+        served[n, element] = 0.0
+        served[n] += _handed_back(crowds, sight, row[n], element, held[n], served[n], left)
+        served[n] *= np.where(held[n] == expert[:, None], (1.0 - moved / np.maximum(whole[n, expert], _TINY))[:, None], 1.0)
+        held[n, element], served[n, element] = expert, moved
+    ranks = len(crowds.dead)
+    group, groups = _numbered((held + whole.shape[1] * each).ravel(), whole.size)
     none = np.empty(0, np.intp)
-    parts = Shared(none, none, (held + experts * each).ravel(), (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), len(row) * experts, none)
+    parts = Shared(none, none, group, (rank + ranks * each).ravel(), np.empty(0), crowds.alone[row].ravel(), groups, none)
     served = diffused(parts, served.ravel(), SETTLING)
     loads = parts.of_rank(served).reshape(-1, ranks)
     return _Trial(served.reshape(held.shape), _over(loads, crowds.cap[row], crowds.dead).sum(axis=1))
 
 
-def _make(crowds: _Crowds, row: Places, element: Places, expert: Places, served: Values) -> Changes:
-    """Makes one copy in each layer of `row`."""
-    before = np.where(crowds.dead, 0.0, crowds.loads()[row]).max(axis=1)
+def _handed_back(crowds: _Crowds, sight: _Sight, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
+    """[t, m]: what flows at once when an element gives up the load `left` [t]: its expert's other holder hands as much back to its rank as it can,
+    through the other experts that both hold."""
+    nth, other, rank = np.arange(len(row)), sight.other[row], crowds.rank[row]
+    here, there, parallel = rank[nth, element], rank[nth, other[nth, element]], sight.parallel[row, element]
+    part = np.where(parallel > 0, np.minimum(left / np.maximum(parallel, _TINY), 1.0), 0.0)
+    both = (rank == there[:, None]) & (rank[nth[:, None], other] == here[:, None]) & (held == held[nth[:, None], other])
+    handed = np.where(both, served * part[:, None], 0.0)
+    handed[nth, other[nth, element]] = 0.0
+    return np.asarray(handed[nth[:, None], other] - handed)
+
+
+def _numbered(keys: Places, most: int) -> tuple[Places, int]:
+    """Keys below `most`, numbered without gaps in their order, and how many they are."""
+    there = np.zeros(most, bool)
+    there[keys] = True
+    found = np.flatnonzero(there)
+    number = np.empty(most, np.intp)
+    number[found] = np.arange(len(found))
+    return number[keys], len(found)
+
+
+def _make(crowds: _Crowds, attempt: _Attempt, served: Values) -> Changes:
+    """Makes the copies of one attempt in each of its layers; each gains its part of what all gain."""
+    before = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
+    nth, lane = np.nonzero(attempt.promise > -np.inf)
+    row, element, expert = attempt.row[nth], attempt.element[nth, lane], attempt.expert[nth, lane]
     slot, gone = crowds.slot[row, element], crowds.expert[row, element]
-    crowds.replicas[row, gone] -= gone != crowds.load.shape[1] - 1
-    crowds.replicas[row, expert] += 1
+    np.add.at(crowds.replicas, (row, gone), np.where(gone == crowds.load.shape[1] - 1, 0, -1))
+    np.add.at(crowds.replicas, (row, expert), 1)
     crowds.table[row, slot] = expert
-    crowds.expert[row, element], crowds.new[row, element], crowds.served[row] = expert, True, served
-    after = np.where(crowds.dead, 0.0, crowds.loads()[row]).max(axis=1)
+    crowds.expert[row, element], crowds.new[row, element], crowds.served[attempt.row] = expert, True, served
+    after = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
     n = len(row)
     return Changes(
         np.full(n, Kind.REPLICATE, np.uint8),
@@ -317,5 +473,5 @@ def _make(crowds: _Crowds, row: Places, element: Places, expert: Places, served:
         expert.astype(np.int16),
         np.full(n, NOWHERE, np.int32),
         np.full(n, EMPTY, np.int16),
-        before - after,
+        ((before - after) / np.maximum((attempt.promise > -np.inf).sum(axis=1), 1))[nth],
     )

@@ -96,21 +96,25 @@ def diffused(parts: Shared, served: Values, rounds: int = ROUNDS, own: Values | 
     own: [n], at most `served`: what a slot does not give away until its rank, half-way through, is still above `enough`; None: nothing.
     enough: ranks below that load push nothing away; they stand at that level to their neighbours.
     """
-    width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
-    fixed = np.zeros_like(served) if own is None else own.copy()
-    free = served - fixed
-    total = parts.of_group(free)
+    rank, group, groups = parts.rank, parts.group, parts.groups
+    width = _PACE / np.maximum(np.bincount(rank, minlength=len(parts.alone)), 1)[rank]
+    fixed = np.zeros(0) if own is None else own.copy()
+    free = served.copy() if own is None else served - own
+    total = np.bincount(group, free, groups)
     for turn in range(rounds):
         load = parts.of_rank(free if own is None else free + fixed)
         if own is not None and turn >= _BEFORE_RELEASE:
-            given = (load > enough)[parts.rank] & (fixed > 0)
+            given = (load > enough)[rank] & (fixed > 0)
             free, fixed = np.where(given, free + fixed, free), np.where(given, 0.0, fixed)
-            total = parts.of_group(free)
-        height = np.maximum(load, enough)[parts.rank]
-        level = parts.of_group(free * height) / np.maximum(total, _TINY)
-        free = np.maximum(free + width * (level - height), 0.0)
-        free *= total / np.maximum(parts.of_group(free), _TINY)
-    return np.asarray(free + fixed)
+            total = np.bincount(group, free, groups)
+        height = (np.maximum(load, enough) if enough else load).take(rank)
+        flow = (np.bincount(group, free * height, groups) / (total + _TINY)).take(group)
+        flow -= height
+        flow *= width
+        free += flow
+        np.maximum(free, 0.0, out=free)
+        free *= (total / (np.bincount(group, free, groups) + _TINY)).take(group)
+    return free if own is None else np.asarray(free + fixed)
 
 
 def reweight(

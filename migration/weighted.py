@@ -15,6 +15,8 @@ from migration.noise import Noise, changed, deviation, expected_most
 from migration.outlets import NEAR_CAP, outlets
 from migration.reweight import SLACK, Values, Wants, check, diffused, reweight, shared
 
+LEFT = 0.6
+"""of the part of the gain that may be missing, so much is left on the window: ranks that stand at the cap together exceed it on the next"""
 _TINY = 1e-9
 
 
@@ -74,11 +76,12 @@ def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Limits
     """
     alive = _alive(even, limits)
     most, least = np.maximum(alive.max(axis=1, initial=0.0), 1.0), 1.0 / goal
+    part = 1.0 - LEFT * (1.0 - limits.target)
     if noise is None:
-        return 1.0 / (limits.target / least + (1.0 - limits.target) / most), np.ones(len(even), bool)
+        return 1.0 / (part / least + (1.0 - part) / most), np.ones(len(even), bool)
     held = table != EMPTY
     place = (np.arange(len(table))[:, None] * load.shape[1] + table)[held]
     spread = deviation(load, np.bincount(place, minlength=load.size).reshape(load.shape), alive.shape[1], noise.window)
     blur = expected_most(alive.shape[1]) * spread
-    cap = np.maximum(1.0 / (limits.target / (least + blur) + (1.0 - limits.target) / most) - blur, least)
+    cap = np.maximum(1.0 / (part / (least + blur) + (1.0 - part) / most) - blur, least)
     return cap, changed(alive, goal, spread)
