@@ -344,13 +344,12 @@ def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replic
     level = spare.without[:, None, :] + hot.each[:, :, None]
     _bar_holders(state, hot, level, spare.slot)
     move = penalty(level)
-    _correct(move, hot.each, hot, spare)
-    _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
-    move *= hot.weight[:, :, None]
     lighter = hot.each / (hot.replicas + 1.0)
     level -= lighter[:, :, None]
     replicate = penalty(level)
-    _correct(replicate, lighter, hot, spare)
+    _correct(move, replicate, lighter, hot, spare)
+    _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
+    move *= hot.weight[:, :, None]
     own = hot.pays - penalty(hot.level - lighter)
     others = many.falling.take(hot.expert) - own
     relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas)
@@ -373,14 +372,15 @@ def _bar_holders(state: State, hot: _Hot, level: Loads, slot: Index) -> None:
         level[row, column] += _bar(there)
 
 
-def _correct(cost: Loads, loses: Loads, hot: _Hot, spare: _Spare) -> None:
-    """In cost [r, h, m] a shared expert's part comes to the rank as if nothing left it; loses: [r, h]."""
+def _correct(move: Loads, replicate: Loads, lighter: Loads, hot: _Hot, spare: _Spare) -> None:
+    """In costs [r, h, m] a shared expert's part comes to the rank as if nothing left it. lighter: [r, h], what leaves it by a replica."""
     row, column, comes = spare.shared
-    if not len(row):
-        return
-    left = hot.level[row] - loses[row]
-    alone = penalty(hot.level[row] + comes[:, None]) - hot.pays[row]
-    cost[row, :, column] += penalty(left + comes[:, None]) - penalty(left) - alone
+    if len(row):
+        left = hot.level[row] - np.array((hot.each[row], lighter[row]))  # [2, n, h]
+        alone = penalty(hot.level[row] + comes[:, None]) - hot.pays[row]
+        more = penalty(left + comes[:, None]) - penalty(left) - alone
+        move[row, :, column] += more[0]
+        replicate[row, :, column] += more[1]
 
 
 def _swap(state: State, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Option:
