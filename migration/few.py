@@ -37,6 +37,8 @@ HOPE = 0.8
 """standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
 IDLE = 0.25
 """standard deviations between windows above the mean load, below which it is idle to press loads"""
+FELT = 0.002
+"""part of a step's expected longest rank below which an improvement is none"""
 FINE = 1e-4
 """by how much a cap is lowered at least where it proves too high"""
 
@@ -48,7 +50,8 @@ def few(
 
     table: legal, [layers, slots]; load: [layers, experts], any unit; goal: [layers], balance of a full re-placement under this load.
     noise: None: the load is exact. With it, layers whose imbalance the sample explains are left alone, and the others are brought to the wanted part of
-    the gain that is left of a full re-placement's on the next window. node: [ranks]; where there are several, experts that must keep more than one
+    the gain that is left of a full re-placement's on the next window; with the pairs of a step, too, layers are left alone whose imbalance drowns in the
+    noise of single steps. node: [ranks]; where there are several, experts that must keep more than one
     replica keep those where they are. ValueError names what does not fit together.
     """
     layers, slots = table.shape
@@ -134,23 +137,32 @@ def _aims(state: State, goal: Array, target: float, noise: Noise | None) -> tupl
     least = 1.0 / np.clip(goal, 1e-9, 1.0)
     wanted, spread = most > least, np.zeros(len(goal))
     if noise is not None:
-        each = _deviations(state, noise)
+        each = _deviations(state, noise.window)
         free = freedom(state.load[:, :-1], state.replicas[:, :-1], alive.shape[1])
         wanted, spread = changed(alive, goal, each, free), np.sqrt((each**2).mean(axis=1))
     blur = expected_most(alive.shape[1]) * spread
     aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur) - MARGIN * spread
     state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
+    if noise is not None and noise.step is not None:
+        wanted &= _felt(state, alive, least, noise.step)
     state.measure()
     wanted &= most > np.maximum(state.cap, least + blur)
     return _Aims(aim, spread), wanted
 
 
-def _deviations(state: State, noise: Noise) -> Array:
-    """[layers, live ranks]"""
+def _felt(state: State, loads: Array, least: Array, step: float | NDArray[Any]) -> Flags:
+    """[layers]: where a re-placement, whose most loaded rank carries `least`, would shorten single steps: they have noise enough of their own."""
+    blur = np.sqrt((_deviations(state, step) ** 2).mean(axis=1) / 2.0)  # of one step, not between two
+    flat = least + expected_most(loads.shape[1]) * blur
+    return np.asarray(expected_max(loads, blur) > flat * (1.0 + FELT))
+
+
+def _deviations(state: State, pairs: float | NDArray[Any]) -> Array:
+    """[layers, live ranks], between two counts of so many pairs."""
     at = np.arange(len(state.layer))[:, None]
     shape = (len(at), state.ranks, state.per)
     shares, replicas = (values[at, state.expert].reshape(shape)[:, ~state.away] for values in (state.each, state.replicas))
-    return deviations(shares, replicas, noise.window)
+    return deviations(shares, replicas, pairs)
 
 
 class _Search:

@@ -25,6 +25,8 @@ class Noise(NamedTuple):
 
     window: float | NDArray[Any]
     """in the window that the load was counted in"""
+    step: float | NDArray[Any] | None = None
+    """in one step of the engine; None: not known, or of no concern"""
 
 
 def expected_most(ranks: int) -> float:

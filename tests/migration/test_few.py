@@ -226,6 +226,14 @@ def test_a_new_sample_of_the_same_demand_copies_nothing() -> None:
         assert not few(before, same.now, 8, goal=balance(anew, same.now, 8), noise=Noise(same.case.window))
 
 
+def test_imbalance_that_drowns_in_the_noise_of_a_step_is_left_alone() -> None:
+    load = np.array([[0.53, 0.5, 0.47, 0.5, 0.5, 0.5, 0.5, 0.5]]) * 1e9
+    table, goal = np.arange(8, dtype=np.int16)[None, :], np.array([1.0])
+    assert few(table, load, 4, goal=goal, noise=Noise(4e9))
+    assert few(table, load, 4, goal=goal, noise=Noise(4e9, step=4e5))
+    assert not few(table, load, 4, goal=goal, noise=Noise(4e9, step=400.0))
+
+
 def test_one_changed_layer_among_many_is_found() -> None:
     same = Drifting(Case("mild", 8, 64, 8, 72, 0), "noise")
     before, load = full(same.before, 8, 9), same.now.copy()
