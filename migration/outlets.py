@@ -3,15 +3,15 @@
 After `migration.reweight` the ranks of a layer that are still above the cap cannot push their load anywhere: all holders of their experts are as full
 as they are. What stands above the cap, summed over ranks, is the layer's *excess*, and weights alone will not lower it (it is the deficiency of a
 flow from experts through holders into ranks of that capacity). A copy does if it leads out: an expert of a crowded rank gets a replica where there is
-room, in an empty slot or in place of a spare replica whose own load fits elsewhere. Layers go on at once, a copy each at a time:
+room, in an empty slot or in place of a spare replica whose own load fits elsewhere. All layers go on at once, one copy each in a round, or several
+while much is in excess:
 
 1. Which expert: of the fullest rank's, the one by which most excess could leave, its own rank's and that of ranks that can push load to it.
 2. Where to: the slots that promise most: room of the rank and of those it can push load to, less what the replica that gives way leaves without a place.
-3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must have fallen. What does not prove itself is not tried again
-   until something else has changed. Where a slot has failed, several are tried at a time, and the best of them taken.
+3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must have fallen. By how much a slot has fallen short of its
+   promise is remembered. Where all have failed, more are tried at a time, with another expert, and the best of them is taken.
 """
 
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -19,16 +19,17 @@ from numpy.typing import NDArray
 
 from fleet.placement import EMPTY
 from migration.changes import NONE, NOWHERE, Changes, Kind, Table, joined
+from migration.crowds import Crowds, Flags, Sight, admit, crowds_of, over, sight_of, widen
 from migration.limits import Limits
 from migration.reweight import Places, Shared, Values, diffused
 
-SETTLING = 6
-"""rounds of flow after copies"""
+SETTLING, LONG = 6, 12
+"""rounds of flow after copies, and where copies have failed"""
 ROUNDS, FURTHER, MOST_ROUNDS = 8, 2.0, 20
 """rounds of copies: so many, and for every mean rank load that a layer has above its cap, on average, so many more; never more than the last"""
 LANES = 10
 """copies of a layer in one attempt, at most"""
-LARGE, WIDE = 1.0, 0.7
+LARGE, WIDE = 0.5, 0.7
 """only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
 FULLEST = 4
 """ranks of a layer that are looked at"""
@@ -38,14 +39,9 @@ PROOF = 0.25
 """of what a copy should move, so much must come off the excess; its square, cube after failures"""
 FORGETTING = 0.5
 """what is kept of the harm learnt about slots when a layer has changed"""
-HOMELESS = 0.2
-"""what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
 NEAR_CAP = 1e-4
 """above the cap by less than this, in mean rank loads, is at the cap"""
-_ROOM_TO_GROW = 8
-"""further elements that arrays have columns for"""
 _TINY = 1e-9
-Flags = NDArray[np.bool_]
 
 
 def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Values, wanted: Flags, limits: Limits, node: NDArray[np.intp] | None) -> Changes:
@@ -54,7 +50,7 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
     load: [layers, experts] in mean rank loads; parts, served: the table's shared slots, and what they serve once weights have flowed.
     """
     found = [NONE]
-    crowds = _crowds(table, load, parts, served, cap, limits, node).taken(wanted)
+    crowds = crowds_of(table, load, parts, served, cap, limits, node).taken(wanted)
     rounds = ROUNDS + FURTHER * crowds.excess().mean() if len(crowds.layer) else 0
     while len(crowds.layer) and len(found) <= min(rounds, MOST_ROUNDS):
         found.append(_round(crowds))
@@ -62,171 +58,12 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
     return joined(found)
 
 
-@dataclass(slots=True)
-class _Crowds:
-    """The layers still worked on, a of them. An *element* is a slot whose expert has several replicas, or an empty one; up to m of a layer.
-
-    Rank number `ranks` and expert number `experts` are nobody: unused elements belong to them, and empty slots to that expert.
-    """
-
-    dead: Flags
-    """[ranks + 1]: of no layer; nobody is dead"""
-    layer: Places
-    origin: Table
-    """[a, slots]: as it was; an expert does not come back to a rank that it has been taken from"""
-    table: Table
-    """[a, slots]"""
-    load: Values
-    """[a, experts + 1], in mean rank loads"""
-    cap: Values
-    """[a]"""
-    replicas: NDArray[np.int64]
-    """[a, experts + 1]: live holders"""
-    least: NDArray[np.int64]
-    """[a, experts + 1]: an expert with no more live holders keeps them"""
-    most: NDArray[np.int64]
-    """[a, experts + 1]: and with so many gets no more"""
-    alone: Values
-    """[a, ranks + 1]: load of experts that are in no element"""
-    slot: Places
-    """[a, m]; NOWHERE: unused"""
-    rank: Places
-    """[a, m]"""
-    expert: Places
-    """[a, m]"""
-    served: Values
-    """[a, m]"""
-    new: Flags
-    """[a, m]: brought by this plan"""
-    harm: Values
-    """[a, m]: by how much copies into the slot have fallen short of what they promised, half forgotten with each copy of the layer"""
-    fails: Places
-    """[a]: rounds in vain since the last copy"""
-
-    def taken(self, which: Flags) -> "_Crowds":
-        """Some of the layers."""
-        return self if which.all() else _Crowds(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
-
-    def loads(self) -> Values:
-        """[a, ranks + 1]"""
-        return np.asarray(self.alone + _summed(self.served, self.rank, len(self.dead)))
-
-    def excess(self) -> Values:
-        """[a]: what stands above the cap."""
-        return np.asarray(_over(self.loads(), self.cap, self.dead).sum(axis=1))
-
-
-def _over(loads: Values, cap: Values, dead: Flags) -> Values:
-    """[a, ranks + 1]: load above the cap."""
-    return np.asarray(np.where(dead, 0.0, np.maximum(loads - cap[:, None], 0.0)))
-
-
-def _summed(values: Values, place: Places, places: int) -> Values:
-    """[a, places]: values [a, m] added up by place [a, m]."""
-    rows = len(values)
-    return np.asarray(np.bincount((place + places * np.arange(rows)[:, None]).ravel(), values.ravel(), rows * places).reshape(rows, places), np.float64)
-
-
-def _crowds(table: Table, load: Values, parts: Shared, served: Values, cap: Values, limits: Limits, node: NDArray[np.intp] | None) -> _Crowds:
-    layers, slots = table.shape
-    experts, ranks = load.shape[1], len(parts.alone) // layers
-    rank = np.arange(slots) // (slots // ranks)
-    dead = np.append(np.zeros(ranks, bool) if limits.live is None else ~limits.live, True)
-    free = np.flatnonzero((table == EMPTY) & ~dead[rank])
-    position = np.sort(np.concatenate([parts.slot, free]))
-    layer, slot = np.divmod(position, slots)
-    column = np.arange(len(position)) - np.searchsorted(layer, np.arange(layers))[layer]
-    width = int(column.max(initial=-1)) + 1 + _ROOM_TO_GROW
-    shape = (layers, width)
-    flat = np.zeros(table.size)
-    flat[parts.slot] = served
-    slots_at, ranks_at, experts_at, served_at = np.full(shape, NOWHERE, np.intp), np.full(shape, ranks), np.full(shape, experts), np.zeros(shape)
-    slots_at[layer, column] = slot
-    ranks_at[layer, column] = rank[slot]
-    experts_at[layer, column] = np.where(table[layer, slot] == EMPTY, experts, table[layer, slot])
-    served_at[layer, column] = flat[position]
-    held = (table != EMPTY) & ~dead[rank]
-    replicas = np.bincount((np.arange(layers)[:, None] * (experts + 1) + table)[held], minlength=layers * (experts + 1)).reshape(layers, experts + 1)
-    least, most = _bounds(replicas, ranks - int(dead[:-1].sum()), limits, node)
-    padded = np.pad(load, ((0, 0), (0, 1)))
-    alone = np.pad(parts.alone.reshape(layers, ranks), ((0, 0), (0, 1)))
-    new, harm, fails = np.zeros(shape, bool), np.zeros(shape), np.zeros(layers, np.intp)
-    return _Crowds(
-        dead, np.arange(layers), table, table.copy(), padded, cap, replicas, least, most, alone, slots_at, ranks_at, experts_at, served_at, new, harm, fails
-    )
-
-
-def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Limits, node: NDArray[np.intp] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(least, most) live holders [layers, experts + 1]; for nobody 0 and 0: an empty slot gives way at once, and nothing is copied into it as such.
-
-    Where there are several nodes, replicas of experts that must keep more than one stay where they are: they may be spread on purpose.
-    """
-    least, most = np.ones_like(replicas), np.full_like(replicas, ranks if limits.most_replicas is None else min(ranks, limits.most_replicas))
-    if limits.least_replicas is not None:
-        spread = node is not None and int(node.max()) > 0
-        least[:, :-1] = np.where(spread & (limits.least_replicas > 1), replicas[:, :-1], np.maximum(limits.least_replicas, 1))
-    if limits.frozen is not None:
-        least[:, :-1] = np.where(limits.frozen, replicas[:, :-1], least[:, :-1])
-        most[:, :-1] = np.where(limits.frozen, 0, most[:, :-1])
-    least[:, -1], most[:, -1] = -1, 0
-    return least, most
-
-
-class _Sight(NamedTuple):
-    """What the layers look like: [a, m] of elements, [a, ranks + 1] of ranks, in mean rank loads."""
-
-    loads: Values
-    leaving: Values
-    """[a, ranks + 1]: excess of a rank, and of those that can push load to it"""
-    out: Values
-    """[a, experts + 1]: excess that could leave through a further replica"""
-    space: Values
-    """[a, m]: room of the element's rank without it, and of ranks that this can push load to"""
-    stranded: Values
-    """[a, m]: what a replica that gives way leaves without a place, and a part of what must flow on"""
-    other: Places
-    """[a, m]: the element of the expert's other holder, where two hold it; else the element itself"""
-    parallel: Values
-    """[a, m]: what that holder can push back to the element's rank through other experts that both hold"""
-
-
-def _sight(crowds: _Crowds) -> _Sight:
-    ranks, experts = len(crowds.dead), crowds.load.shape[1]
-    rows = np.arange(len(crowds.layer))[:, None]
-    loads, y = crowds.loads(), crowds.served
-    over = _over(loads, crowds.cap, crowds.dead)
-    signed = np.where(crowds.dead, 0.0, crowds.cap[:, None] - loads)
-    room = np.maximum(signed, 0.0)[rows, crowds.rank]
-    pressed = np.minimum(y, over[rows, crowds.rank])
-    leaving = over + _summed(_summed(pressed, crowds.expert, experts)[rows, crowds.expert] - pressed, crowds.rank, ranks)
-    out = np.minimum(crowds.load, _summed(np.minimum(y, leaving[rows, crowds.rank]), crowds.expert, experts))
-    elsewhere = _summed(room, crowds.expert, experts)[rows, crowds.expert] - room
-    passing = np.where(crowds.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
-    onward = _summed(passing, crowds.rank, ranks)[rows, crowds.rank]
-    space = np.maximum(signed[rows, crowds.rank] + y + onward - passing, 0.0)
-    other, parallel = _pairs(crowds)
-    homeless = np.maximum(y - elsewhere, 0.0)
-    return _Sight(loads, leaving, out, space, np.maximum(homeless - parallel, 0.0) + HOMELESS * homeless, other, parallel)
-
-
-def _pairs(crowds: _Crowds) -> tuple[Places, Values]:
-    """(`_Sight.other`, `_Sight.parallel`)."""
-    a, m = crowds.rank.shape
-    rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
-    column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
-    two = crowds.replicas[rows, crowds.expert] == 2
-    other = np.where(two, _summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column).astype(np.intp)
-    there = crowds.rank[rows, other]
-    between = _summed(np.where(two, crowds.served, 0.0), crowds.rank * ranks + there, ranks * ranks)
-    return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
-
-
-def _round(crowds: _Crowds) -> Changes:
+def _round(crowds: Crowds) -> Changes:
     """Copies in each layer that has some that prove themselves."""
     if (crowds.slot[:, -LANES:] != NOWHERE).any():
-        _widen(crowds)
-    sight = _sight(crowds)
-    before = _over(sight.loads, crowds.cap, crowds.dead).sum(axis=1)
+        widen(crowds)
+    sight = sight_of(crowds)
+    before = over(sight.loads, crowds.cap, crowds.dead).sum(axis=1)
     attempt = _attempts(crowds, sight, before)
     trial = _tried(crowds, sight, attempt)
     fallen = before[attempt.row] - trial.excess
@@ -251,7 +88,7 @@ class _Leads(NamedTuple):
     """excess that could leave through a further replica; 0: none must be made, or the expert stands in another column too"""
 
 
-def _leads(crowds: _Crowds, sight: _Sight, before: Values) -> _Leads:
+def _leads(crowds: Crowds, sight: Sight, before: Values) -> _Leads:
     a, ranks = len(crowds.layer), len(crowds.dead) - 1
     rows = np.arange(a)[:, None]
     loads = np.where(crowds.dead, -np.inf, sight.loads)
@@ -292,7 +129,7 @@ class _Attempt(NamedTuple):
         return _Attempt(self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which])
 
 
-def _attempts(crowds: _Crowds, sight: _Sight, before: Values) -> _Attempt:
+def _attempts(crowds: Crowds, sight: Sight, before: Values) -> _Attempt:
     """What is to be tried: where all went well, one attempt of several copies, which together stay well below the excess; else several of one."""
     a = len(crowds.layer)
     rows = np.arange(a)
@@ -307,7 +144,7 @@ def _attempts(crowds: _Crowds, sight: _Sight, before: Values) -> _Attempt:
     for lane in range(LANES):
         pick = leads.flow[row].argmax(axis=1)
         expert, flow = leads.expert[row, pick], leads.flow[row, pick]
-        _admit(crowds, row, expert)
+        admit(crowds, row, expert)
         parted[row, expert] = True
         promise = _promises(crowds, sight, row, expert, flow, shut, parted)
         if found is None:
@@ -349,7 +186,7 @@ def _pass_over(flow: Values, fails: Places) -> None:
         flow[row[keep], best[keep]] = most[keep]
 
 
-def _promises(crowds: _Crowds, sight: _Sight, row: Places, expert: Places, flow: Values, shut: Flags, parted: Flags) -> Values:
+def _promises(crowds: Crowds, sight: Sight, row: Places, expert: Places, flow: Values, shut: Flags, parted: Flags) -> Values:
     """[a, m]: by how much the excess should fall when the element gives way to the layer's expert [a]; -inf where it must not.
 
     shut: [a, ranks + 1], ranks where nothing may come; parted: [a, experts + 1], experts that lose no replica.
@@ -376,25 +213,6 @@ def _best(promise: Values, most: Places) -> tuple[Places, Places]:
     return row, top[row, nth]
 
 
-def _admit(crowds: _Crowds, row: Places, expert: Places) -> None:
-    """Makes elements of the slots of experts that have had one holder until now; there is a column left for them."""
-    new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
-    row, expert = row[new], expert[new]
-    column = (crowds.slot[row] != NOWHERE).sum(axis=1)
-    slot = (crowds.table[row] == expert[:, None]).argmax(axis=1)
-    rank = slot // (crowds.table.shape[1] // (len(crowds.dead) - 1))
-    load = crowds.load[row, expert]
-    crowds.slot[row, column], crowds.rank[row, column], crowds.expert[row, column], crowds.served[row, column] = slot, rank, expert, load
-    crowds.alone[row, rank] -= load
-
-
-def _widen(crowds: _Crowds) -> None:
-    """More columns for elements."""
-    nobody = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
-    for name, value in nobody.items():
-        setattr(crowds, name, np.pad(getattr(crowds, name), ((0, 0), (0, _ROOM_TO_GROW)), constant_values=value))
-
-
 class _Trial(NamedTuple):
     """What became of attempts, once weights have flowed."""
 
@@ -404,7 +222,7 @@ class _Trial(NamedTuple):
     """[t]"""
 
 
-def _tried(crowds: _Crowds, sight: _Sight, attempt: _Attempt) -> _Trial:
+def _tried(crowds: Crowds, sight: Sight, attempt: _Attempt) -> _Trial:
     """What weights make of the copies, from a start that is guessed."""
     row, t = attempt.row, len(attempt.row)
     nth, each = np.arange(t), np.arange(t)[:, None]
@@ -423,16 +241,26 @@ def _tried(crowds: _Crowds, sight: _Sight, attempt: _Attempt) -> _Trial:
         served[n] += _handed_back(crowds, sight, row[n], element, held[n], served[n], left)
         served[n] *= np.where(held[n] == expert[:, None], (1.0 - moved / np.maximum(whole[n, expert], _TINY))[:, None], 1.0)
         held[n, element], served[n, element] = expert, moved
-    ranks = len(crowds.dead)
-    group, groups = _numbered((held + whole.shape[1] * each).ravel(), whole.size)
+    excess = np.empty(t)
+    for which, rounds in ((crowds.fails[row] == 0, SETTLING), (crowds.fails[row] > 0, LONG)):
+        if which.any():
+            served[which], loads = _flowed(held[which], rank[which], served[which], crowds.alone[row[which]], whole.shape[1], rounds)
+            excess[which] = over(loads, crowds.cap[row[which]], crowds.dead).sum(axis=1)
+    return _Trial(served, excess)
+
+
+def _flowed(held: Places, rank: Places, served: Values, alone: Values, experts: int, rounds: int) -> tuple[Values, Values]:
+    """([t, m] what elements serve, [t, ranks + 1] loads) after so many rounds. held, rank, served: [t, m]; alone: [t, ranks + 1]."""
+    t, ranks = alone.shape
+    each = np.arange(t)[:, None]
+    group, groups = _numbered((held + experts * each).ravel(), t * experts)
     none = np.empty(0, np.intp)
-    parts = Shared(none, none, group, (rank + ranks * each).ravel(), np.empty(0), crowds.alone[row].ravel(), groups, none)
-    served = diffused(parts, served.ravel(), SETTLING)
-    loads = parts.of_rank(served).reshape(-1, ranks)
-    return _Trial(served.reshape(held.shape), _over(loads, crowds.cap[row], crowds.dead).sum(axis=1))
+    parts = Shared(none, none, group, (rank + ranks * each).ravel(), np.empty(0), alone.ravel(), groups, none)
+    after = diffused(parts, served.ravel(), rounds)
+    return after.reshape(held.shape), parts.of_rank(after).reshape(-1, ranks)
 
 
-def _handed_back(crowds: _Crowds, sight: _Sight, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
+def _handed_back(crowds: Crowds, sight: Sight, row: Places, element: Places, held: Places, served: Values, left: Values) -> Values:
     """[t, m]: what flows at once when an element gives up the load `left` [t]: its expert's other holder hands as much back to its rank as it can,
     through the other experts that both hold."""
     nth, other, rank = np.arange(len(row)), sight.other[row], crowds.rank[row]
@@ -454,7 +282,7 @@ def _numbered(keys: Places, most: int) -> tuple[Places, int]:
     return number[keys], len(found)
 
 
-def _make(crowds: _Crowds, attempt: _Attempt, served: Values) -> Changes:
+def _make(crowds: Crowds, attempt: _Attempt, served: Values) -> Changes:
     """Makes the copies of one attempt in each of its layers; each gains its part of what all gain."""
     before = np.where(crowds.dead, 0.0, crowds.loads()[attempt.row]).max(axis=1)
     nth, lane = np.nonzero(attempt.promise > -np.inf)

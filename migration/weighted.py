@@ -15,7 +15,7 @@ from migration.noise import Noise, changed, deviation, expected_most
 from migration.outlets import NEAR_CAP, outlets
 from migration.reweight import SLACK, Values, Wants, check, diffused, reweight, shared
 
-LEFT = 0.6
+LEFT = 0.5
 """of the part of the gain that may be missing, so much is left on the window: ranks that stand at the cap together exceed it on the next"""
 _TINY = 1e-9
 
