@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.placement import Placement, Split, even_split
+from fleet.placement import FULL, Placement, Split, even_split
 from migration.changes import NONE, Changes, Table, joined, made, within
 from migration.difference import between, shortened
-from migration.eplb import as_placement, eplb_global, eplb_hierarchical
+from migration.eplb import as_placement, eplb_global, eplb_hierarchical, raw_shares
 from migration.few import few
 from migration.filling import filled
 from migration.history import counted
@@ -86,7 +86,7 @@ def anew(found: Situation) -> Candidate:
 def eplb(found: Situation) -> Candidate:
     """The published algorithm, over all ranks."""
     raw = eplb_global(found.load, found.table.shape[1], found.ranks)
-    return Candidate("EPLB", _towards(found, as_placement(raw, found.ranks)), None)
+    return _as_mapped("EPLB", found, raw)
 
 
 def eplb_by_node(found: Situation) -> Candidate:
@@ -95,7 +95,27 @@ def eplb_by_node(found: Situation) -> Candidate:
     if (np.diff(found.node) < 0).any():
         raise ValueError("eplb: the ranks of a node must follow one another for the hierarchical variant")
     raw = eplb_hierarchical(found.load, found.table.shape[1], nodes, nodes, found.ranks)
-    return Candidate("hierarchical EPLB", _towards(found, as_placement(raw, found.ranks)), None)
+    return _as_mapped("hierarchical EPLB", found, raw)
+
+
+def _as_mapped(name: str, found: Situation, raw: NDArray[np.int64]) -> Candidate:
+    """A raw map [layers, slots] as far as it may be reached. Where it is, replicas share as it counts them: a rank that has an expert twice, twice."""
+    goal = as_placement(raw, found.ranks)
+    changes = _towards(found, goal)
+    end = made(found.table, changes)
+    even, per, experts = even_split(end, found.placement.experts), found.placement.slots_per_rank, found.placement.experts
+    layer, slot = np.nonzero(goal >= 0)
+    part = np.zeros((len(goal), found.ranks, experts))
+    part[layer, slot // per, goal[layer, slot]] = raw_shares(raw, found.ranks)[layer, slot]
+    held = np.zeros(part.shape, bool)
+    layer, slot = np.nonzero(end >= 0)
+    held[layer, slot // per, end[layer, slot]] = True
+    whole = (held == (part > 0)).all(axis=(1, 2))
+    wanted = np.where(whole[layer], part[layer, slot // per, end[layer, slot]], even.spill[layer, slot] / FULL)
+    order = np.lexsort((slot, layer * experts + end[layer, slot]))
+    spill = np.zeros_like(even.spill)
+    spill[layer[order], slot[order]] = np.diff(np.rint(FULL * np.cumsum(wanted[order])), prepend=0.0)
+    return Candidate(name, changes, even._replace(spill=spill))
 
 
 def _few(found: Situation) -> Changes:

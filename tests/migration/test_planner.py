@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from benchmarks.rig.popularity import by_rank, domains, drifted, load, sampled
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
-from fleet.placement import Placement, linear
+from fleet.placement import FULL, Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
+from migration.eplb import eplb_global
 from migration.full import full
 from migration.history import History, counted
 from migration.plan import Plan, replay
@@ -210,6 +211,22 @@ def test_every_policy_plans(policy: str) -> None:
     assert found.plan is not None
     assert found.record.after is not None
     assert found.record.after.balance_mean > 0.6
+
+
+def test_where_eplb_has_an_expert_twice_on_a_rank_it_keeps_two_parts_of_its_tokens() -> None:
+    """One expert takes most of all: the published algorithm packs several of its replicas on one rank."""
+    truth = np.ones((LAYERS, EXPERTS))
+    truth[:, 0] = 500.0
+    seen = view(linear_with_room(), truth)
+    found = decided(seen, policy="eplb")
+    assert found.plan is not None
+    after = replay(seen.placement, found.plan)[-1]
+    share = np.where(after.expert_of_slot == 0, after.split.spill / FULL, 0.0)
+    assert share.sum(axis=1) == pytest.approx(1.0)
+    raw = eplb_global(seen.demand.rates.sum(axis=0), RANKS * SLOTS, RANKS).reshape(LAYERS, RANKS, SLOTS)
+    counts = (raw == 0).sum(axis=2)
+    assert counts.max() > 1
+    np.testing.assert_allclose(share.max(axis=1), (counts / counts.sum(axis=1, keepdims=True)).max(axis=1), atol=1e-4)
 
 
 def test_a_policy_that_cannot_plan_here_says_why() -> None:
