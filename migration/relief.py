@@ -20,6 +20,8 @@ Loads = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 ROOM = 10.0
 """weight of the square of a rank's room below the cap, against excess over it"""
+DEEP = 0.5
+"""weight of room itself, where that is less: a rank may well be emptied to make another lighter"""
 ABOVE, SLOPE = 0.05, 25.0
 """what a rank pays for being above the cap, and how steeply it comes to that"""
 INVITING = 0.02
@@ -129,11 +131,14 @@ PER_LAYER = tuple(field.name for field in fields(State) if field.name not in ("r
 def penalty(over: NDArray[Any]) -> NDArray[Any]:
     """Of loads by how much they exceed the cap (below 0: their room)."""
     paid = over + ABOVE
-    steep = over * (1.0 + SLOPE)
-    np.minimum(paid, steep, out=paid)
-    np.multiply(over, over, out=steep)
-    steep *= ROOM
-    return np.asarray(np.maximum(paid, steep, out=paid))
+    other = over * (1.0 + SLOPE)
+    np.minimum(paid, other, out=paid)
+    np.absolute(over, out=other)
+    other *= DEEP
+    square = over * over
+    square *= ROOM
+    np.minimum(square, other, out=other)
+    return np.asarray(np.maximum(paid, other, out=paid))
 
 
 class Choice(NamedTuple):
