@@ -23,7 +23,11 @@ from migration.weighted import weighted
 EVEN = "after a drift, replicas share evenly: balance on the next window (of a decode step), copies in % of slots"
 SPLIT = "after a drift, with split weights: balance on the next window (of a decode step), copies in % of slots"
 GAIN, STEP_LOSS = 95.0, 0.01
-EVEN_COPIES = {"drift": {8: 4.0, 32: 12.0, 64: 16.0}, "full": {8: 4.0, 32: 15.0, 64: 20.0}, "full zipf": {8: 4.0, 32: 23.0, 64: 29.0}}
+EVEN_COPIES = {
+    "drift": {8: 4.0, 32: 12.0, 64: 16.0},
+    "full change": {8: 4.0, 32: 15.0, 64: 20.0},
+    "full change, Zipf": {8: 4.0, 32: 23.0, 64: 29.0},
+}
 SPLIT_COPIES = {8: 1.0, 32: 3.0, 64: 4.0}
 QUICKLY_MS, LATER_MS, REWEIGHT_MS = 20.0, 60.0, 20.0
 QUICK_SKEWS, QUICK_DRIFTS = ("zipf", "lognormal"), ("noise", "jitter10", "mix25", "full")
@@ -122,10 +126,10 @@ def _even_held(case: Case, drift: str, seeds: Sequence[_Answers]) -> tuple[Targe
     copies = _copies(ways)
     if drift == "noise":
         return (Target("few, only noise: copies", copies, 0.0, at_least=False, unit=" %"), _steps("few", seeds, ways), _time("few", case, drift, ways))
-    kind = "drift" if drift != "full" else "full zipf" if case.skew == "zipf" else "full"
+    kind = _kind(drift) + (", Zipf" if drift == "full" and case.skew == "zipf" else "")
     return (
         Target(f"few, {_kind(drift)}: part of the gain", _gain(seeds, ways), GAIN, unit=" %"),
-        Target(f"few, {_kind(drift)}, {kind.split()[-1]}, {case.ranks} ranks: copies", copies, EVEN_COPIES[kind][case.ranks], at_least=False, unit=" %"),
+        Target(f"few, {kind}, {case.ranks} ranks: copies", copies, EVEN_COPIES[kind][case.ranks], at_least=False, unit=" %"),
         _steps("few", seeds, ways),
         _time("few", case, drift, ways),
     )
