@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from fleet.placement import Placement
+from fleet.placement import EMPTY, Placement
 from migration.appraisal import Appraised, appraised
 from migration.candidates import (
     Candidate,
@@ -111,7 +111,7 @@ class _Thoughts:
             self._reasons.append("the engine says that pairs take its experts no time (expert_pair 0): evenly loaded ranks are worth nothing to it")
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
-        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer():
+        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer() and not self._may_fill():
             return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
         best = self._best(WAYS[policy])
         if best is not None:
@@ -145,9 +145,13 @@ class _Thoughts:
         changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
         if not changes:
             return None
-        after = made(found.table, changes)
+        try:
+            chosen = appraised(found, Candidate("second replicas", changes, shared(found, made(found.table, changes))))
+        except Unorderable as error:
+            self._reasons.append(f"experts that are to survive the loss of a rank do not all have a second replica: {error}")
+            return None
         self._reasons.append(f"{found.config.critical_experts:.0%} of the experts, the most wanted, are to survive the loss of a rank")
-        return self._decided(appraised(found, Candidate("second replicas", changes, shared(found, after))))
+        return self._decided(chosen)
 
     # Which way
 
@@ -217,6 +221,11 @@ class _Thoughts:
         if said not in self._reasons:
             self._reasons.append(said)
         return may
+
+    def _may_fill(self) -> bool:
+        """Whether there are empty slots, in which replicas could save tokens their way."""
+        found = self._found
+        return self._travel_costs and bool((found.table[found.chosen] == EMPTY).any())
 
     @property
     def _travel_costs(self) -> bool:

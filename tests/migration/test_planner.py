@@ -105,6 +105,19 @@ def test_the_same_demand_everywhere_gives_no_reason_to_move_anything_nearer() ->
     assert found.record.reasons
 
 
+def test_empty_slots_are_filled_with_what_is_wanted_most_where_sending_tokens_takes_time() -> None:
+    truth, _, _ = zipf()
+    full_ranks = planned_for(truth, 9).expert_of_slot.reshape(LAYERS, RANKS, 9)
+    room = Placement(np.pad(full_ranks, ((0, 0), (0, 0), (0, 3)), constant_values=-1).reshape(LAYERS, -1), experts=EXPERTS, ranks=RANKS)
+    found = decided(view(room, truth, speed=FAR), budget=3 * LAYERS * RANKS * SHAPE.expert_bytes).record
+    assert found.before is not None
+    assert found.after is not None
+    assert {step.kind for step in found.steps} <= {"replicate", "reweight"}
+    assert 0 < found.copies <= 3 * LAYERS * RANKS
+    assert found.after.local_share > found.before.local_share + 0.1
+    assert decided(view(room, truth)).why is Why.NOISE, "where it takes none, there is nothing to be saved"
+
+
 @pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=LAYERS), Layout(attention="dp", boundary=LAYERS)])
 def test_sharded_experts_have_no_better_place(layout: Layout) -> None:
     truth, foreign, _ = zipf()
