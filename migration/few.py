@@ -3,7 +3,8 @@
 Of each layer the most loaded ranks are relieved, again and again, until none exceeds the cap at which the wanted part of a full re-placement's gain is
 reached. Three changes carry load from a rank to another: swap two experts (two copies), replicate one over a spare replica or into an empty slot (one), move
 one there (one). The fourth, giving up a spare replica, costs nothing, and what moves into the slot that it leaves costs one where a swap costs two. What
-these changes themselves have brought to a rank and take away again need never be copied. `migration.relief` says which change is best.
+these changes themselves have brought to a rank and take away again need never be copied (`migration.difference.shortened` leaves it out).
+`migration.relief` says which change is best, `migration.standing` by what.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from fleet.placement import EMPTY
 from migration.changes import NONE, NOWHERE, Changes, Kind, Table, taken, within
 from migration.limits import UNLIMITED, Limits
 from migration.noise import Noise, changed, deviations, expected_max, expected_most, freedom
-from migration.relief import ENDLESS, Array, Choice, Flags, Index, State, best
+from migration.relief import Choice, best
+from migration.standing import ENDLESS, Array, Flags, Index, State
 
 PAIRS = 24_000
 """of slots that are looked at in a round, for all layers together; more only where a layer finds nothing"""
@@ -26,9 +28,9 @@ CAREFULLY, MANY, FAR = 2, 32, 5.0
 """ranks that are relieved in one round where there are more than so many, none of them (on average) so loaded: the more, the less choice each has"""
 LEAST = 1e-7
 """a fall of the penalty below this is rounding"""
-MARGIN = 0.1
+MARGIN = 0.15
 """standard deviations between windows by which more is aimed at than is wanted: the sample that is planned on flatters what is fitted to it"""
-BEHIND = 0.014
+BEHIND = 0.013
 """most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
 REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in Kind)
 CROWD = 0.7

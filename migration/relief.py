@@ -1,144 +1,26 @@
 """Which change of a placement relieves the most loaded ranks best, for many layers at once. Pure.
 
-A change is judged by the fall of a penalty summed over ranks, per copy. The penalty of a load above the layer's cap is its excess and something for being
-above at all, as every rank that is takes a change to relieve; below the cap it is a small square of what is missing to it, so that room lies where the
-next excess fits in. Replicas share an expert's load evenly, so a change of their number is felt by all holders.
-
-Several ranks of a layer are relieved in one round, each with other ranks: with r of them, the n-th least loaded rank deals with the (n mod r)-th. Loads are
-relative to the mean rank's; those called `over` and `level` are above the cap. What is looked at in large numbers is float32.
+A change is judged by the fall of the layer's penalty per copy; where the number of an expert's replicas changes, all its holders feel it. Several ranks of
+a layer are relieved in one round, each with other ranks: with r of them, the n-th least loaded rank deals with the (n mod r)-th. Loads called `level` are
+above the cap. What is looked at in large numbers is float32.
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Index = NDArray[np.intp]
+from migration.standing import Array, Flags, Index, State, penalty
+
 Loads = NDArray[np.float32]
-Flags = NDArray[np.bool_]
-ROOM = 10.0
-"""weight of the square of a rank's room below the cap, against excess over it"""
-DEEP = 0.5
-"""weight of room itself, where that is less: a rank may well be emptied to make another lighter"""
-ABOVE, SLOPE = 0.05, 25.0
-"""what a rank pays for being above the cap, and how steeply it comes to that"""
 INVITING = 0.02
 """a rank with room that has been brought an expert already counts as so much less loaded: what it gives again costs less"""
 FREE = 2.0
 """times that a change counts for more for each replica it takes away where this plan has put it, and a drop, as it copies nothing"""
 LOOKS = 160
 """pairs of slots that are looked at at least for one rank"""
-ENDLESS = 1 << 20
-"""replicas of what may be replaced at will: an empty slot"""
 BARRED = 1e6
 """penalty of what may not be"""
-
-
-@dataclass(slots=True)
-class State:
-    """Layers that are worked on. Each layer's experts have one more among them, the last, that stands for an empty slot."""
-
-    ranks: int
-    per: int
-    """slots of a rank"""
-    most_replicas: int
-    away: Flags
-    """[ranks]: dead"""
-    layer: Index
-    """number of each layer"""
-    expert: Index
-    """[layers, slots]; slots of dead ranks as if empty"""
-    load: Array
-    """[layers, experts + 1]"""
-    replicas: Array
-    """[layers, experts + 1]"""
-    least: Array
-    """[layers, experts + 1]: an expert with more replicas than this may lose one"""
-    fixed: Flags
-    """[layers, experts + 1]: replicas stay where they are, and no more are made"""
-    cap: Array
-    """[layers]: most load of a rank that is good enough"""
-    first: Index
-    """[layers, slots]: `expert` before any change"""
-    fresh: Flags
-    """[layers, slots]: the expert was not on the rank at first"""
-    inviting: Flags
-    """[layers, ranks]: has such a slot"""
-    held: Flags
-    """[layers, experts + 1, ranks]: who holds what"""
-    each: Array
-    """[layers, experts + 1]: load of each replica"""
-    over: Array
-    """[layers, ranks]"""
-    pays: Array
-    """[layers, ranks]: penalty"""
-
-    @property
-    def empty(self) -> int:
-        """number of the expert that stands for an empty slot"""
-        return int(self.load.shape[1]) - 1
-
-    @property
-    def penalty(self) -> Array:
-        """[layers]: what is to fall"""
-        return np.asarray(self.pays.sum(axis=1))
-
-    def measure(self) -> None:
-        """Brings `over` and `pays` up to date with `expert` and `each`."""
-        start = np.arange(0, self.load.size, self.empty + 1)[:, None]
-        share = np.take(self.each, self.expert + start).reshape(len(self.layer), self.ranks, self.per)
-        self.over = share @ np.ones(self.per) - self.cap[:, None]
-        self.pays = penalty(self.over)
-
-    def lower(self, rows: Index, by: Array) -> None:
-        """Lowers the caps of some layers."""
-        self.cap[rows] -= by
-        self.over[rows] += by[:, None]
-        self.pays[rows] = penalty(self.over[rows])
-
-    def put(self, rows: Index, slot: Index, expert: Index) -> None:
-        """An expert into a slot of each of these layers; a layer may come more than once, with other slots."""
-        rank, at = slot // self.per, rows[:, None]
-        self.held[rows, self.expert[rows, slot], rank] = False
-        self.expert[rows, slot] = expert
-        self.held[rows, expert, rank] = True
-        beside = (rank * self.per)[:, None] + np.arange(self.per)
-        self.fresh[rows, slot] = (expert != self.empty) & (self.first[at, beside] != expert[:, None]).all(axis=1)
-        self.inviting[rows, rank] = self.fresh[at, beside].any(axis=1)
-
-    def count(self, rows: Index, expert: Index, more: Array) -> None:
-        """So many more replicas of an expert of each of these layers; a layer may come more than once, with other experts."""
-        self.replicas[rows, expert] += more
-        self.each[rows, expert] = self.load[rows, expert] / self.replicas[rows, expert]
-
-    def taken(self, which: Flags) -> "State":
-        """Some of the layers."""
-        return self._other({name: getattr(self, name)[which] for name in PER_LAYER})
-
-    def together(self, parts: list["State"]) -> "State":
-        """Layers of several."""
-        return self._other({name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_LAYER})
-
-    def _other(self, arrays: dict[str, Any]) -> "State":
-        return replace(self, **arrays)
-
-
-PER_LAYER = tuple(field.name for field in fields(State) if field.name not in ("ranks", "per", "most_replicas", "away"))
-
-
-def penalty(over: NDArray[Any]) -> NDArray[Any]:
-    """Of loads by how much they exceed the cap (below 0: their room)."""
-    paid = over + ABOVE
-    other = over * (1.0 + SLOPE)
-    np.minimum(paid, other, out=paid)
-    np.absolute(over, out=other)
-    other *= DEEP
-    square = over * over
-    square *= ROOM
-    np.minimum(square, other, out=other)
-    return np.asarray(np.maximum(paid, other, out=paid))
 
 
 class Choice(NamedTuple):
@@ -170,6 +52,7 @@ def best(state: State, going: Flags, at_once: int, pairs: int, turn: int) -> Cho
     replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many, max(LOOKS, looks) // hot.slot.shape[1], turn), many)
     options = (replicate, _swap(state, rows, hot, looks, turn), move, _drop(state, rows, hot, many))  # by Kind
     worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
+    worth[0] += _bar(hot.has_giant & (worth[0] > 0.0))
     kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
     return Choice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
 
@@ -229,6 +112,13 @@ class _Hot(NamedTuple):
     """[r, 1]: its penalty"""
     without: Loads
     """penalty of the rank without it"""
+    giant: Flags
+    """it alone exceeds the cap: sooner or later its expert must get another replica"""
+
+    @property
+    def has_giant(self) -> Flags:
+        """[r]"""
+        return np.asarray(self.giant.any(axis=1))
 
 
 def _hot(state: State, rows: _Rows, most: int, turn: int) -> _Hot:
@@ -240,7 +130,8 @@ def _hot(state: State, rows: _Rows, most: int, turn: int) -> _Hot:
     rank = (rows.layer * state.ranks + rows.rank)[:, None]
     level, pays = state.over.take(rank).astype(np.float32), state.pays.take(rank).astype(np.float32)
     barred = _bar(state.fixed.take(expert) | (expert == first + state.empty))
-    return _Hot(slot, expert, each, state.replicas.take(expert).astype(np.float32), _weight(state.fresh.take(at)), barred, level, pays, penalty(level - each))
+    replicas, weight, giant = state.replicas.take(expert).astype(np.float32), _weight(state.fresh.take(at)), each > state.cap[rows.layer, None]
+    return _Hot(slot, expert, each, replicas, weight, barred, level, pays, penalty(level - each), giant)
 
 
 def _some(count: int, most: int, turn: int) -> Index:
@@ -357,7 +248,7 @@ def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replic
     move *= hot.weight[:, :, None]
     own = hot.pays - penalty(hot.level - lighter)
     others = many.falling.take(hot.expert) - own
-    relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas)
+    relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas) - _bar(hot.has_giant[:, None] & ~hot.giant)
     _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
     return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
 
