@@ -21,8 +21,12 @@ from migration.worth import Held
 
 Values = NDArray[np.float64]
 ROUNDS = 6
-_FIRST = 2
+_FIRST = 3
 """rounds from every start; the best goes on"""
+_SHUFFLES = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
+"""fractions whose multiples are in no order (of the golden ratio and its like in higher dimensions): further starts, clusters in a row as these say"""
+_FEW_SHUFFLES, _MANY_RANKS = 2, 16
+"""of them, on more ranks than that, where a round takes longer and starts differ less"""
 _CELLS = 240_000
 """layers x ranks x experts that the search looks at: some layers tell as much as all of them, the placement itself is of all"""
 _EXCHANGES = 6
@@ -158,7 +162,11 @@ class _Search:
 
     def best(self, before: Values | None, rounds: int) -> tuple[Values, float, int]:
         """(homes, saved, rounds): of all starts, the one that got furthest, followed to the end."""
-        starts = [chained(self._traffic, self._room.ranks)]
+        used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
+        shuffled = (
+            used[np.argsort(np.modf(np.arange(len(used)) * step)[0], kind="stable")] for step in _SHUFFLES[: _FEW_SHUFFLES if ranks > _MANY_RANKS else None]
+        )
+        starts = [chained(self._traffic, ranks), *(laid_along(self._traffic, row, ranks) for row in shuffled)]
         if before is not None and before.shape == starts[0].shape and before.any():
             starts.append(before)
         if self._present is not None:
@@ -215,7 +223,7 @@ def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
 
 
 def chained(traffic: Traffic, ranks: int) -> Values:
-    """float64 [K, ranks]: clusters in a row, each beside the one it resembles most, laid along the ranks, so much of each rank as their shares are."""
+    """float64 [K, ranks]: clusters in a row, each beside the one it resembles most, laid along the ranks."""
     used = np.flatnonzero(traffic.shares > 0)
     shares = np.asarray(traffic.shares[used], np.float64) / float(traffic.shares[used].sum())
     profiles = np.asarray(traffic.profiles[used], np.float64).reshape(len(used), -1)
@@ -227,11 +235,17 @@ def chained(traffic: Traffic, ranks: int) -> Values:
     while left:
         row.append(max(sorted(left), key=lambda cluster: alike[row[-1], cluster]))
         left.discard(row[-1])
-    ends = np.cumsum(shares[row])
+    return laid_along(traffic, used[row], ranks)
+
+
+def laid_along(traffic: Traffic, row: NDArray[np.intp], ranks: int) -> Values:
+    """float64 [K, ranks]: clusters in this order along the ranks, so much of each rank as their shares are. row: the clusters that have a share."""
+    shares = np.asarray(traffic.shares[row], np.float64) / float(traffic.shares[row].sum())
+    ends = np.cumsum(shares)
     edges = np.cumsum(traffic.room_for(ranks) / traffic.room_for(ranks).sum())
-    overlap = np.minimum(ends[:, None], edges) - np.maximum((ends - shares[row])[:, None], np.concatenate([[0.0], edges[:-1]]))
+    overlap = np.minimum(ends[:, None], edges) - np.maximum((ends - shares)[:, None], np.concatenate([[0.0], edges[:-1]]))
     homes = np.zeros((len(traffic.shares), ranks))
-    homes[used[row]] = np.maximum(overlap, 0.0) / shares[row][:, None]
+    homes[row] = np.maximum(overlap, 0.0) / shares[:, None]
     return np.asarray(homes / np.where(homes.sum(axis=1, keepdims=True) > 0, homes.sum(axis=1, keepdims=True), 1.0))
 
 
