@@ -39,6 +39,10 @@ HOPE = 0.8
 """standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
 IDLE = 0.25
 """standard deviations between windows above the mean load, below which it is idle to press loads"""
+LONG, LAST = 16, 0.03
+"""rounds after which so small a part of the layers is left as it then is: each round costs them all alike"""
+ROUNDS = 200
+"""never more than these"""
 FELT = 0.002
 """part of a step's expected longest rank below which an improvement is none"""
 FINE = 1e-4
@@ -186,8 +190,8 @@ class _Search:
     def go(self, at_once: int, pairs: int) -> None:
         """Looks at what `best` is told to; where that finds nothing, at everything."""
         stuck: list[State] = []
-        going, turn = np.ones(len(self._state.layer), bool), 0
-        while going.any():
+        going, turn, few_left = np.ones(len(self._state.layer), bool), 0, LAST * len(self._state.layer)
+        while going.any() and turn < ROUNDS and (turn < LONG or going.sum() > few_left):
             if going.mean() < CROWD:
                 self._state, going = self._state.taken(going), np.ones(int(going.sum()), bool)
             made = self._make(best(self._state, going, at_once, pairs, turn))
