@@ -16,8 +16,6 @@ from migration.reweight import Places, Shared, Values
 
 HOMELESS = 0.2
 """what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
-ROOM_TO_GROW = 12
-"""further elements that arrays have columns for: more than a layer gets in one round"""
 Flags = NDArray[np.bool_]
 
 
@@ -95,7 +93,7 @@ def crowds_of(table: Table, load: Values, parts: Shared, served: Values, cap: Va
     position = np.sort(np.concatenate([parts.slot, free]))
     layer, slot = np.divmod(position, slots)
     column = np.arange(len(position)) - np.searchsorted(layer, np.arange(layers))[layer]
-    width = int(column.max(initial=-1)) + 1 + ROOM_TO_GROW
+    width = int(column.max(initial=-1)) + 1
     shape = (layers, width)
     flat = np.zeros(table.size)
     flat[parts.slot] = served
@@ -192,8 +190,13 @@ def admit(crowds: Crowds, row: Places, expert: Places) -> None:
     crowds.alone[row, rank] -= load
 
 
-def widen(crowds: Crowds) -> None:
-    """More columns for elements."""
+def widen(crowds: Crowds, room: int) -> None:
+    """Columns for so many further elements in every layer."""
+    used = int((crowds.slot != NOWHERE).sum(axis=1).max())
+    more = used + room - crowds.slot.shape[1]
+    if more <= 0:
+        return
     nobody = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
     for name, value in nobody.items():
-        setattr(crowds, name, np.pad(getattr(crowds, name), ((0, 0), (0, ROOM_TO_GROW)), constant_values=value))
+        part = getattr(crowds, name)
+        setattr(crowds, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1))

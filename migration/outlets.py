@@ -23,13 +23,13 @@ from migration.crowds import Crowds, Flags, Sight, admit, crowds_of, over, sight
 from migration.limits import Limits
 from migration.reweight import Places, Shared, Values, diffused
 
-SETTLING, LONG = 6, 12
+SETTLING, LONG = 5, 12
 """rounds of flow after copies, and where copies have failed"""
-ROUNDS, FURTHER, MOST_ROUNDS = 8, 2.0, 20
+ROUNDS, FURTHER, MOST_ROUNDS = 8, 2.0, 18
 """rounds of copies: so many, and for every mean rank load that a layer has above its cap, on average, so many more; never more than the last"""
 LANES = 10
 """copies of a layer in one attempt, at most"""
-LARGE, WIDE = 0.5, 0.7
+LARGE, WIDE = 1.0, 0.7
 """only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
 FULLEST = 4
 """ranks of a layer that are looked at"""
@@ -60,10 +60,9 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
 
 def _round(crowds: Crowds) -> Changes:
     """Copies in each layer that has some that prove themselves."""
-    if (crowds.slot[:, -LANES:] != NOWHERE).any():
-        widen(crowds)
+    before = crowds.excess()
+    widen(crowds, LANES if (before > LARGE).any() else 1)
     sight = sight_of(crowds)
-    before = over(sight.loads, crowds.cap, crowds.dead).sum(axis=1)
     attempt = _attempts(crowds, sight, before)
     trial = _tried(crowds, sight, attempt)
     fallen = before[attempt.row] - trial.excess

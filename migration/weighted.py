@@ -13,10 +13,12 @@ from migration.changes import NONE, Changes, Table, made, within
 from migration.limits import UNLIMITED, Limits
 from migration.noise import Noise, changed, deviation, expected_most
 from migration.outlets import NEAR_CAP, outlets
-from migration.reweight import SLACK, Values, Wants, check, diffused, reweight, shared
+from migration.reweight import ROUNDS, SLACK, Values, Wants, check, diffused, reweight, shared
 
-LEFT = 0.5
+LEFT = 0.7
 """of the part of the gain that may be missing, so much is left on the window: ranks that stand at the cap together exceed it on the next"""
+_CERTAIN = 5e-3
+"""of what is missing, so much may be owed to weights that still flow"""
 _TINY = 1e-9
 
 
@@ -85,3 +87,24 @@ def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Limits
     blur = expected_most(alive.shape[1]) * spread
     cap = np.maximum(1.0 / (part / (least + blur) + (1.0 - part) / most) - blur, least)
     return cap, changed(alive, goal, spread)
+
+
+def least_copies(table: Table, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
+    """int64 [layers]: with fewer copies no rank load stays below `cap` [layers] (in mean rank loads), however load is shared out. Not always enough.
+
+    Two bounds, the larger counts. A rank serves at most `cap`, so an expert of load x needs x / cap holders. And a copy adds at most `cap` to
+    what flows from experts into ranks of that capacity, all copies of an expert at most x, while without copies the excess is missing.
+    """
+    check(table, load, ranks, load.shape[1])
+    wants = Wants(load, ranks, None, None)
+    parts = shared(table, wants.load, ranks)
+    even = parts.whole / parts.replicas
+    loads = parts.of_rank(diffused(parts, even, 10 * ROUNDS)).reshape(len(table), ranks)
+    missing = np.maximum(loads - cap[:, None], 0.0).sum(axis=1)
+    layer, slot = np.nonzero(table != EMPTY)
+    holders = np.bincount(layer * load.shape[1] + table[layer, slot], minlength=load.size).reshape(load.shape)
+    needed = np.maximum(np.ceil(wants.load / cap[:, None] - 1e-6) - holders, 0.0).sum(axis=1)
+    each = np.clip(wants.load[:, :, None] - cap[:, None, None] * np.arange(ranks), 0.0, cap[:, None, None])
+    most = np.cumsum(np.sort(each.reshape(len(table), -1), axis=1)[:, ::-1], axis=1)
+    enough = np.where(missing > _CERTAIN, (most < missing[:, None] - _CERTAIN).sum(axis=1) + 1, 0)
+    return np.asarray(np.maximum(needed, enough), np.int64)

@@ -16,7 +16,7 @@ from migration.changes import Kind, copies_between, made
 from migration.full import full
 from migration.limits import Limits
 from migration.noise import Noise
-from migration.weighted import Weighted, weighted
+from migration.weighted import Weighted, least_copies, weighted
 
 Table = NDArray[np.int16]
 
@@ -73,6 +73,7 @@ def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts
         least = fewest(table[0], load[0], 3, 1 / 0.9, 2)
         plan = weighted(table, load, 3, 6, Limits(target=1.0), goal=np.array([0.9]))
         if least is not None:
+            assert least_copies(table, load, 3, np.array([1 / 0.9]))[0] <= least
             needed.append(least)
             spent.append(len(plan.changes.kind))
             missed += fullest(plan.table[0], load[0], 3) > 1 / 0.9 + 0.01
@@ -116,6 +117,13 @@ def test_the_gains_of_a_layer_add_up_to_the_fall_of_its_fullest_rank() -> None:
         gain = plan.changes.gain[plan.changes.layer == layer].sum()
         fall = fullest(table[layer], load[layer], 8) - fullest(plan.table[layer], load[layer], 8)
         assert gain == pytest.approx(fall, abs=0.05)
+
+
+def test_a_heavy_expert_needs_as_many_holders_as_it_has_loads_of_a_rank() -> None:
+    table = np.array([[0, 1, 2, -1, 3, -1, 4, -1]], np.int16)
+    load = np.array([[8.0, 1.0, 1.0, 1.0, 1.0]])
+    assert least_copies(table, load, 4, np.array([1.0])).tolist() == [2]
+    assert len(weighted(table, load, 4, 5).changes.kind) >= 2
 
 
 @settings(max_examples=30, deadline=None)
