@@ -1,6 +1,7 @@
 """What could be done about a placement, each way by itself: new shares, few copies, locality, everything anew, somebody else's algorithm. Pure."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from migration.difference import between, shortened
 from migration.eplb import as_placement, eplb_global, eplb_hierarchical, raw_shares
 from migration.few import few
 from migration.filling import filled
+from migration.grouping import keep_groups
 from migration.history import counted
 from migration.locality import located
 from migration.nearness import room_of
@@ -72,7 +74,8 @@ def uniform(found: Situation) -> Candidate:
 def local(found: Situation) -> Candidate:
     """Experts near the ranks whose requests want them."""
     room = room_of(found)
-    goal = located(found.fit, room, present=found.table)
+    whole = keep_groups(found.view.shape, found.terms.speed, found.fit, room)
+    goal = located(found.fit, replace(room, home=whole.home), present=found.table)
     changes = _without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
     return Candidate("locality", changes, shared(found, made(found.table, changes)))
 

@@ -4,6 +4,7 @@ Where a token's experts are of few groups (DeepSeek-V3: 4 of 8), groups kept who
 make popular nodes, and experts cannot go where their tokens come from. Both placements are made, and the cheaper one is told.
 """
 
+from dataclasses import replace
 from math import comb, log
 from typing import Any, NamedTuple
 
@@ -76,15 +77,11 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(_LAYERS, demand.shape[1])).round().astype(np.intp))
     some = demand[:, layers]
     home = group_homes(demand, room, shape.groups)
-    ways = [located(some, _with(room, mask)) for mask in (None, home[layers])]
+    ways = [located(some, replace(room, home=mask)) for mask in (None, home[layers])]
     apart, together = (_seconds(shape, speed, one, some, room, reach) for one, reach in zip(ways, (spread, whole), strict=True))
     keep = together < apart
     told = f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
     return Grouped(keep, apart, together, spread, whole, home if keep else None, told)
-
-
-def _with(room: Room, home: Held | None) -> Room:
-    return Room(room.node, room.slots, room.prices, room.most, room.balance, home)
 
 
 def group_homes(demand: NDArray[Any], room: Room, groups: int) -> Held:

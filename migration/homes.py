@@ -6,7 +6,7 @@ exact; place: `migration.locality`), from several starts, until nothing changes;
 are interchangeable, so the whole of it is then laid onto the present placement so that as little as can be moves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +148,7 @@ class _Search:
         count = min(layers, max(4, _CELLS // (room.ranks * experts)))
         self.layers = np.unique(np.linspace(0, layers - 1, count).round().astype(np.intp))
         self._traffic = traffic.some(self.layers)
-        self._room = room if room.home is None else Room(room.node, room.slots, room.prices, room.most, room.balance, room.home[self.layers])
+        self._room = room if room.home is None else replace(room, home=room.home[self.layers])
         self._present = None if present is None else held_of(present[self.layers], room.ranks, experts)
 
     def held(self, homes: Values) -> Held:
