@@ -51,13 +51,15 @@ def weighted(
     """
     check(table, demand, ranks, experts)
     wants = Wants(demand, ranks, node, limits.live)
+    if goal is not None and np.shape(goal) != (len(table),):
+        raise ValueError(f"split: goal has shape {np.shape(goal)}; expected one balance for each of {len(table)} layers")
     aim = np.ones(len(table)) if goal is None else np.clip(np.asarray(goal, np.float64), _TINY, 1.0)
     parts = shared(table, wants.load, ranks, limits.live)
     changes = NONE
     if len(parts.slot) or (table == EMPTY).any():
         served = parts.whole / parts.replicas
         cap, open_layers = _caps(table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise)
-        served = diffused(parts, served)
+        served = diffused(parts, served, ROUNDS // 2)  # the search goes on with them
         above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
         changes = outlets(table, wants.load, parts, served, cap, open_layers & above, limits, node)
         changes = changes if limits.most_copies is None else within(changes, limits.most_copies)

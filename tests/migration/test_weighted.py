@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from benchmarks.rig.placing import Case, Drifting, balance
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement
-from migration.changes import Kind, copies_between, made
+from migration.changes import Kind, copies_between, made, taken
 from migration.full import full
 from migration.limits import Limits
 from migration.noise import Noise
@@ -126,6 +126,11 @@ def test_a_heavy_expert_needs_as_many_holders_as_it_has_loads_of_a_rank() -> Non
     assert len(weighted(table, load, 4, 5).changes.kind) >= 2
 
 
+def test_a_goal_for_other_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"goal has shape \(2,\); expected one balance for each of 1 layers"):
+        weighted(np.array([[0, 1]], np.int16), np.ones((1, 2)), 2, 2, goal=np.ones(2))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 5), st.sampled_from(["free", "budget", "replicas", "frozen", "dead", "kept"]))
 def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
@@ -147,6 +152,8 @@ def test_every_plan_keeps_every_limit(seed: int, ranks: int, kind: str) -> None:
     Placement(plan.table, experts=experts, ranks=ranks, split=plan.split)
     np.testing.assert_array_equal(made(table, plan.changes), plan.table)
     assert (plan.changes.kind == Kind.REPLICATE).all()
+    for upto in range(len(plan.changes.kind)):
+        Placement(made(table, taken(plan.changes, np.arange(upto))), experts=experts, ranks=ranks)
     assert copies_between(table, plan.table, ranks) == len(plan.changes.kind)
     was, holders = before.sum(axis=1), after.sum(axis=1)
     match kind:
