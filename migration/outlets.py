@@ -25,15 +25,15 @@ from migration.reweight import Places, Shared, Values, diffused
 
 SETTLING, LONG = 5, 12
 """rounds of flow after copies, and where copies have failed"""
-ROUNDS, FURTHER, MOST_ROUNDS = 8, 2.0, 18
+ROUNDS, FURTHER, MOST_ROUNDS = 8, 4.0, 18
 """rounds of copies: so many, and for every mean rank load that a layer has above its cap, on average, so many more; never more than the last"""
 LANES = 10
 """copies of a layer in one attempt, at most"""
-LARGE, WIDE = 1.0, 0.7
+LARGE, WIDE = 2.5, 0.5
 """only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
 FULLEST = 4
 """ranks of a layer that are looked at"""
-TRIALS = (1, 4, 6)
+TRIALS = (1, 3, 5)
 """slots of a layer tried at a time, by how often before all have failed since its last copy; after the last it is left as it is"""
 PROOF = 0.25
 """of what a copy should move, so much must come off the excess; its square, cube after failures"""
