@@ -5,7 +5,6 @@ make popular nodes, and experts cannot go where their tokens come from. Both pla
 """
 
 from dataclasses import replace
-from math import comb, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 
 from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
+from migration.gating import expected_nodes, limited, node_draws
 from migration.locality import Located, Room, located
 from migration.worth import Held
 
 Values = NDArray[np.float64]
 _LAYERS = 6
 """that are placed both ways; they tell as much as all"""
-_TINY = 1e-12
 
 
 class Grouped(NamedTuple):
@@ -36,32 +35,6 @@ class Grouped(NamedTuple):
     reason: str
 
 
-def expected_nodes(shape: ModelShape, nodes: int, *, together: bool) -> float:
-    """Distinct nodes that hold a token's experts, when all experts and groups are equally popular and each node has its even part of them.
-
-    together: whole groups on nodes. The gate takes g of G groups, then k of the e experts in these. A node that holds j of the groups taken is
-    missed with probability C(e - j E/G, k) / C(e, k), and j is hypergeometric. Apart, every group is spread evenly over the nodes: a node has e / nodes
-    of the experts in reach. ValueError when groups, kept together, do not divide among the nodes.
-    """
-    in_reach, size = shape.groups_per_token * (shape.experts // shape.groups), shape.experts // shape.groups
-    if not together:
-        return nodes * (1.0 - _missed(in_reach, in_reach // nodes, shape.top_k))
-    if shape.groups % nodes:
-        raise ValueError(f"grouping: {shape.groups} groups do not divide among {nodes} nodes")
-    own = shape.groups // nodes
-    ways = comb(shape.groups, shape.groups_per_token)
-    missed = 0.0
-    for taken in range(min(own, shape.groups_per_token) + 1):
-        chance = comb(own, taken) * comb(shape.groups - own, shape.groups_per_token - taken) / ways
-        missed += chance * _missed(in_reach, taken * size, shape.top_k)
-    return nodes * (1.0 - missed)
-
-
-def _missed(experts: int, here: int, top_k: int) -> float:
-    """Probability that none of k different experts is among those here."""
-    return comb(experts - here, top_k) / comb(experts, top_k)
-
-
 def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], room: Room) -> Grouped:
     """Whether it pays that every group has its base copies on one node, and where they are then.
 
@@ -70,15 +43,16 @@ def keep_groups(shape: ModelShape, speed: EngineSpeed, demand: NDArray[Any], roo
     nodes = int(room.node.max()) + 1
     sizes = np.bincount(room.node)
     fits = nodes > 1 and shape.groups % nodes == 0 and (sizes * room.slots >= shape.experts // nodes).all()
-    if shape.groups_per_token >= shape.groups or not fits:
-        reason = "the gate is not group-limited" if shape.groups_per_token >= shape.groups else f"{shape.groups} groups cannot be kept whole on {nodes} nodes"
+    if not limited(shape) or not fits:
+        reason = "the gate is not group-limited" if not limited(shape) else f"{shape.groups} groups cannot be kept whole on {nodes} nodes"
         return Grouped(False, 0.0, 0.0, float(nodes), float(nodes), None, reason)
     spread, whole = (expected_nodes(shape, nodes, together=together) for together in (False, True))
     layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(_LAYERS, demand.shape[1])).round().astype(np.intp))
     some = demand[:, layers]
     home = group_homes(demand, room, shape.groups)
     ways = [located(some, replace(room, home=mask)) for mask in (None, home[layers])]
-    apart, together = (_seconds(shape, speed, one, some, room, reach) for one, reach in zip(ways, (spread, whole), strict=True))
+    draws = (node_draws(shape, nodes, together=together) for together in (False, True))
+    apart, together = (_seconds(shape, speed, one, room, number) for one, number in zip(ways, draws, strict=True))
     keep = together < apart
     told = f"a token costs {1e6 * together:.1f} us with groups whole on nodes, {1e6 * apart:.1f} us without"
     return Grouped(keep, apart, together, spread, whole, home if keep else None, told)
@@ -105,13 +79,12 @@ def group_homes(demand: NDArray[Any], room: Room, groups: int) -> Held:
     return np.asarray(of_group.repeat(experts // groups, axis=1)[:, None, :] == room.node[None, :, None])
 
 
-def _seconds(shape: ModelShape, speed: EngineSpeed, found: Located, demand: NDArray[Any], room: Room, reach: float) -> float:
+def _seconds(shape: ModelShape, speed: EngineSpeed, found: Located, room: Room, draws: float) -> float:
     """What a token costs, all layers: sending it to other ranks and nodes, and what the fullest rank computes above the mean.
 
-    A destination of mass m is reached with probability 1 - (1 - m)^n. For ranks n is k; for nodes it is such that even masses give `reach` nodes.
+    A destination of mass m is reached with probability 1 - (1 - m)^n: of ranks with n = k, of nodes with n = draws.
     """
     nodes = int(room.node.max()) + 1
-    draws = log(max(1.0 - reach / nodes, _TINY)) / log(1.0 - 1.0 / nodes)
     others = (1.0 - found.near) / (nodes - 1)
     off_node = (nodes - 1) * (1.0 - (1.0 - others) ** draws)
     off_rank = (room.ranks - 1) * (1.0 - (1.0 - (1.0 - found.local) / (room.ranks - 1)) ** shape.top_k)

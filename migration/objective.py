@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.dispatch import loads, served_by
+from fleet.experts import ModelShape
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
+from migration.gating import draws_of, limited
 from migration.noise import expected_most
 
 Array = NDArray[np.float64]
@@ -33,6 +35,8 @@ class Terms:
     top_k: int
     step_tokens: float
     """tokens of one engine step, of all ranks together"""
+    shape: ModelShape | None = None
+    """for gates that choose groups of experts first; None: they do not"""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -156,14 +160,15 @@ class Traffic(NamedTuple):
 
 def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic:
     """Distinct destinations of one step's tokens, by the rule of `fleet.dispatch`. A token's k experts are taken as independent draws, so a
-    place that serves the part m of a rank's pairs is reached by its tokens with probability 1 - (1 - m)^k."""
+    place that serves the part m of a rank's pairs is reached by its tokens with probability 1 - (1 - m)^k; of gates limited to groups, nodes are
+    reached as `migration.gating` says."""
     pairs = demand.sum(axis=2, dtype=np.float64).T
     tokens = pairs * (terms.pairs_per_demand(demand) / terms.top_k)
     part = served_by(placement, demand, terms.node)
     local = np.einsum("lrr->lr", part).copy()
     part /= np.maximum(pairs, _LEAST)[:, None, :]
     member = (terms.node[:, None] == np.arange(int(terms.node.max()) + 1)).astype(np.float64)
-    across = _reached(member.T @ part, terms.top_k) * tokens[:, None, :] * (1.0 - member.T)
+    across = _nodes_reached(member.T @ part, placement, terms) * tokens[:, None, :] * (1.0 - member.T)
     reached = _reached(part, terms.top_k) * tokens[:, None, :]
     np.einsum("lrr->lr", reached)[...] = 0.0
     return Traffic(
@@ -173,6 +178,15 @@ def traffic(placement: Placement, demand: NDArray[Any], terms: Terms) -> Traffic
         nodes_in=(across.sum(axis=2) / np.maximum(member.sum(axis=0), 1.0))[:, terms.node],
         local=local,
     )
+
+
+def _nodes_reached(mass: Array, placement: Placement, terms: Terms) -> Array:
+    """[layers, nodes, ranks]: probability that a rank's token reaches a node."""
+    nodes = mass.shape[1]
+    if terms.shape is None or not limited(terms.shape) or nodes == 1:
+        return _reached(mass, terms.top_k)
+    on_node = np.stack([placement.replicas_on_rank[:, terms.node == at].any(axis=1) for at in range(nodes)], axis=1)
+    return np.asarray(1.0 - (1.0 - mass.clip(0.0, 1.0)) ** draws_of(terms.shape, on_node)[:, None, None])
 
 
 def _reached(mass: Array, top_k: int) -> Array:

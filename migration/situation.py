@@ -156,7 +156,7 @@ def situation(view: View, question: Question, config: MigrationConfig) -> Situat
     first = view.layout.boundary
     placement = from_layer(view.placement, first)
     fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
-    terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view))
+    terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view), shape=view.shape)
     limits = _limits(view, question, config, fit.sum(axis=0))
     return Situation(view, question, config, first, placement, fit, judged, terms, limits)
 

@@ -6,9 +6,12 @@ import pytest
 
 from benchmarks.rig.popularity import by_rank, domains
 from fleet.experts import ModelShape
+from fleet.placement import linear
 from fleet.timing import EngineSpeed
-from migration.grouping import expected_nodes, group_homes, keep_groups
+from migration.gating import draws_of, expected_nodes, node_draws
+from migration.grouping import group_homes, keep_groups
 from migration.locality import Prices, Room, located
+from migration.objective import Terms, traffic
 
 SHAPE = ModelShape(layers=4, experts=64, top_k=4, hidden=8, expert_intermediate=8, groups=8, groups_per_token=2)
 
@@ -48,6 +51,20 @@ def test_groups_are_kept_where_sending_is_dear_and_not_where_computing_is() -> N
     skewed = by_rank(domains("zipf", 1, 0.0, 4, 64, dice), 16, 0.0)
     dear = keep_groups(SHAPE, EngineSpeed(dispatch=1e-9, dispatch_node=1e-9, expert_pair=1e-5), skewed, Room(room.node, 4, room.prices))
     assert dear.home is None or dear.together <= dear.apart
+
+
+def test_a_placement_with_whole_groups_is_judged_by_the_nodes_they_reach() -> None:
+    node, demand = np.arange(8) // 2, np.ones((8, 4, 64))
+    whole = linear(layers=4, experts=64, ranks=8)
+    spread = np.stack([np.arange(64).reshape(8, 8).T.ravel()] * 4).astype(np.int16)
+    speed = EngineSpeed(dispatch_node=1e-6)
+    for placement, together in ((whole, True), (type(whole)(spread, experts=64, ranks=8), False)):
+        found = traffic(placement, demand, Terms(speed, node, 4, step_tokens=8.0, shape=SHAPE))
+        assert found.nodes_out.sum(axis=1) / 8.0 == pytest.approx(np.full(4, expected_nodes(SHAPE, 4, together=together) * 0.75))
+    assert draws_of(SHAPE, np.ones((1, 3, 64), bool)) == pytest.approx(node_draws(SHAPE, 3, together=False))
+    plain = msgspec.structs.replace(SHAPE, groups=1, groups_per_token=1)
+    free = [traffic(whole, demand, Terms(speed, node, 4, step_tokens=8.0, shape=shape)).nodes_out for shape in (plain, None)]
+    assert np.array_equal(*free)
 
 
 def test_a_group_s_home_is_one_node_and_nodes_take_as_many() -> None:

@@ -1,0 +1,61 @@
+"""How many nodes a token reaches when its gate chooses groups of experts first. Pure."""
+
+from math import comb, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.experts import ModelShape
+
+_LEAST = 1e-12
+
+
+def limited(shape: ModelShape) -> bool:
+    """Whether a token's experts are of some groups only."""
+    return shape.groups_per_token < shape.groups
+
+
+def expected_nodes(shape: ModelShape, nodes: int, *, together: bool) -> float:
+    """Distinct nodes that hold a token's experts, when all experts and groups are equally popular and each node has its even part of them.
+
+    together: whole groups on nodes. The gate takes g of G groups, then k of the e experts in these. A node that holds j of the groups taken is
+    missed with probability C(e - j E/G, k) / C(e, k), and j is hypergeometric. Apart, every group is spread evenly over the nodes: a node has e / nodes
+    of the experts in reach. ValueError when groups, kept together, do not divide among the nodes.
+    """
+    in_reach, size = shape.groups_per_token * (shape.experts // shape.groups), shape.experts // shape.groups
+    if not together:
+        return nodes * (1.0 - _missed(in_reach, in_reach // nodes, shape.top_k))
+    if shape.groups % nodes:
+        raise ValueError(f"grouping: {shape.groups} groups do not divide among {nodes} nodes")
+    own = shape.groups // nodes
+    ways = comb(shape.groups, shape.groups_per_token)
+    missed = 0.0
+    for taken in range(min(own, shape.groups_per_token) + 1):
+        chance = comb(own, taken) * comb(shape.groups - own, shape.groups_per_token - taken) / ways
+        missed += chance * _missed(in_reach, taken * size, shape.top_k)
+    return nodes * (1.0 - missed)
+
+
+def _missed(experts: int, here: int, top_k: int) -> float:
+    """Probability that none of k different experts is among those here."""
+    return comb(experts - here, top_k) / comb(experts, top_k)
+
+
+def node_draws(shape: ModelShape, nodes: int, *, together: bool) -> float:
+    """n such that a node of mass m is reached with probability 1 - (1 - m)^n: k where draws are independent; here as many as make even masses
+    reach `expected_nodes`."""
+    return log(max(1.0 - expected_nodes(shape, nodes, together=together) / nodes, _LEAST)) / log(1.0 - 1.0 / nodes)
+
+
+def draws_of(shape: ModelShape, on_node: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """float64 [layers]: the same for a placement: between that of groups apart and that of whole ones, by how many of its groups are whole on a node.
+
+    on_node: bool [layers, nodes, experts], nodes that hold a replica.
+    """
+    layers, nodes, _ = on_node.shape
+    apart = node_draws(shape, nodes, together=False)
+    if shape.groups % nodes:
+        return np.full(layers, apart)
+    of_groups = np.asarray(on_node.reshape(layers, nodes, shape.groups, -1).all(axis=3))
+    whole = of_groups.any(axis=1).mean(axis=1)
+    return np.asarray(apart + whole * (node_draws(shape, nodes, together=True) - apart))
