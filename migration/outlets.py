@@ -32,7 +32,7 @@ LANES = 10
 LARGE, WIDE = 2.5, 0.5
 """only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
 FULLEST = 4
-"""ranks of a layer that are looked at"""
+"""ranks of a layer that are looked at when several copies are made at once; else only the fullest"""
 TRIALS = (1, 3, 5)
 """slots of a layer tried at a time, by how often before all have failed since its last copy; after the last it is left as it is"""
 PROOF = 0.25
@@ -51,16 +51,18 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
     """
     found = [NONE]
     crowds = crowds_of(table, load, parts, served, cap, limits, node).taken(wanted)
-    rounds = ROUNDS + FURTHER * crowds.excess().mean() if len(crowds.layer) else 0
-    while len(crowds.layer) and len(found) <= min(rounds, MOST_ROUNDS):
-        found.append(_round(crowds))
-        crowds = crowds.taken((crowds.excess() > NEAR_CAP) & (crowds.fails < len(TRIALS)))
+    excess = crowds.excess()
+    rounds = ROUNDS + FURTHER * excess.mean() if len(excess) else 0
+    while len(excess) and len(found) <= min(rounds, MOST_ROUNDS):
+        found.append(_round(crowds, excess))
+        excess = crowds.excess()
+        open_ = (excess > NEAR_CAP) & (crowds.fails < len(TRIALS))
+        crowds, excess = crowds.taken(open_), excess[open_]
     return joined(found)
 
 
-def _round(crowds: Crowds) -> Changes:
-    """Copies in each layer that has some that prove themselves."""
-    before = crowds.excess()
+def _round(crowds: Crowds, before: Values) -> Changes:
+    """Copies in each layer that has some that prove themselves. before: [a], the excess."""
     widen(crowds, LANES if (before > LARGE).any() else 1)
     sight = sight_of(crowds)
     attempt = _attempts(crowds, sight, before)
@@ -91,7 +93,8 @@ def _leads(crowds: Crowds, sight: Sight, before: Values) -> _Leads:
     a, ranks = len(crowds.layer), len(crowds.dead) - 1
     rows = np.arange(a)[:, None]
     loads = np.where(crowds.dead, -np.inf, sight.loads)
-    rank = np.argsort(-loads, axis=1, kind="stable")[:, : min(FULLEST, ranks)]
+    fullest = min(FULLEST, ranks) if (before > LARGE).any() else 1
+    rank = loads.argmax(axis=1)[:, None] if fullest == 1 else np.argsort(-loads, axis=1, kind="stable")[:, :fullest]
     here = crowds.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
     rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
     alone = crowds.replicas[rows, here] == 1
