@@ -20,8 +20,9 @@ from migration.relief import Choice, best
 from migration.standing import ENDLESS, Array, Flags, Index, State
 
 PAIRS = 24_000
-"""of slots that are looked at in a round, for all layers together; more only where a layer finds nothing"""
-EVERYTHING = 1 << 40
+"""of slots that are looked at in a round, for all layers together"""
+PATIENCE = 2
+"""rounds in which a layer may find nothing before it is given up"""
 AT_ONCE, OF = 4, 4
 """ranks of a layer that are relieved in one round, and at most one of so many"""
 CAREFULLY, MANY, FAR = 2, 32, 5.0
@@ -71,7 +72,7 @@ def few(
         return NONE
     aims, wanted = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
     search = _Search(state.taken(wanted), aims)
-    search.go(_at_once(live, search.most_loaded), PAIRS)
+    search.go(_at_once(live, search.most_loaded))
     found = search.changes()
     return found if limits.most_copies is None else within(found, limits.most_copies)
 
@@ -187,21 +188,17 @@ class _Search:
         loads = self._state.over.max(axis=1) + self._state.cap
         return float(loads.mean()) if len(loads) else 0.0
 
-    def go(self, at_once: int, pairs: int) -> None:
-        """Looks at what `best` is told to; where that finds nothing, at everything."""
-        stuck: list[State] = []
-        going, turn, few_left = np.ones(len(self._state.layer), bool), 0, LAST * len(self._state.layer)
+    def go(self, at_once: int) -> None:
+        """Until every layer has reached what is wanted, or found nothing time and again, as each round looks at other slots."""
+        layers = len(self._state.layer)
+        going, idle, turn, few_left = np.ones(layers, bool), np.zeros(layers, np.intp), 0, LAST * layers
         while going.any() and turn < ROUNDS and (turn < LONG or going.sum() > few_left):
             if going.mean() < CROWD:
-                self._state, going = self._state.taken(going), np.ones(int(going.sum()), bool)
-            made = self._make(best(self._state, going, at_once, pairs, turn))
-            if (going & ~made).any():
-                stuck.append(self._state.taken(going & ~made))
-            going = made & ~self._reached(made)
+                self._state, idle, going = self._state.taken(going), idle[going], np.ones(int(going.sum()), bool)
+            made = self._make(best(self._state, going, at_once, PAIRS, turn))
+            idle = np.where(made, 0, idle + 1)
+            going &= (idle < PATIENCE) & ~self._reached(made)
             turn += 1
-        if stuck and pairs < EVERYTHING:
-            self._state = self._state.together(stuck)
-            self.go(at_once, EVERYTHING)
 
     def _reached(self, which: Flags) -> Flags:
         """[layers]: whose next window may be expected to show no more than wanted. Lowers the caps of those that keep theirs and miss that."""

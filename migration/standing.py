@@ -103,13 +103,7 @@ class State:
 
     def taken(self, which: Flags) -> "State":
         """Some of the layers."""
-        return self._other({name: getattr(self, name)[which] for name in PER_LAYER})
-
-    def together(self, parts: list["State"]) -> "State":
-        """Layers of several."""
-        return self._other({name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_LAYER})
-
-    def _other(self, arrays: dict[str, Any]) -> "State":
+        arrays: dict[str, Any] = {name: getattr(self, name)[which] for name in PER_LAYER}
         return replace(self, **arrays)
 
 
@@ -118,12 +112,10 @@ PER_LAYER = tuple(field.name for field in fields(State) if field.name not in ("r
 
 def penalty(over: NDArray[Any]) -> NDArray[Any]:
     """Of loads by how much they exceed the cap (below 0: their room)."""
-    paid = over + ABOVE
-    other = over * (1.0 + SLOPE)
+    paid = over * (1.0 + SLOPE)
+    other = over + ABOVE
     np.minimum(paid, other, out=paid)
-    np.absolute(over, out=other)
-    other *= DEEP
-    square = over * over
-    square *= ROOM
-    np.minimum(square, other, out=other)
+    np.multiply(over, over, out=other)
+    other *= ROOM
+    np.minimum(other, over * -DEEP, out=other)  # below 0 where above the cap
     return np.asarray(np.maximum(paid, other, out=paid))
