@@ -25,7 +25,7 @@ _FIRST = 3
 """rounds from every start; the best goes on"""
 _SHUFFLES = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 """fractions whose multiples are in no order (of the golden ratio and its like in higher dimensions): further starts, clusters in a row as these say"""
-_FEW_SHUFFLES, _MANY_RANKS = 2, 16
+_FEW_SHUFFLES, _MANY_RANKS = 1, 16
 """of them, on more ranks than that, where a round takes longer and starts differ less"""
 _CELLS = 240_000
 """layers x ranks x experts that the search looks at: some layers tell as much as all of them, the placement itself is of all"""
