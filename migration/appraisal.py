@@ -51,6 +51,29 @@ def appraised(found: Situation, candidate: Candidate, after: Judged | None = Non
     return Appraised(candidate, placement, after, handovers, paid, gain)
 
 
+def most_gained(found: Situation, end: Placement) -> float:
+    """Seconds by which a step gets shorter on the way to a placement, as far as the budget reaches: the layers that gain most per copy come first, and
+    each gains in proportion to its copies, though rank after rank must be relieved before the fullest is."""
+    gain = np.maximum(found.before.seconds - found.judge(end).seconds, 0.0)
+    most = found.limits.most_copies
+    if most is None:
+        return float(gain.sum())
+    copies = np.maximum((end.replicas_on_rank > found.placement.replicas_on_rank).sum(axis=(1, 2)), 1)
+    order = np.argsort(-gain / copies, kind="stable")
+    gain, copies = gain[order], copies[order]
+    return float((gain * np.clip((most - copies.cumsum()) / copies + 1.0, 0.0, 1.0)).sum())
+
+
+def least_cost(found: Situation, candidate: Candidate) -> float:
+    """Seconds that carrying it out costs at least, known before its handovers are: the rank that gets most, over the fastest link, at one go."""
+    changes, per, links = candidate.changes, found.placement.slots_per_rank, found.links
+    slots = np.concatenate([changes.slot[changes.copies > 0], changes.other_slot[changes.copies > 1]])
+    if not len(slots):
+        return 0.0
+    most = float(np.bincount(slots // per).max()) * found.view.shape.expert_bytes
+    return links.contention * (most / max(links.same_node, links.cross_node, links.checkpoint) + most / links.checksum + links.handover_seconds)
+
+
 def _beginning(found: Situation, candidate: Candidate, by_layer: NDArray[np.float64], handovers: int) -> Candidate:
     """The best part of a candidate that takes too many handovers."""
     copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)

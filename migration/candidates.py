@@ -18,12 +18,9 @@ from migration.history import counted
 from migration.locality import located
 from migration.nearness import room_of
 from migration.noise import Noise
-from migration.objective import balance
-from migration.relabel import relabelled
 from migration.reweight import reweight
 from migration.situation import Situation
 from migration.toward import toward
-from migration.weighted import weighted
 
 
 class Candidate(NamedTuple):
@@ -49,16 +46,13 @@ def shares(found: Situation) -> Candidate:
 
 def copies(found: Situation) -> Candidate:
     """Few copies, and shares that go with them."""
-    goal = balance(_even_loads(found, found.anew))
-    size = found.ranks, found.placement.experts
-    way = weighted(found.table, found.fit, *size, found.limits, goal=goal, noise=Noise(found.pairs), node=found.several_nodes)
-    changes = _without_reversals(found, way.changes)
+    changes = _without_reversals(found, found.few_copies)
     return Candidate("few copies", changes, shared(found, made(found.table, changes)))
 
 
 def copies_and_filling(found: Situation) -> Candidate:
     """Few copies; and what each rank wants most in the slots that are empty then."""
-    first = copies(found).changes
+    first = _without_reversals(found, found.few_copies)
     fill = _without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
     changes = joined([part for part in (first, fill) if part])
     if found.limits.most_copies is not None:
@@ -82,8 +76,15 @@ def local(found: Situation) -> Candidate:
 
 def anew(found: Situation) -> Candidate:
     """The whole placement made afresh, given to the ranks that hold most of it."""
-    changes = _towards(found, relabelled(found.table, found.anew, found.ranks, found.several_nodes))
+    changes = _towards(found, found.anew_at_home)
     return Candidate("all anew", changes, shared(found, made(found.table, changes)))
+
+
+def anew_at_most(found: Situation) -> Placement:
+    """What `anew` leads to where no budget and no cooldown stops it: known before any of its changes."""
+    table = np.where(found.chosen[:, None], found.anew_at_home, found.table)
+    start = found.placement
+    return Placement(table, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(found, table))
 
 
 def eplb(found: Situation) -> Candidate:
@@ -122,8 +123,7 @@ def _as_mapped(name: str, found: Situation, raw: NDArray[np.int64]) -> Candidate
 
 
 def _few(found: Situation) -> Changes:
-    goal = balance(_even_loads(found, found.anew))
-    changes = few(found.table, found.load, found.ranks, found.limits, goal=goal, noise=Noise(found.pairs), node=found.several_nodes)
+    changes = few(found.table, found.load, found.ranks, found.limits, goal=found.anew_balance, noise=Noise(found.pairs), node=found.several_nodes)
     return _without_reversals(found, shortened(found.table, changes, found.ranks))
 
 
@@ -155,10 +155,3 @@ def shared(found: Situation, table: Table) -> Split:
     if found.chosen.all():
         return new
     return Split(*(np.where(found.chosen[:, None], part, old) for part, old in zip(new, start.split, strict=True)))
-
-
-def _even_loads(found: Situation, table: Table) -> NDArray[np.float64]:
-    """float64 [layers, ranks]: under the even split, wherever demand comes from."""
-    split = even_split(table, found.placement.experts)
-    part = np.where(table >= 0, np.take_along_axis(found.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / 65535.0)
-    return np.asarray(part.reshape(len(table), found.ranks, -1).sum(axis=2))

@@ -4,6 +4,7 @@ Every way is thought out on one window of demand and judged on the next, in seco
 expected to last, less what carrying it out costs. A way that copies more must beat the best one so far by more than noise.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ import msgspec
 import numpy as np
 
 from fleet.placement import EMPTY, Placement
-from migration.appraisal import Appraised, appraised
+from migration.appraisal import Appraised, appraised, least_cost, most_gained
 from migration.candidates import (
     Candidate,
     Maker,
     anew,
+    anew_at_most,
     copies,
     copies_and_filling,
     eplb,
@@ -77,6 +79,8 @@ WAYS: dict[Policy, tuple[Maker, ...]] = {
     "eplb_hierarchical": (eplb_by_node,),
 }
 """What each policy tries, the least bytes first."""
+_AT_MOST: dict[Maker, tuple[str, Callable[[Situation], Placement]]] = {anew: ("all anew", anew_at_most)}
+"""Ways whose end is known long before the changes that lead there, which are dear to find: with nothing in the way, they lead here."""
 
 
 def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
@@ -170,6 +174,8 @@ class _Thoughts:
     def _tried(self, way: Maker, best: Appraised | None) -> Appraised | None:
         """One way carried through; None where it cannot be gone, or could not beat the best if it cost nothing."""
         found = self._found
+        if self._tables and way in _AT_MOST and self._cannot_win(best, *_AT_MOST[way]):
+            return None
         try:
             candidate = way(found)
             end = candidate.placement(found)
@@ -179,7 +185,7 @@ class _Thoughts:
             after = found.judge(end)
             gain = float((found.before.seconds - after.seconds).sum())
             self._most_gained = max(self._most_gained, gain)
-            if best is not None and (enough := self._enough(best, gain)):
+            if best is not None and (enough := self._enough(best, gain, least_cost(found, candidate))):
                 self._reasons.append(f"{candidate.name}: {enough}")
                 return None
             tried = appraised(found, candidate, after)
@@ -189,12 +195,26 @@ class _Thoughts:
         self._reasons.append(outcome(found, tried))
         return tried
 
-    def _enough(self, best: Appraised, gain: float) -> str:
-        """Why a way that would gain so much per step is not looked at further, beside one that copies less; empty: it is."""
+    def _cannot_win(self, best: Appraised | None, name: str, at_most: Callable[[Situation], Placement]) -> bool:
+        """Whether a way would not be worth its changes even if nothing kept it from where it leads. Says so."""
+        gain = most_gained(self._found, at_most(self._found))
+        if best is not None:
+            said = self._enough(best, gain)
+        else:
+            said = f"gains {duration(gain)} per step at most" if self._worth(gain) < self._margin else ""
+        if said:
+            self._most_gained = max(self._most_gained, gain)
+            self._reasons.append(f"{name}: {said}")
+        return bool(said)
+
+    def _enough(self, best: Appraised, gain: float, cost_seconds: float = 0.0) -> str:
+        """Why a way that would gain so much per step, and cost so much at least, is not looked at further, beside one that copies less; empty: it is."""
         target, name = self._found.limits.target, best.candidate.name
         if self._worth(gain) < best.net_seconds + self._margin:
             least = "" if gain <= best.gain_seconds else f": what lies between is less than {self._found.config.least_gain:.2%} of a step"
             return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}{least}"
+        if self._worth(gain) - cost_seconds < best.net_seconds + self._margin:
+            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}: its copies take longer than that is worth"
         if best.gain_seconds >= target * gain:
             return f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is {target:.0%})"
         return ""

@@ -7,17 +7,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.placement import Placement, Split
-from migration.changes import Table
+from fleet.placement import FULL, Placement, Split, even_split
+from migration.changes import Changes, Table
 from migration.config import MigrationConfig, Policy
 from migration.full import full
 from migration.gate import Gate, gate
 from migration.limits import Limits
 from migration.memory import Cache, memory_seconds
-from migration.objective import Judged, Links, Terms, judged
+from migration.noise import Noise
+from migration.objective import Judged, Links, Terms, balance, judged
 from migration.recovery import critical
+from migration.relabel import relabelled
 from migration.staging import Room
 from migration.view import View
+from migration.weighted import weighted
 
 Rates = NDArray[np.float64]
 """float64 [ranks, layers, experts], (token, k) pairs per second"""
@@ -124,6 +127,28 @@ class Situation:
         return full(
             self.load, self.ranks, per, most_replicas=limits.most_replicas, least_replicas=limits.least_replicas, node=self.several_nodes, live=limits.live
         )
+
+    @cached_property
+    def anew_at_home(self) -> Table:
+        """int16 [layers, slots]: the same, given to the ranks that hold most of it."""
+        return relabelled(self.table, self.anew, self.ranks, self.several_nodes)
+
+    @cached_property
+    def anew_balance(self) -> NDArray[np.float64]:
+        """float64 [layers]: of `anew`."""
+        return balance(self._even_loads(self.anew))
+
+    @cached_property
+    def few_copies(self) -> Changes:
+        """That bring the balance near to that of `anew`, where replicas share as they should."""
+        size, noise = (self.ranks, self.placement.experts), Noise(self.pairs)
+        return weighted(self.table, self.fit, *size, self.limits, goal=self.anew_balance, noise=noise, node=self.several_nodes).changes
+
+    def _even_loads(self, table: Table) -> NDArray[np.float64]:
+        """float64 [layers, ranks]: under the even split, wherever demand comes from."""
+        split = even_split(table, self.placement.experts)
+        part = np.where(table >= 0, np.take_along_axis(self.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / FULL)
+        return np.asarray(part.reshape(len(table), self.ranks, -1).sum(axis=2))
 
     @cached_property
     def gate(self) -> Gate:
