@@ -104,7 +104,7 @@ def curve(demand: NDArray[Any], terms: Terms, cache: Cache, slots: Sequence[int]
     slot_blocks = layers * expert_bytes / cache.block_bytes
     wanted = sorted({number for number in slots if fewest <= number <= experts} | {min(present, experts)})
     made = {number: figures(Placement(full(load, ranks, number, node=terms.node), experts=experts, ranks=ranks), demand, terms) for number in wanted}
-    lasts = {number: _step(found, terms, cache, layers, ranks) for number, found in made.items()}
+    lasts = {number: terms.step_seconds(found.seconds, layers, cache.used) for number, found in made.items()}
     points = []
     for number in wanted:
         blocks = cache.blocks - (number - present) * slot_blocks
@@ -118,14 +118,6 @@ def best(points: Sequence[Point]) -> Point | None:
     """The one of least seconds, of equal ones that of fewest slots; None where the cache cannot serve what comes with any of them."""
     served = [point for point in points if point.total_seconds is not None]
     return min(served, key=lambda point: (point.total_seconds, point.slots_per_rank), default=None)
-
-
-def _step(found: Figures, terms: Terms, cache: Cache, layers: int, ranks: int) -> float:
-    """Seconds of a step: what the speeds say of an even load holds the experts' time already, as far as ranks are equally loaded."""
-    speed = terms.speed
-    even = speed.expert_pair * layers * terms.step_tokens * terms.top_k / ranks
-    rest = speed.step + speed.decode_sequence * terms.step_tokens / ranks + speed.decode_block * cache.used
-    return rest + max(found.seconds.experts - even, 0.0) + found.seconds.dispatch
 
 
 def _point(number: int, blocks: float, found: Figures, step: float, waits: float, taken: int) -> Point:

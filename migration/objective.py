@@ -44,6 +44,14 @@ class Terms:
         if not 0 < self.step_tokens < np.inf:
             raise ValueError(f"terms: step_tokens must be above 0 and finite, not {self.step_tokens}")
 
+    def step_seconds(self, spent: "Seconds", layers: int, blocks: float = 0.0) -> float:
+        """How long a step lasts whose layers, so many, take this for what placement decides. Speeds of an even load hold the even part of
+        the experts' time already (`EngineSpeed.expert_pair`). blocks: KV blocks in use, mean over the ranks."""
+        speed, ranks = self.speed, len(self.node)
+        alone = speed.step + speed.decode_sequence * self.step_tokens / ranks + speed.decode_block * blocks
+        even = speed.expert_pair * layers * self.step_tokens * self.top_k / ranks
+        return alone + max(spent.experts - even, 0.0) + spent.dispatch + spent.memory
+
     def pairs_per_demand(self, demand: NDArray[Any]) -> float:
         """(token, k) pairs of one step and layer that a unit of demand [ranks, layers, experts] stands for; 0 where nothing is wanted."""
         total = float(demand.sum(dtype=np.float64))

@@ -226,7 +226,7 @@ class _Thoughts:
     @property
     def _margin(self) -> float:
         """Seconds by which one way must beat another, which copies less."""
-        return self._worth(self._found.config.least_gain * self._found.whole_step)
+        return self._worth(self._found.config.least_gain * self._found.even_step)
 
     def _at_ceiling(self) -> bool:
         """Whether the balance that steps are expected to have is all that their few tokens allow, in every layer."""
@@ -250,7 +250,7 @@ class _Thoughts:
     @property
     def _travel_costs(self) -> bool:
         """Whether sending tokens takes a part of a step that is worth a thought."""
-        return self._found.before.figures.seconds.dispatch > self._found.config.least_gain * self._found.whole_step
+        return self._found.before.figures.seconds.dispatch > self._found.config.least_gain * self._found.even_step
 
     # What is said of it
 

@@ -15,7 +15,7 @@ from migration.gate import Gate, gate
 from migration.limits import Limits
 from migration.memory import Cache, memory_seconds
 from migration.noise import Noise
-from migration.objective import Judged, Links, Terms, balance, judged
+from migration.objective import Judged, Links, Seconds, Terms, balance, judged
 from migration.recovery import critical
 from migration.relabel import relabelled
 from migration.staging import Room
@@ -114,11 +114,16 @@ class Situation:
         requests = float(running.mean()) + (0.0 if waiting is None else float(waiting.mean()))
         return Cache(blocks=float(said.blocks), block_bytes=said.block_bytes, used=float(said.used.mean()), requests=requests)
 
+    def step_seconds(self, spent: Seconds) -> float:
+        """How long one step lasts at the present load, of a placement that takes this."""
+        said = self.view.cache
+        blocks = 0.0 if said is None else float(said.used.mean())
+        return self.terms.step_seconds(spent, self.placement.layers, blocks)
+
     @cached_property
-    def whole_step(self) -> float:
-        """Seconds of one step at the present load, as the engine's speeds say, without what its placement adds."""
-        speed = self.terms.speed
-        return speed.step + speed.decode_sequence * self.terms.step_tokens / self.ranks
+    def even_step(self) -> float:
+        """Seconds of a step of evenly loaded ranks whose tokens travel for nothing: what a part of a step is measured by."""
+        return self.step_seconds(Seconds())
 
     @cached_property
     def anew(self) -> Table:
@@ -173,7 +178,7 @@ class Situation:
         if self.cache is None:
             return 0.0
         spare = (self.placement.slots_per_rank - self.fewest_slots) * self.view.placement.layers * self.view.shape.expert_bytes
-        return memory_seconds(self.cache, spare, self.whole_step)
+        return memory_seconds(self.cache, spare, self.even_step)
 
 
 def situation(view: View, question: Question, config: MigrationConfig) -> Situation:

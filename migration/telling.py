@@ -28,7 +28,7 @@ def measures(found: Situation, figures: Figures) -> Measures:
         local_share=figures.local,
         remote_ranks=figures.remote_ranks,
         remote_nodes=figures.remote_nodes,
-        step_seconds=found.whole_step + seconds.total,
+        step_seconds=found.step_seconds(seconds),
         expert_seconds=seconds.experts,
         dispatch_seconds=seconds.dispatch,
         memory_seconds=seconds.memory,

@@ -187,6 +187,20 @@ def test_more_bytes_are_taken_only_for_more_seconds() -> None:
     assert any("all anew" in reason for reason in found.record.reasons), "it was thought of"
 
 
+def test_a_step_of_evenly_loaded_ranks_lasts_what_the_speeds_say_and_chance_and_uneven_ranks_add_to_it() -> None:
+    """The speeds of an even load hold the experts' time already: it is not added to them once more."""
+    truth, foreign, _ = zipf()
+    seen = view(planned_for(truth), foreign)
+    even = SPEED.step + 512 * SPEED.decode_sequence + 400 * SPEED.decode_block
+    record = decided(seen).record
+    assert record.before is not None
+    assert record.after is not None
+    mean = LAYERS * 512 * SHAPE.top_k * SPEED.expert_pair
+    for told in (record.before, record.after):
+        assert told.step_seconds == pytest.approx(even + told.expert_seconds - mean + told.memory_seconds)
+    assert even < record.after.step_seconds < even + 0.2 * mean + record.after.memory_seconds
+
+
 def specialised(special: float = 1.0) -> Truth:
     return by_rank(domains("topheavy", 4, special, LAYERS, EXPERTS, np.random.default_rng(5)), RANKS, 0.0)
 
