@@ -2,7 +2,8 @@
 
 Ranks that hold replicas of one expert are like vessels joined by a pipe: in each round an expert's load flows from its fuller holders to its
 emptier ones, as much as the difference asks for, shared among the pipes of a rank (diffusion, as Cybenko, "Dynamic load balancing for
-distributed memory multiprocessors", 1989). What it comes to rest at has the least sum of squares of rank loads, hence also the least possible
+distributed memory multiprocessors", 1989), and flows keep their momentum (Nesterov, "A method for solving the convex programming problem with
+convergence rate O(1/k^2)", 1983). What it comes to rest at has the least sum of squares of rank loads, hence also the least possible
 maximum: loads that can be had by sharing out are the base of a polymatroid, where one point is best for both (Federgruen and Groenevelt, 1986).
 It starts at the even split and moves no more than it must, whereas a linear programme of the same maximum ends in a corner, where most experts
 have one replica that serves all: good for the window it was fitted to, and bad for a step.
@@ -97,23 +98,31 @@ def diffused(parts: Shared, served: Values, rounds: int = ROUNDS, own: Values | 
     enough: ranks below that load push nothing away; they stand at that level to their neighbours.
     """
     rank, group, groups = parts.rank, parts.group, parts.groups
+    if not groups:
+        return served.copy()
     width = _PACE / np.maximum(np.bincount(rank, minlength=len(parts.alone)), 1)[rank]
+    part = width / np.bincount(group, width, groups).take(group)
     fixed = np.zeros(0) if own is None else own.copy()
     free = served.copy() if own is None else served - own
     total = np.bincount(group, free, groups)
+    ahead, since = np.asarray(free, np.float64), 0
     for turn in range(rounds):
-        load = parts.of_rank(free if own is None else free + fixed)
+        load = parts.of_rank(ahead if own is None else ahead + fixed)
         if own is not None and turn >= _BEFORE_RELEASE:
             given = (load > enough)[rank] & (fixed > 0)
-            free, fixed = np.where(given, free + fixed, free), np.where(given, 0.0, fixed)
-            total = np.bincount(group, free, groups)
+            if given.any():
+                free, fixed = np.where(given, free + fixed, free), np.where(given, 0.0, fixed)
+                total = np.bincount(group, free, groups)
+                ahead, since = free, 0
         height = (np.maximum(load, enough) if enough else load).take(rank)
-        flow = (np.bincount(group, free * height, groups) / (total + _TINY)).take(group)
+        flow = np.asarray(np.bincount(group, part * height, groups).take(group), np.float64)
         flow -= height
         flow *= width
-        free += flow
-        np.maximum(free, 0.0, out=free)
-        free *= (total / (np.bincount(group, free, groups) + _TINY)).take(group)
+        flow += ahead
+        np.maximum(flow, 0.0, out=flow)
+        flow *= (total / (np.bincount(group, flow, groups) + _TINY)).take(group)
+        ahead = flow + since / (since + 3) * (flow - free)
+        free, since = flow, since + 1
     return free if own is None else np.asarray(free + fixed)
 
 
