@@ -142,10 +142,13 @@ def _open_layers(found: Situation) -> NDArray[np.bool_]:
 
 
 def _without_reversals(found: Situation, changes: Changes) -> Changes:
-    history = found.view.history
-    if history is None or found.first:
+    """What is remembered is of all layers, sharded ones among them."""
+    view, first = found.view, np.int32(found.first)
+    if view.past is None:
         return changes
-    return history.without_reversals(changes, counted(found.fit, found.view.demand.pairs))
+    whole = changes._replace(layer=changes.layer + first)
+    kept = view.past.without_reversals(whole, counted(view.demand.rates, view.demand.pairs))
+    return kept._replace(layer=kept.layer - first)
 
 
 def shared(found: Situation, table: Table) -> Split:

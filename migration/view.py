@@ -15,14 +15,30 @@ from fleet.timing import EngineSpeed
 from migration.history import History
 
 
+class Counted(NamedTuple):
+    """What the requests of one rank wanted in a window. Its arrays never change."""
+
+    pairs: NDArray[np.float32] | None
+    """[layers, experts]: (token, k) pairs under all words before the last; None: there were none"""
+    rates: NDArray[np.float32]
+    """[layers, experts]: pairs per second, by the last word"""
+    lasted: float
+    """seconds that the last word holds so far"""
+    known: float
+    """seconds of the window of which it is known what was wanted; 0: the last word stands for it"""
+
+    def wanted(self, out: NDArray[np.float32]) -> None:
+        """The pairs into [layers, experts]; of a rank with 0 known seconds, pairs per second."""
+        np.multiply(self.rates, np.float32(self.lasted if self.known > 0 else 1.0), out=out)
+        if self.pairs is not None:
+            out += self.pairs
+
+
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What the requests of each rank wanted in a window. Rates are reckoned by whoever asks for them first, in whatever thread."""
+    """What the requests of each rank wanted in a window. It is summed up by whoever asks first, in whatever thread."""
 
-    wanted: NDArray[np.float32]
-    """float32 [ranks, layers, experts]: (token, k) pairs; of ranks with 0 known seconds, pairs per second"""
-    known: NDArray[np.float64]
-    """[ranks]: seconds of the window of which it is known what was wanted; 0: it is a rate of this moment"""
+    ranks: tuple[Counted, ...]
     told: NDArray[np.float64]
     """[ranks]: pairs behind each layer, as whoever said the demand says"""
     seconds: float
@@ -31,18 +47,32 @@ class Demand:
     @classmethod
     def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0) -> "Demand":
         """Rates [ranks, layers, experts], pairs per second, with so many pairs [ranks] behind each layer."""
-        return cls(np.asarray(rates, np.float32), np.zeros(len(rates)), pairs, seconds)
+        return cls(tuple(Counted(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds)
+
+    @cached_property
+    def known(self) -> NDArray[np.float64]:
+        """[ranks]: seconds of the window of which it is known what was wanted; 0: the rates are of this moment."""
+        return np.array([rank.known for rank in self.ranks])
+
+    @property
+    def wanted(self) -> NDArray[np.float32]:
+        """float32 [ranks, layers, experts]: (token, k) pairs; of ranks with 0 known seconds, pairs per second."""
+        found = np.empty((len(self.ranks), *self.ranks[0].rates.shape), np.float32)
+        for rank, out in zip(self.ranks, found, strict=True):
+            rank.wanted(out)
+        return found
 
     @cached_property
     def rates(self) -> NDArray[np.float32]:
         """float32 [ranks, layers, experts]: pairs per second."""
-        seconds = np.where(self.known > 0, self.known, 1.0).astype(np.float32)
-        return np.asarray(self.wanted / seconds[:, None, None])
+        found = self.wanted
+        found /= np.where(self.known > 0, self.known, 1.0).astype(np.float32)[:, None, None]
+        return found
 
     @cached_property
     def pairs(self) -> NDArray[np.float64]:
         """[ranks]: behind each layer. What was counted over a window is more than what its speaker remembers, once the window is long."""
-        counted = self.wanted.sum(axis=(1, 2), dtype=np.float64) / self.wanted.shape[1]
+        counted = self.rates.sum(axis=(1, 2), dtype=np.float64) * self.known / self.rates.shape[1]
         return np.where(self.known > 0, np.maximum(counted, self.told), self.told)
 
     def tokens_per_second(self, top_k: int) -> float:
@@ -103,8 +133,15 @@ class View:
     """what was said of homes last; None: nothing"""
     history: History | None = None
     """what was moved lately; None: nobody knows"""
+    since: Demand | None = None
+    """the first whole window after that; None: it is not over yet"""
     now: float = 0.0
     """seconds on the clock of the history"""
+
+    @cached_property
+    def past(self) -> History | None:
+        """The history, with the evidence that there is for what the last plan did."""
+        return self.history if self.history is None or self.since is None else self.history.seen(self.since.wanted)
 
     @property
     def judged(self) -> Demand:

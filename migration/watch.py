@@ -19,34 +19,24 @@ from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from migration.history import History
 from migration.ledger import Entry, Fault, Refused
-from migration.view import CacheUse, Demand, Homes, View
+from migration.view import CacheUse, Counted, Demand, Homes, View
 
 MOST_MODELS = 64
 """Models whose clusters are kept."""
 
 
-class _Window:
-    """What was wanted since it began. wanted: float32 [ranks, layers, experts], pairs; known: float64 [ranks], seconds of which that is known."""
-
-    __slots__ = ("began", "known", "wanted")
-
-    def __init__(self, shape: tuple[int, int, int], began: float) -> None:
-        self.began = began
-        self.wanted = np.zeros(shape, np.float32)
-        self.known = np.zeros(shape[0])
-
-    def demand(self, rates: NDArray[np.float32], pairs: NDArray[np.float64], now: float, *, over: bool) -> Demand:
-        """As it stands, for other threads; of ranks of which nothing was counted yet, the present rates. pairs: behind those. over: nothing is
-        counted in this window any more."""
-        wanted, new = self.wanted if over else self.wanted.copy(), self.known == 0
-        wanted[new] = rates[new]
-        return Demand(wanted, self.known if over else self.known.copy(), pairs, now - self.began)
-
-
 @dataclass(slots=True)
 class _Rank:
-    """The last word about one rank, and up to when it is counted."""
+    """The last word about one rank, and what it wanted since the window began. Counting a word is a matter of its seconds until another comes."""
 
+    rates: NDArray[np.float32]
+    """[layers, experts], pairs per second: the last word; never written to"""
+    before: NDArray[np.float32] | None = None
+    """[layers, experts], pairs: of the words before it in this window; never written to"""
+    lasted: float = 0.0
+    """seconds of this window that the last word has held"""
+    known: float = 0.0
+    """seconds of this window of which it is known what was wanted"""
     version: int = -1
     heard_at: float = -np.inf
     wants: bool = False
@@ -55,19 +45,52 @@ class _Rank:
     load: KvMetrics | None = None
     load_at: float = -np.inf
 
+    def speak(self, rates: NDArray[np.float32]) -> None:
+        """From now on this is wanted."""
+        if self.lasted and self.wants:
+            added = self.rates * np.float32(self.lasted)
+            self.before = added if self.before is None else self.before + added
+        self.rates, self.lasted, self.wants = rates, 0.0, bool(rates.any())
+
+    def begin(self) -> None:
+        """A new window."""
+        self.before, self.lasted, self.known = None, 0.0, 0.0
+
+    @property
+    def counted(self) -> Counted:
+        """The window as it stands."""
+        return Counted(self.before, self.rates, self.lasted, self.known)
+
 
 @dataclass(slots=True)
 class _Engine:
     joined: EngineJoined
     shape: tuple[int, int, int]
     node: NDArray[np.intp]
-    rates: NDArray[np.float32]
-    window: _Window
+    began: float
+    """when the window did that is open"""
     ranks: list[_Rank]
     history: History
+    since: Demand | None = None
+    """the first window that was closed after the last plan; None: none was"""
     homes: Homes | None = None
     closed: list[Demand] = field(default_factory=list)
     """the last two windows, the older first"""
+
+    @property
+    def windows(self) -> list[Demand]:
+        """All that are over and are kept."""
+        return self.closed if self.since is None or self.since in self.closed else [self.since, *self.closed]
+
+    @property
+    def cells(self) -> int:
+        """Numbers of one window."""
+        ranks, layers, experts = self.shape
+        return ranks * layers * experts
+
+    def demand(self, now: float) -> Demand:
+        """The window that is open, as it stands."""
+        return Demand(tuple(rank.counted for rank in self.ranks), np.array([rank.pairs for rank in self.ranks]), now - self.began)
 
 
 class Watch:
@@ -92,8 +115,8 @@ class Watch:
 
     @property
     def stored_bytes(self) -> int:
-        """Of demand."""
-        return sum(engine.rates.nbytes * (2 + len(engine.closed)) for engine in self._engines.values())
+        """Of demand, at most: a word, what was counted before it, and of windows that are over the rates that were reckoned from these too."""
+        return sum(4 * engine.cells * (2 + 3 * len(engine.windows)) for engine in self._engines.values())
 
     # Who is there
 
@@ -105,25 +128,26 @@ class Watch:
             return
         placement = entry.placement
         shape = placement.ranks, placement.layers, placement.experts
-        cells = sum(engine.rates.size for engine in self._engines.values()) + int(np.prod(shape))
+        cells = sum(engine.cells for engine in self._engines.values()) + int(np.prod(shape))
         if cells > self._config.most_cells:
             raise Refused(
                 Fault.CAPACITY,
                 f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it",
             )
-        ranks = [_Rank(counted_at=now) for _ in range(shape[0])]
-        self._engines[joined.worker_id] = _Engine(
-            joined, shape, _nodes(joined, shape[0]), np.zeros(shape, np.float32), _Window(shape, now), ranks, History.begin(joined.worker_id, placement)
-        )
+        nothing = np.zeros(shape[1:], np.float32)
+        ranks = [_Rank(rates=nothing, counted_at=now) for _ in range(shape[0])]
+        self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), now, ranks, History.begin(joined.worker_id, placement))
 
     def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
         """An engine serves another epoch, of a plan of ours or (None) not. What it cannot have served changes nothing."""
         engine = self._engines.get(worker_id)
         if engine is not None and placement.epoch > engine.history.epoch:
+            goes_on = plan is not None and plan == engine.history.plan
             try:
                 engine.history = engine.history.committed(placement, plan, now)
             except ValueError as error:
                 raise Refused(Fault.SHAPE, f"engine {engine.joined.engine!r}: {error}") from error
+            engine.since = engine.since if goes_on else None
 
     def housed(self, worker_id: int, homes: Homes) -> None:
         """The homes that are said of an engine from now on."""
@@ -158,8 +182,8 @@ class Watch:
         if not 0 <= said.pairs < np.inf:
             raise Refused(Fault.DEMAND, f"the demand of {said.engine}/{said.rank} comes of {said.pairs} pairs; it must be finite and not negative")
         self._count(engine, said.rank, now)
-        engine.rates[said.rank] = rates
-        rank.version, rank.heard_at, rank.pairs, rank.wants = said.version, now, said.pairs, bool(rates.any())
+        rank.speak(rates)
+        rank.version, rank.heard_at, rank.pairs = said.version, now, said.pairs
 
     def load(self, said: KvMetrics, now: float) -> None:
         """Load of a rank; of engines that are not watched it means nothing here."""
@@ -183,12 +207,13 @@ class Watch:
     def turn(self, now: float) -> None:
         """Close the windows that are long enough."""
         for engine in self._engines.values():
-            if now - engine.window.began >= self._config.window_seconds:
+            if now - engine.began >= self._config.window_seconds:
                 self._count_all(engine, now)
-                over = engine.window.demand(engine.rates, _pairs(engine), now, over=True)
-                engine.closed = [*engine.closed, over][-2:]
-                engine.history = engine.history.seen(over.wanted)
-                engine.window = _Window(engine.shape, now)
+                engine.closed = [*engine.closed, engine.demand(now)][-2:]
+                engine.since = engine.since or engine.closed[-1]
+                engine.began = now
+                for rank in engine.ranks:
+                    rank.begin()
 
     # What that makes
 
@@ -220,14 +245,15 @@ class Watch:
             gain=self._gains.get(joined.model, 0.0),
             homes=engine.homes,
             history=engine.history,
+            since=engine.since,
             now=now,
         )
 
     def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
         """What to plan from and what to judge on: the last two windows, the one that is open among them once half of it is over."""
         found = list(engine.closed)
-        if len(found) < 2 or now - engine.window.began >= self._config.window_seconds / 2:
-            found.append(engine.window.demand(engine.rates, _pairs(engine), now, over=False))
+        if len(found) < 2 or now - engine.began >= self._config.window_seconds / 2:
+            found.append(engine.demand(now))
         return (found[-2], found[-1]) if len(found) > 1 and found[-1].told.any() else (found[0], None)
 
     def _check_known(self, engine: _Engine, now: float) -> None:
@@ -250,17 +276,17 @@ class Watch:
 
     def _count(self, engine: _Engine, number: int, now: float) -> None:
         """Enter what a rank wanted since it was last counted into the window."""
-        rank, window = engine.ranks[number], engine.window
-        began = max(rank.counted_at, window.began)
+        rank = engine.ranks[number]
+        began = max(rank.counted_at, engine.began)
         rank.counted_at = now
         until = min(now, rank.heard_at + self._config.stale_seconds) if rank.wants else now
         if rank.version >= 0 and until > began and (rank.wants or self._holds(rank, now)):
-            window.known[number] += until - began
-            if rank.wants:
-                window.wanted[number] += engine.rates[number] * np.float32(until - began)
+            rank.known += until - began
+            rank.lasted += until - began
         elif now > began and self._is_idle(rank, now):
-            engine.rates[number], rank.wants, rank.pairs = 0.0, False, 0.0
-            window.known[number] += now - began
+            rank.speak(np.zeros_like(rank.rates))
+            rank.pairs = 0.0
+            rank.known += now - began
 
     def _count_all(self, engine: _Engine, now: float) -> None:
         for number in range(len(engine.ranks)):
@@ -284,10 +310,6 @@ def _nodes(joined: EngineJoined, ranks: int) -> NDArray[np.intp]:
 
 def _idle(load: KvMetrics) -> bool:
     return not (load.running or load.waiting or load.active_prefill_tokens)
-
-
-def _pairs(engine: _Engine) -> NDArray[np.float64]:
-    return np.array([rank.pairs for rank in engine.ranks])
 
 
 def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:

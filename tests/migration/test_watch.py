@@ -172,7 +172,7 @@ def test_what_is_kept_is_bounded() -> None:
     with pytest.raises(Refused, match="most_cells"):
         watch.joined(joined(2, engine="b"), Entry("b", 2, EP, ENTRY.placement), 0.0)
     steady(watch, (1.0, 1.0), 0, 600)
-    assert watch.stored_bytes == 4 * 4 * 2 * 2 * 8
+    assert watch.stored_bytes == 4 * 11 * 2 * 2 * 8
     model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
     for number in range(200):
         watch.clusters(str(number), model)
