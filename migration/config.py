@@ -43,6 +43,8 @@ class MigrationConfig:
     where there are several"""
     cooldown_seconds: float = 300.0
     """an expert that was moved stays where it is for so long"""
+    layer_cooldown_seconds: float = 0.0
+    """so do all experts of a layer of which any was moved; 0: only the expert itself rests, so that a plan that its budget cut short can go on"""
     lifetime_seconds: float = 900.0
     """how long a demand is expected to stay as it is: what a plan gains in this time must be worth what it costs"""
     least_gain: float = 0.002
@@ -58,7 +60,7 @@ class MigrationConfig:
     """share of a copy's time by which the steps meanwhile take longer"""
 
     most_cells: int = 1 << 24
-    """ranks x layers x experts of all engines together whose demand is kept: 16 bytes each"""
+    """ranks x layers x experts of all engines together whose demand is kept: up to 44 bytes each"""
     most_questions: int = 8
     """plans that may be asked for and wait at a time; more are refused"""
     metrics_address: str | None = None
@@ -84,4 +86,4 @@ class MigrationConfig:
 
 
 _ANY = ("metrics_address", "policy")
-_FROM_ZERO = ("budget_bytes", "critical_experts", "cooldown_seconds", "least_gain", "least_pairs", "contention")
+_FROM_ZERO = ("budget_bytes", "critical_experts", "cooldown_seconds", "layer_cooldown_seconds", "least_gain", "least_pairs", "contention")

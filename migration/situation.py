@@ -193,7 +193,8 @@ def situation(view: View, question: Question, config: MigrationConfig) -> Situat
 
 def _limits(view: View, question: Question, config: MigrationConfig, load: NDArray[np.float64]) -> Limits:
     layers, experts = load.shape
-    frozen = np.zeros(load.shape, bool) if view.history is None else view.history.frozen(view.now, config.cooldown_seconds)[view.layout.boundary :]
+    resting = None if view.history is None else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
+    frozen = np.zeros(load.shape, bool) if resting is None else resting[view.layout.boundary :]
     if question.layers:
         frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
     live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
