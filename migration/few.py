@@ -16,17 +16,19 @@ from fleet.placement import EMPTY
 from migration.changes import NONE, NOWHERE, Changes, Kind, Table, taken, within
 from migration.limits import UNLIMITED, Limits
 from migration.noise import Noise, changed, deviations, expected_max, expected_most, freedom
-from migration.relief import Choice, best
+from migration.relief import Choice, Pace, best
 from migration.standing import ENDLESS, Array, Flags, Index, State
 
 PAIRS = 24_000
 """of slots that are looked at in a round, for all layers together"""
 PATIENCE = 2
 """rounds in which a layer may find nothing before it is given up"""
-AT_ONCE, OF = 4, 4
-"""ranks of a layer that are relieved in one round, and at most one of so many"""
-CAREFULLY, MANY, FAR = 2, 32, 5.0
-"""ranks that are relieved in one round where there are more than so many, none of them (on average) so loaded: the more, the less choice each has"""
+BRISKLY, CAREFULLY = Pace(4, 2), Pace(2, 12)
+"""where ranks are few, and where they are many"""
+OF = 4
+"""of so many live ranks at most one is relieved in a round"""
+MANY, FAR = 32, 5.0
+"""ranks that are few still; load of the most loaded one, mean over layers, from which as many are relieved at once as where ranks are few"""
 LEAST = 1e-7
 """a fall of the penalty below this is rounding"""
 MARGIN = 0.15
@@ -34,13 +36,13 @@ MARGIN = 0.15
 BEHIND = 0.013
 """most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
 REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in Kind)
-CROWD = 0.7
+CROWD = 0.85
 """done layers are dropped when no more than this part of them is left"""
 HOPE = 0.8
 """standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
 IDLE = 0.25
 """standard deviations between windows above the mean load, below which it is idle to press loads"""
-LONG, LAST = 16, 0.03
+LONG, LAST = 14, 0.03
 """rounds after which so small a part of the layers is left as it then is: each round costs them all alike"""
 ROUNDS = 200
 """never more than these"""
@@ -72,14 +74,16 @@ def few(
         return NONE
     aims, wanted = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
     search = _Search(state.taken(wanted), aims)
-    search.go(_at_once(live, search.most_loaded))
+    search.go(_pace(live, search.most_loaded))
     found = search.changes()
     return found if limits.most_copies is None else within(found, limits.most_copies)
 
 
-def _at_once(live: int, most: float) -> int:
-    """Ranks of a layer that are relieved in a round; most: load of the most loaded, mean over layers."""
-    return CAREFULLY if live > MANY and most < FAR else max(1, min(AT_ONCE, live // OF))
+def _pace(live: int, most: float) -> Pace:
+    """most: load of the most loaded rank, mean over layers."""
+    if live <= MANY:
+        return BRISKLY._replace(most=max(1, min(BRISKLY.most, live // OF)))
+    return CAREFULLY if most < FAR else CAREFULLY._replace(most=BRISKLY.most)
 
 
 def _state(table: Table, load: NDArray[Any], ranks: int, limits: Limits, node: Index | None) -> State:
@@ -90,7 +94,7 @@ def _state(table: Table, load: NDArray[Any], ranks: int, limits: Limits, node: I
     expert = np.where((table == EMPTY) | np.repeat(away, slots // ranks), experts, table).astype(np.intp)
     held = np.zeros((layers, experts + 1, ranks), bool)
     held[np.arange(layers)[:, None], expert, np.arange(slots) // (slots // ranks)] = True
-    replicas = held[:, :-1].sum(axis=2)
+    replicas = np.bincount((expert + np.arange(layers)[:, None] * (experts + 1)).ravel(), minlength=layers * (experts + 1)).reshape(layers, -1)[:, :-1]
     wanted = np.where(replicas > 0, load, 0.0)
     mean = np.maximum(wanted.sum(axis=1, keepdims=True), 1e-300) / max(int((~away).sum()), 1)
     least = np.ones((layers, experts)) if limits.least_replicas is None else np.maximum(limits.least_replicas, 1)
@@ -188,14 +192,14 @@ class _Search:
         loads = self._state.over.max(axis=1) + self._state.cap
         return float(loads.mean()) if len(loads) else 0.0
 
-    def go(self, at_once: int) -> None:
+    def go(self, pace: Pace) -> None:
         """Until every layer has reached what is wanted, or found nothing time and again, as each round looks at other slots."""
         layers = len(self._state.layer)
         going, idle, turn, few_left = np.ones(layers, bool), np.zeros(layers, np.intp), 0, LAST * layers
         while going.any() and turn < ROUNDS and (turn < LONG or going.sum() > few_left):
             if going.mean() < CROWD:
                 self._state, idle, going = self._state.taken(going), idle[going], np.ones(int(going.sum()), bool)
-            made = self._make(best(self._state, going, at_once, PAIRS, turn))
+            made = self._make(best(self._state, going, pace, PAIRS, turn))
             idle = np.where(made, 0, idle + 1)
             going &= (idle < PATIENCE) & ~self._reached(made)
             turn += 1
@@ -224,8 +228,8 @@ class _Search:
         change.make(state)
         state.measure()
         for first in (False, True):  # several of a layer can do harm together, and one to ranks that hold both its experts
-            worse = state.penalty > before - LEAST
-            back = (change.first == first) & worse[change.layer]
+            worse = (state.penalty > before - LEAST)[change.layer]
+            back = worse & (change.first == first) if worse.any() else worse
             if back.any():
                 change.taken(back).undo(state)
                 state.measure()
@@ -337,11 +341,11 @@ class _Change(NamedTuple):
 
     def gains(self, before: Array, after: Array) -> Array:
         """[n]: by how much the most loaded rank falls. before, after: [layers], of a round, in which each in turn relieves the most loaded rank."""
-        starts = np.maximum(self.level, after[self.layer])
-        starts[self.first] = before[self.layer[self.first]]
+        starts, first = np.maximum(self.level, after[self.layer]), self.first
+        starts[first] = before[self.layer[first]]
         ends = np.empty(len(starts))
         ends[:-1] = starts[1:]
-        last = _before_each(self.first)
+        last = _before_each(first)
         ends[last] = after[self.layer[last]]
         return np.asarray(starts - ends)
 

@@ -16,7 +16,7 @@ FALSE_ALARMS = 1e-3
 
 COMMON = 0.5
 """where more than this part of the layers is found to have changed, all have: demand moves as a whole"""
-_POINTS = np.linspace(-3.0, 5.0, 17)
+_POINTS = np.linspace(-3.0, 5.0, 11)
 """standard deviations beyond the largest mean between which the distribution of the largest of normals is added up"""
 
 

@@ -23,6 +23,14 @@ BARRED = 1e6
 """penalty of what may not be"""
 
 
+class Pace(NamedTuple):
+    """How many ranks of a layer are relieved in a round: the more, the less choice each has."""
+
+    most: int
+    of: int
+    """one of so many that are above the cap: the last ones need the best fit"""
+
+
 class Choice(NamedTuple):
     """Changes, at most one for each rank that is relieved, of a layer the most loaded rank's first: arrays [r]."""
 
@@ -39,13 +47,13 @@ class Choice(NamedTuple):
     """load of the rank"""
 
 
-def best(state: State, going: Flags, at_once: int, pairs: int, turn: int) -> Choice:
-    """For each layer that is going, and each of its `at_once` most loaded ranks above the cap, the change worth most.
+def best(state: State, going: Flags, pace: Pace, pairs: int, turn: int) -> Choice:
+    """For each layer that is going, and each of its most loaded ranks above the cap, as many as `pace` allows, the change worth most.
 
     pairs: how many pairs of slots, one of the rank that is relieved and one of another, are looked at about, for swaps and for other changes; at least
     LOOKS for each rank. Where not all are, the least loaded ranks count for swaps, and of many slots some, others with each `turn`.
     """
-    rows = _rows(state, going, at_once)
+    rows = _rows(state, going, pace)
     looks = max(LOOKS, pairs // max(len(rows.layer), 1))
     hot = _hot(state, rows, int(looks**0.5), turn)
     many = _replicated(state)
@@ -74,16 +82,16 @@ class _Rows(NamedTuple):
     """[layers, ranks]: which of the r it deals with, -1: none, it is dead or one of them"""
 
 
-def _rows(state: State, going: Flags, at_once: int) -> _Rows:
+def _rows(state: State, going: Flags, pace: Pace) -> _Rows:
     away = int(state.away.sum())
     key = state.over - INVITING * (state.inviting & (state.over < 0.0))
     if away:
         key[:, state.away] = -np.inf
     order = key.argsort(axis=1)
-    hot, cold = order[:, ::-1][:, :at_once], order[:, away : state.ranks - at_once]
+    hot, cold = order[:, ::-1][:, : pace.most], order[:, away : state.ranks - pace.most]
     layers = np.arange(len(going))[:, None]
-    above = state.over[layers, hot] > 0.0
-    above &= going[:, None]
+    allowed = -(-(state.over > 0.0).sum(axis=1) // pace.of) * going
+    above = (state.over[layers, hot] > 0.0) & (np.arange(hot.shape[1]) < allowed[:, None])
     layer, turn = above.nonzero()
     width = above.sum(axis=1)
     begin = width.cumsum() - width
