@@ -33,6 +33,8 @@ _EXCHANGES = 6
 _STILL = 1e-4
 """of what is saved: what changes less than that has come to rest"""
 _TINY = 1e-12
+_ROUNDING = 1e-6
+"""of a capacity, which takes all requests and no more: shares that add up to one but for rounding must fit"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +214,7 @@ def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
     each = coo_array((np.ones(len(cells)), (cells // ranks, cells)), (clusters, len(cells)))
     full = coo_array((weight[cells // ranks], (cells % ranks, cells)), (ranks, len(cells)))
     objective = -(weight[:, None] * value[used]).ravel()
-    found = linprog(objective, A_ub=full, b_ub=capacity, A_eq=each, b_eq=np.ones(clusters), bounds=(0.0, 1.0), method="highs")
+    found = linprog(objective, A_ub=full, b_ub=capacity + _ROUNDING, A_eq=each, b_eq=np.ones(clusters), bounds=(0.0, 1.0), method="highs")
     if found.status != 0:
         raise ValueError(f"homes: {clusters} clusters do not fit on ranks of capacity {capacity.round(3).tolist()}: {found.message}")
     homes = np.zeros((len(shares), ranks))

@@ -153,3 +153,13 @@ def test_what_does_not_fit_is_refused() -> None:
         Traffic(np.ones((1, 1, 2)), np.ones(1), capacity=np.full(2, 0.4))
     with pytest.raises(ValueError, match="shares"):
         Traffic(np.ones((1, 1, 2)), np.ones(2))
+
+
+def test_clusters_of_any_share_find_homes_though_requests_fill_the_ranks_to_the_brim() -> None:
+    """Shares are float32 and may be tiny: rounding must not make room for all of them seem too little."""
+    for seed in range(12):
+        dice = np.random.default_rng(seed)
+        shares = dice.dirichlet(np.full(5, 0.3)).astype(np.float32)
+        shares[0] = 10.0 ** -dice.uniform(3, 12)
+        found = routed(dice.random((5, 4)), shares, np.full(4, 0.25))
+        assert ((shares / shares.sum()) @ found).max() <= 0.25 + 1e-5
