@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus import Bus
+from bus import Bus, BusError, BusTimeout
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, show, table
@@ -45,7 +45,7 @@ def show_plan(bus_config: BusConfig, asked: Asked, *, everything: bool, as_json:
 
 
 async def described(bus: Bus, subjects: Subjects, asked: Asked) -> bytes:
-    """The planner's own words: a PlanRecord as JSON. BusError when it does not answer, or knows too little."""
+    """The planner's own words: a PlanRecord as JSON. BusTimeout when it does not answer; ends the command when it says that it knows too little."""
     names = sorted(engine.joined.engine for engine in await members(bus, subjects) if engine.joined.shape is not None)
     if asked.engine is None and len(names) != 1:
         fail(f"name an engine; there are: {', '.join(names)}" if names else "no engine with experts has joined; start one first", USAGE)
@@ -57,7 +57,12 @@ async def described(bus: Bus, subjects: Subjects, asked: Asked) -> bytes:
         dead=asked.dead,
         layers=asked.layers,
     )
-    answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
+    try:
+        answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
+    except BusTimeout:
+        raise
+    except BusError as refused:  # the planner's own words, which need no advice about NATS
+        fail(str(refused))
     if not isinstance(answer, PlanDescribed):
         fail(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
     return answer.record
@@ -68,18 +73,18 @@ def print_plan(record: PlanRecord, *, everything: bool = False) -> None:
     out = console()
     judged = "the next window" if record.next_window else "the same window"
     out.print(
-        f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}: {record.tokens_per_second:,.1f} tokens/s, "
-        f"{record.pairs:,.0f} pairs per layer seen, judged on {judged} of {record.judged_pairs:,.0f}"
+        f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}: {record.tokens_per_second:,.1f} tokens/s\n"
+        f"made from {record.pairs:,.0f} (token, expert) pairs per layer, judged on {judged} of {record.judged_pairs:,.0f}"
     )
     if record.refused is not None:
         out.print(f"[bold]nothing to do[/bold]: {record.refused}")
     elif not record.lost:
-        out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}; {_worth(record)}")
+        out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}\n{_worth(record)}")
     else:
-        out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}; {record.lost}")
+        out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}\n{record.lost}")
     if record.before is not None or record.after is not None:
         table(("", *(["now"] if record.before else []), *(["then"] if record.after else []), "at best"), _figures(record))
-    for reason in record.reasons:
+    for reason in (reason for reason in record.reasons if not (record.lost and record.lost in reason)):
         out.print(f"- {reason}", markup=False)
     if record.steps:
         out.print("")
@@ -100,8 +105,8 @@ def _cost(record: PlanRecord) -> str:
 
 def _worth(record: PlanRecord) -> str:
     paid = "at once" if not record.payback_seconds else f"after {record.payback_seconds:,.1f} s"
-    gain = f"a step gets {_time(record.gain_seconds)} shorter, {1e3 * record.gain_per_second:.2f} ms in each second of serving"
-    return f"{gain}; paid back {paid}, {record.net_seconds:,.2f} s ahead when the demand is expected to have changed"
+    gain = f"steps get {_time(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms in each second of serving"
+    return f"{gain}; paid back {paid}, {record.net_seconds:,.2f} s ahead by the time that demand changes"
 
 
 def _figures(record: PlanRecord) -> Iterator[tuple[str, ...]]:
@@ -137,7 +142,7 @@ def _print_steps(record: PlanRecord, everything: bool) -> None:
     chosen = list(record.steps) if everything else sorted(record.steps, key=lambda step: -step.gain_seconds)[:MOST_SHOWN]
     table(("handover", "layer", "step", "what", "bytes", "gain", "why"), map(_step, chosen))
     if len(record.steps) > len(chosen):
-        console().print(f"and {len(record.steps) - len(chosen)} that gain less; --all prints them")
+        console().print(f"and {len(record.steps) - len(chosen):,} {'more' if record.lost else 'that gain less'}; --all prints them")
 
 
 def _step(step: StepRecord) -> tuple[str, ...]:

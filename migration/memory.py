@@ -114,10 +114,13 @@ def curve(demand: NDArray[Any], terms: Terms, cache: Cache, slots: Sequence[int]
     return tuple(points)
 
 
-def best(points: Sequence[Point]) -> Point | None:
-    """The one of least seconds, of equal ones that of fewest slots; None where the cache cannot serve what comes with any of them."""
-    served = [point for point in points if point.total_seconds is not None]
-    return min(served, key=lambda point: (point.total_seconds, point.slots_per_rank), default=None)
+def best(points: Sequence[Point], within: float = 0.0) -> Point | None:
+    """The one of fewest slots among those whose seconds are the least, or exceed them by no more than this share; None where the cache cannot serve
+    what comes with any of them."""
+    served = [(point.total_seconds, point) for point in points if point.total_seconds is not None]
+    least = min((seconds for seconds, _ in served), default=0.0)
+    near = [point for seconds, point in served if seconds <= least * (1.0 + within)]
+    return min(near, key=lambda point: point.slots_per_rank, default=None)
 
 
 def _point(number: int, blocks: float, found: Figures, step: float, waits: float, taken: int) -> Point:

@@ -181,17 +181,23 @@ class _Telling:
         return step
 
     def _reason(self, kind: Kind, layer: int, slot: int, expert: int, other_slot: int) -> str:
-        """What the tables tell of a change."""
+        """What the tables tell of a change, in the few words that a line has room for."""
         row = self._rows[layer]
-        found, rank, other = row[slot], slot // self._per, other_slot // self._per
+        found = row[slot]
         if kind == Kind.DROP:
-            return f"expert {layer}/{found} is held {row.count(found) - 1} times more; this replica is not worth its slot"
+            return f"held by {_times(row.count(found) - 1)} beside this one"
         if kind == Kind.SWAP:
-            return f"ranks {other} and {rank} are more even, or nearer to who asks, with experts {layer}/{expert} and {layer}/{found} exchanged"
-        room = "in an empty slot" if found == EMPTY else f"where expert {layer}/{found} gives way, which is held {row.count(found) - 1} times more"
-        if kind == Kind.MOVE:
-            return f"rank {rank} can serve expert {layer}/{expert} better than rank {other}, {room}"
-        return f"expert {layer}/{expert} is held by {row.count(expert)} ranks; rank {rank} can take a part of its tokens, {room}"
+            return "ranks are more even, or nearer to who asks"
+        room = "into an empty slot" if found == EMPTY else f"{found} is held by {_times(row.count(found))}"
+        if kind == Kind.REPLICATE:
+            return f"held by {_times(row.count(expert))} so far, {room}"
+        source = other_slot // self._per
+        lost = self._limits.live is not None and not self._limits.live[source]
+        return f"rank {source} is lost, {room}" if lost else f"more even or nearer, {room}"
+
+
+def _times(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 class _Sources:

@@ -124,14 +124,14 @@ class _Thoughts:
             return self._refused(Why.UNABLE, f"the policy {policy} cannot plan for this engine")
         if self._worth(self._most_gained) < self._margin:
             least = f"{found.config.least_gain:.2%} of a step"
-            return self._refused(Why.NOISE, f"no gain beyond sampling noise: no way makes a step shorter by {least}, judged on the next window")
+            return self._refused(Why.NOISE, f"no gain beyond sampling noise: no way makes a step shorter by {least}")
         return self._refused(Why.COST, f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is expected to last")
 
     def recovery(self) -> Decided:
         """How to go on without the ranks that are lost. It is not asked whether that pays."""
         found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
         way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas, most_copies=found.limits.most_copies)
-        self._reasons.append(f"without ranks {listed(found.question.dead)}: {way.summary}")
+        self._reasons.append(f"without {'rank' if len(found.question.dead) == 1 else 'ranks'} {listed(found.question.dead)}: {way.summary}")
         try:
             split = shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
             chosen = appraised(found, Candidate("recovery", way.changes, split))
@@ -201,7 +201,7 @@ class _Thoughts:
         if best is not None:
             said = self._enough(best, gain)
         else:
-            said = f"gains {duration(gain)} per step at most" if self._worth(gain) < self._margin else ""
+            said = f"gains at most {duration(gain)} per step within the budget" if self._worth(gain) < self._margin else ""
         if said:
             self._most_gained = max(self._most_gained, gain)
             self._reasons.append(f"{name}: {said}")

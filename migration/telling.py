@@ -55,7 +55,7 @@ def _what(step: Step, per: int) -> str:
     if step.kind == "drop":
         return f"expert {step.expert} leaves {to}"
     if step.kind == "swap" and step.other_slot is not None:
-        return f"expert {step.expert} of rank {step.other_slot // per} and expert {step.other_expert} of {to} change places"
+        return f"expert {step.expert} of rank {step.other_slot // per} for {step.other_expert} of {to}"
     instead = "" if step.evicted is None else f" instead of {step.evicted}"
     source = next((copy.source for copy in step.copies if copy.slot == step.slot), None)
     origin = "storage" if source is None else f"rank {source // per}"
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 def memory(found: Situation, points: Sequence[Point]) -> tuple[MemoryPoint, ...]:
     """The curve of redundant slots as it is told."""
-    chosen = best(points)
+    chosen = best(points, found.config.least_gain)
     return tuple(_point(found, point, point is chosen) for point in points)
 
 

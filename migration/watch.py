@@ -260,10 +260,10 @@ class Watch:
         unknown = [number for number, rank in enumerate(engine.ranks) if not (self._holds(rank, now) or self._is_idle(rank, now))]
         if unknown:
             heard = max(engine.ranks[number].heard_at for number in unknown)
-            since = "never" if heard == -np.inf else f"{now - heard:.0f} s ago"
+            said = "nobody has said yet" if heard == -np.inf else f"nobody has said for {now - heard:.0f} s"
             raise Refused(
                 Fault.DEMAND,
-                f"what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want is not known (last heard: {since}); is the tracker running?",
+                f"{said} what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want: send requests, and see that the tracker runs (roost status)",
             )
 
     def _holds(self, rank: _Rank, now: float) -> bool:

@@ -141,7 +141,7 @@ async def test_a_plan_is_told_to_whoever_asks_and_nothing_is_moved() -> None:
         ({"dead": (4,)}, "has no rank 4; they run from 0 to 3"),
         ({"dead": (0, 1, 2, 3)}, "nothing would be left"),
         ({"layers": (2,)}, "has no layer 2"),
-        ({}, "ranks 0, 1, 2, 3 of engine 'a' want is not known (last heard: never)"),
+        ({}, "nobody has said yet what ranks 0, 1, 2, 3 of engine 'a' want"),
     ],
 )
 async def test_what_cannot_be_answered_is_refused_in_words(question: dict[str, Any], said: str) -> None:

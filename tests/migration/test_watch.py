@@ -161,7 +161,7 @@ def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() ->
     again = Entry("a", 2, EP, ENTRY.placement)
     watch.joined(joined(2), again, 3.0)
     assert refused(watch, 3.0).fault is Fault.UNKNOWN
-    with pytest.raises(Refused, match="never"):
+    with pytest.raises(Refused, match="nobody has said yet"):
         watch.view(again, 3.0)
     watch.left(2)
     assert watch.stored_bytes == 0
