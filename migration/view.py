@@ -96,7 +96,7 @@ class Homes(NamedTuple):
 
 
 class CacheUse(NamedTuple):
-    """The KV cache of an engine. blocks: of each rank; used: float64 [ranks], of them in use; block_bytes: 0 where nobody said."""
+    """The KV cache of an engine. blocks: of each rank; used: float64 [ranks], of them held by running requests; block_bytes: 0 where nobody said."""
 
     blocks: int
     used: NDArray[np.float64]

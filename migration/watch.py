@@ -319,7 +319,8 @@ def _loads(engine: _Engine, what: str) -> NDArray[np.float64] | None:
 
 
 def _cache(engine: _Engine) -> CacheUse | None:
-    used = _loads(engine, "kv_used_blocks")
+    """Blocks that requests hold: those that are kept in case a prefix comes again are anybody's, and soon fill every cache."""
+    used = _loads(engine, "active_decode_blocks")
     return None if used is None else CacheUse(engine.joined.kv_blocks, used, engine.joined.block_size, engine.joined.kv_block_bytes)
 
 

@@ -184,7 +184,7 @@ def test_load_clusters_and_what_predictions_are_worth_are_part_of_the_view() -> 
     watch = watching()
     steady(watch, (1.0, 1.0), 0, 2)
     for rank in (0, 1):
-        watch.load(load(rank, running=rank + 1, kv_used_blocks=4), 1.0)
+        watch.load(load(rank, running=rank + 1, active_decode_blocks=4, kv_used_blocks=8), 1.0)
     old, new = (ClusterModel(version, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0) for version in (1, 2))
     watch.clusters("m", new)
     watch.clusters("m", old)
