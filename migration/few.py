@@ -42,7 +42,7 @@ HOPE = 0.8
 """standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
 IDLE = 0.25
 """standard deviations between windows above the mean load, below which it is idle to press loads"""
-LONG, LAST = 14, 0.03
+LONG, LAST = 8, 0.05
 """rounds after which so small a part of the layers is left as it then is: each round costs them all alike"""
 ROUNDS = 200
 """never more than these"""
@@ -305,6 +305,8 @@ class _Change(NamedTuple):
         hot = state.expert[layer, at_hot]
         cold = np.where(kind == DROP, hot, state.expert[layer, at_cold])
         change = cls(layer, kind, at_hot, at_cold, hot, cold, choice.level[some])
+        if change.first.all():
+            return change
         touched = np.stack([hot, cold], axis=1) + (layer * (state.empty + 1))[:, None]
         by = np.zeros(state.load.size, np.intp)
         by[touched[::-1]] = np.arange(len(some))[::-1, None]  # the first comes last, and stays

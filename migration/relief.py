@@ -118,8 +118,12 @@ class _Hot(NamedTuple):
     """[r, 1]: load of the rank"""
     pays: Loads
     """[r, 1]: its penalty"""
+    lighter: Loads
+    """what leaves a slot when its expert gets one more replica"""
     without: Loads
     """penalty of the rank without it"""
+    shared: Loads
+    """with one more replica of it elsewhere"""
     giant: Flags
     """it alone exceeds the cap: sooner or later its expert must get another replica"""
 
@@ -139,7 +143,9 @@ def _hot(state: State, rows: _Rows, most: int, turn: int) -> _Hot:
     level, pays = state.over.take(rank).astype(np.float32), state.pays.take(rank).astype(np.float32)
     barred = _bar(state.fixed.take(expert) | (expert == first + state.empty))
     replicas, weight, giant = state.replicas.take(expert).astype(np.float32), _weight(state.fresh.take(at)), each > state.cap[rows.layer, None]
-    return _Hot(slot, expert, each, replicas, weight, barred, level, pays, penalty(level - each), giant)
+    lighter = each / (replicas + 1.0)
+    without, shared = penalty(level - np.array((each, lighter)))
+    return _Hot(slot, expert, each, replicas, weight, barred, level, pays, lighter, without, shared, giant)
 
 
 def _some(count: int, most: int, turn: int) -> Index:
@@ -181,8 +187,8 @@ def _replicated(state: State) -> _Replicated:
     expert, rank = place[slot], slot // state.per
     level, now = state.over.take(rank), state.pays.take(rank)
     each, replicas = state.each.take(expert), state.replicas.take(expert)
-    rise = penalty(level + each / (replicas - 1.0)) - now
-    fall = now - penalty(level - each / (replicas + 1.0))
+    more, less = penalty(np.array((level + each / (replicas - 1.0), level - each / (replicas + 1.0))))
+    rise, fall = more - now, now - less
     rising, falling = (np.asarray(np.bincount(expert, values, state.load.size), np.float64) for values in (rise, fall))
     return _Replicated(slot, rank, expert, each, replicas, rise, rising, falling)
 
@@ -248,13 +254,12 @@ def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replic
     level = spare.without[:, None, :] + hot.each[:, :, None]
     _bar_holders(state, hot, level, spare.slot)
     move = penalty(level)
-    lighter = hot.each / (hot.replicas + 1.0)
-    level -= lighter[:, :, None]
+    level -= hot.lighter[:, :, None]
     replicate = penalty(level)
-    _correct(move, replicate, lighter, hot, spare)
+    _correct(move, replicate, hot, spare)
     _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
     move *= hot.weight[:, :, None]
-    own = hot.pays - penalty(hot.level - lighter)
+    own = hot.pays - hot.shared
     others = many.falling.take(hot.expert) - own
     relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas) - _bar(hot.has_giant[:, None] & ~hot.giant)
     _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
@@ -276,11 +281,11 @@ def _bar_holders(state: State, hot: _Hot, level: Loads, slot: Index) -> None:
         level[row, column] += _bar(there)
 
 
-def _correct(move: Loads, replicate: Loads, lighter: Loads, hot: _Hot, spare: _Spare) -> None:
-    """In costs [r, h, m] a shared expert's part comes to the rank as if nothing left it. lighter: [r, h], what leaves it by a replica."""
+def _correct(move: Loads, replicate: Loads, hot: _Hot, spare: _Spare) -> None:
+    """In costs [r, h, m] a shared expert's part comes to the rank as if nothing left it."""
     row, column, comes = spare.shared
     if len(row):
-        left = hot.level[row] - np.array((hot.each[row], lighter[row]))  # [2, n, h]
+        left = hot.level[row] - np.array((hot.each[row], hot.lighter[row]))  # [2, n, h]
         alone = penalty(hot.level[row] + comes[:, None]) - hot.pays[row]
         more = penalty(left + comes[:, None]) - penalty(left) - alone
         move[row, :, column] += more[0]
