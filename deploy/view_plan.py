@@ -106,7 +106,7 @@ def _cost(record: PlanRecord) -> str:
 def _worth(record: PlanRecord) -> str:
     paid = "at once" if not record.payback_seconds else f"after {record.payback_seconds:,.1f} s"
     gain = f"steps get {_time(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms in each second of serving"
-    return f"{gain}; paid back {paid}, {record.net_seconds:,.2f} s ahead by the time that demand changes"
+    return f"{gain}\npaid back {paid}, {record.net_seconds:,.2f} s ahead by the time that demand changes"
 
 
 def _figures(record: PlanRecord) -> Iterator[tuple[str, ...]]:

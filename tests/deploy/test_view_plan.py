@@ -96,7 +96,7 @@ def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(capsys: pyte
     said = capsys.readouterr().out
     for words in (
         "plan cafe: 1 copy (0.1% of the slots, 44 MB) in 2 handovers of 0.20 s",
-        "400.00 us shorter, which is 100.00 ms in each second of serving; paid back after 2.5 s",
+        "400.00 us shorter, which is 100.00 ms in each second of serving\npaid back after 2.5 s",
         "judged on the next window",
         "0.999 with even shares",
         "expert 5 from rank 0 to rank 3",

@@ -17,7 +17,7 @@ def changes(rows: list[tuple[Kind, int, float]]) -> Changes:
 series = st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0])), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=series, most=st.integers(0, 12))
 def test_no_change_is_made_without_those_of_its_layer_before_it(rows: list[tuple[Kind, int, float]], most: int) -> None:
     planned = changes(rows)

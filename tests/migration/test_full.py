@@ -51,7 +51,7 @@ def test_small_engines_get_nearly_the_best_of_all_placements(skew: object) -> No
     assert (found / best).max() < 1.08
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_every_shape_gives_a_lawful_placement_not_above_its_bound(data: st.DataObject) -> None:
     ranks, per_rank = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))

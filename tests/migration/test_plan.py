@@ -102,7 +102,7 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.i
 """(layers, experts, ranks, slots per rank, seed)"""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shape=shapes, staging=st.integers(2, 4), weighted=st.booleans())
 def test_any_legal_changes_become_handovers_that_are_legal_one_after_another_and_end_where_the_changes_do(
     shape: tuple[int, int, int, int, int], staging: int, weighted: bool
@@ -136,7 +136,7 @@ def test_any_legal_changes_become_handovers_that_are_legal_one_after_another_and
                 assert copy.source // per in holders
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(shape=shapes)
 def test_experts_keep_the_live_holders_that_they_must_after_every_handover(shape: tuple[int, int, int, int, int]) -> None:
     layers, experts, ranks, per, seed = shape
@@ -164,7 +164,7 @@ def random_split(dice: np.random.Generator, table: Table, experts: int) -> Split
     return Split(keep, spill, near)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shape=shapes)
 def test_between_two_tables_every_state_is_legal_and_nearly_nothing_is_copied_in_vain(shape: tuple[int, int, int, int, int]) -> None:
     layers, experts, ranks, per, seed = shape
@@ -183,7 +183,7 @@ def test_between_two_tables_every_state_is_legal_and_nearly_nothing_is_copied_in
     assert copies_between(before, after, ranks) <= int(found.copies.sum()) <= 2 * copies_between(before, after, ranks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shape=shapes)
 def test_shortened_changes_lead_to_the_same_and_copy_no_more(shape: tuple[int, int, int, int, int]) -> None:
     layers, experts, ranks, per, seed = shape

@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
@@ -59,6 +60,7 @@ async def keep_asking(http: aiohttp.ClientSession, url: str, number: int) -> Non
             await answer.read()
 
 
+@pytest.mark.slow  # seconds of real time; test_planning_service says the same of the service with a tracker's words instead of a tracker
 async def test_what_requests_want_becomes_a_plan_that_makes_their_steps_shorter() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)

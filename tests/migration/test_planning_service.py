@@ -79,7 +79,7 @@ class Traffic:
             table = ExpertTable.of(np.tile(500.0 * rates, (2, 1)))
             said = DemandPublished(rank=rank, version=self._version, tokens_per_second=1.0, demand=table, pairs=2e5, **self._about)  # type: ignore[arg-type]
             await self._demand.publish(said)
-            await self._load.publish(KvMetrics(worker_id=1, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20, kv_used_blocks=64))
+            await self._load.publish(KvMetrics(worker_id=1, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20))
 
     async def last(self, seconds: int, rates: np.ndarray[Any, Any]) -> None:
         for _ in range(seconds // 2):

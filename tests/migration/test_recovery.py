@@ -24,7 +24,7 @@ def filled(dice: np.random.Generator, layers: int, experts: int, ranks: int, per
     return Placement(table, experts=experts, ranks=ranks, epoch=2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ranks=st.integers(2, 5), per=st.integers(1, 4), share=st.floats(0.3, 1.0), seed=st.integers(0, 10_000))
 def test_every_expert_that_fits_has_a_live_holder_in_the_end_and_every_state_before_is_legal(ranks: int, per: int, share: float, seed: int) -> None:
     dice = np.random.default_rng(seed)
