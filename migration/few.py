@@ -27,7 +27,7 @@ BRISKLY, CAREFULLY = Pace(4, 2), Pace(2, 12)
 """where ranks are few, and where they are many"""
 OF = 4
 """of so many live ranks at most one is relieved in a round"""
-MANY, FAR = 32, 5.0
+MANY, FAR = 32, 2.0
 """ranks that are few still; load of the most loaded one, mean over layers, from which as many are relieved at once as where ranks are few"""
 LEAST = 1e-7
 """a fall of the penalty below this is rounding"""
