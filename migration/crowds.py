@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from fleet.placement import EMPTY
 from migration.changes import NOWHERE, Table
@@ -17,6 +19,8 @@ from migration.reweight import Places, Shared, Values
 HOMELESS = 0.2
 """what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
 Flags = NDArray[np.bool_]
+_STILL = 1e-4
+"""what a slot serves at most, in mean rank loads, where nothing can flow off through it"""
 
 
 @dataclass(slots=True)
@@ -134,11 +138,11 @@ class Sight(NamedTuple):
 
     loads: Values
     leaving: Values
-    """[a, ranks + 1]: excess of a rank, and of those that can push load to it"""
+    """[a, ranks + 1]: excess of a rank, and of those that load can flow to and fro with"""
     out: Values
     """[a, experts + 1]: excess that could leave through a further replica"""
     space: Values
-    """[a, m]: room of the element's rank without it, and of ranks that this can push load to"""
+    """[a, m]: room of the element's rank without it, and of ranks that this can push load to, less what comes back from the expert's other holder"""
     stranded: Values
     """[a, m]: what a replica that gives way leaves without a place, and a part of what must flow on"""
     other: Places
@@ -154,16 +158,30 @@ def sight_of(crowds: Crowds) -> Sight:
     high = over(loads, crowds.cap, crowds.dead)
     signed = np.where(crowds.dead, 0.0, crowds.cap[:, None] - loads)
     room = np.maximum(signed, 0.0)[rows, crowds.rank]
-    pressed = np.minimum(y, high[rows, crowds.rank])
-    leaving = high + summed(summed(pressed, crowds.expert, experts)[rows, crowds.expert] - pressed, crowds.rank, ranks)
+    leaving = pooled(crowds, high)
     out = np.minimum(crowds.load, summed(np.minimum(y, leaving[rows, crowds.rank]), crowds.expert, experts))
     elsewhere = summed(room, crowds.expert, experts)[rows, crowds.expert] - room
     passing = np.where(crowds.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
     onward = summed(passing, crowds.rank, ranks)[rows, crowds.rank]
+    further = summed(onward - passing, crowds.expert, experts)[rows, crowds.expert] - onward + passing
     space = np.maximum(signed[rows, crowds.rank] + y + onward - passing, 0.0)
     other, parallel = _pairs(crowds)
     homeless = np.maximum(y - elsewhere, 0.0)
-    return Sight(loads, leaving, out, space, np.maximum(homeless - parallel, 0.0) + HOMELESS * homeless, other, parallel)
+    left = np.maximum(homeless - further, 0.0)
+    back = np.minimum(left, np.maximum(parallel, 0.0))
+    return Sight(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
+
+
+def pooled(crowds: Crowds, values: Values) -> Values:
+    """[a, ranks + 1]: values so shaped, added up over the ranks that load can flow between to and fro."""
+    ranks, experts = len(crowds.dead), crowds.load.shape[1]
+    a = len(values)
+    layer = np.arange(a)[:, None]
+    flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1)
+    rank, expert = (crowds.rank + ranks * layer)[flowing], (crowds.expert + experts * layer + a * ranks)[flowing]
+    nodes = a * (ranks + experts)
+    pool = connected_components(coo_array((np.ones(len(rank), np.int8), (rank, expert)), shape=(nodes, nodes)), directed=False)[1][: a * ranks]
+    return np.asarray(np.bincount(pool, values.ravel())[pool].reshape(values.shape))
 
 
 def _pairs(crowds: Crowds) -> tuple[Places, Values]:
@@ -183,8 +201,9 @@ def admit(crowds: Crowds, row: Places, expert: Places) -> None:
     new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
     row, expert = row[new], expert[new]
     column = (crowds.slot[row] != NOWHERE).sum(axis=1)
-    slot = (crowds.table[row] == expert[:, None]).argmax(axis=1)
-    rank = slot // (crowds.table.shape[1] // (len(crowds.dead) - 1))
+    rank_of = np.arange(crowds.table.shape[1]) // (crowds.table.shape[1] // (len(crowds.dead) - 1))
+    slot = ((crowds.table[row] == expert[:, None]) & ~crowds.dead[rank_of]).argmax(axis=1)
+    rank = rank_of[slot]
     load = crowds.load[row, expert]
     crowds.slot[row, column], crowds.rank[row, column], crowds.expert[row, column], crowds.served[row, column] = slot, rank, expert, load
     crowds.alone[row, rank] -= load

@@ -6,8 +6,9 @@ flow from experts through holders into ranks of that capacity). A copy does if i
 room, in an empty slot or in place of a spare replica whose own load fits elsewhere. All layers go on at once, one copy each in a round, or several
 while much is in excess:
 
-1. Which expert: of the fullest rank's, the one by which most excess could leave, its own rank's and that of ranks that can push load to it.
+1. Which expert: of the rank with most excess, its own and that of ranks that load flows to and fro with, the one by which most of it could leave.
 2. Where to: the slots that promise most: room of the rank and of those it can push load to, less what the replica that gives way leaves without a place.
+   Or two copies at once: the emptiest rank's smallest expert goes where it does no harm, and what comes in its place leads out of a crowded rank.
 3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must have fallen. By how much a slot has fallen short of its
    promise is remembered. Where all have failed, more are tried at a time, with another expert, and the best of them is taken.
 """
@@ -29,7 +30,7 @@ ROUNDS, FURTHER, MOST_ROUNDS = 8, 4.0, 18
 """rounds of copies: so many, and for every mean rank load that a layer has above its cap, on average, so many more; never more than the last"""
 LANES = 10
 """copies of a layer in one attempt, at most"""
-LARGE, WIDE = 2.5, 0.5
+LARGE, WIDE = 1.5, 0.5
 """only layers with so large an excess make several copies at once, and these together are to move no more than this part of it"""
 FULLEST = 4
 """ranks of a layer that are looked at when several copies are made at once; else only the fullest"""
@@ -37,6 +38,8 @@ TRIALS = (1, 3, 5)
 """slots of a layer tried at a time, by how often before all have failed since its last copy; after the last it is left as it is"""
 PROOF = 0.25
 """of what a copy should move, so much must come off the excess; its square, cube after failures"""
+LEAST = 1e-3
+"""and so much, in mean rank loads, whatever it should move"""
 FORGETTING = 0.5
 """what is kept of the harm learnt about slots when a layer has changed"""
 NEAR_CAP = 1e-4
@@ -63,14 +66,15 @@ def outlets(table: Table, load: Values, parts: Shared, served: Values, cap: Valu
 
 def _round(crowds: Crowds, before: Values) -> Changes:
     """Copies in each layer that has some that prove themselves. before: [a], the excess."""
-    widen(crowds, LANES if (before > LARGE).any() else 1)
+    widen(crowds, LANES + 1 if (before > LARGE).any() else 2)
     sight = sight_of(crowds)
-    attempt = _attempts(crowds, sight, before)
+    leads = _leads(crowds, sight, before)
+    attempt = _attempts(crowds, sight, leads, before).joined(_exchanges(crowds, sight, leads, before))
     trial = _tried(crowds, sight, attempt)
     fallen = before[attempt.row] - trial.excess
     alone = attempt.promise[:, 1] == -np.inf
     crowds.harm[attempt.row[alone], attempt.element[alone, 0]] += np.maximum(attempt.promise[:, 0] - fallen, 0.0)[alone]
-    proven = fallen > PROOF ** (1 + crowds.fails[attempt.row]) * attempt.moved.sum(axis=1)
+    proven = fallen > np.maximum(PROOF ** (1 + crowds.fails[attempt.row]) * attempt.moved.sum(axis=1), LEAST)
     best = np.lexsort((-fallen, ~proven, attempt.row))
     best = best[np.diff(attempt.row[best], prepend=-1) > 0]
     best = best[proven[best]]
@@ -92,9 +96,10 @@ class _Leads(NamedTuple):
 def _leads(crowds: Crowds, sight: Sight, before: Values) -> _Leads:
     a, ranks = len(crowds.layer), len(crowds.dead) - 1
     rows = np.arange(a)[:, None]
-    loads = np.where(crowds.dead, -np.inf, sight.loads)
+    pressed = np.where(((crowds.fails % 2 == 0) & (before <= LARGE))[:, None], sight.leaving, 0.0) + sight.loads
+    pressed[:, crowds.dead] = -np.inf
     fullest = min(FULLEST, ranks) if (before > LARGE).any() else 1
-    rank = loads.argmax(axis=1)[:, None] if fullest == 1 else np.argsort(-loads, axis=1, kind="stable")[:, :fullest]
+    rank = pressed.argmax(axis=1)[:, None] if fullest == 1 else np.argsort(-pressed, axis=1, kind="stable")[:, :fullest]
     here = crowds.table.reshape(a, ranks, -1)[rows, rank].reshape(a, -1).astype(np.intp)
     rank = np.repeat(rank, here.shape[1] // rank.shape[1], axis=1)
     alone = crowds.replicas[rows, here] == 1
@@ -130,12 +135,15 @@ class _Attempt(NamedTuple):
     def taken(self, which: Places) -> "_Attempt":
         return _Attempt(self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which])
 
+    def joined(self, other: "_Attempt") -> "_Attempt":
+        both = _Attempt(*(np.concatenate(parts) for parts in zip(self, other, strict=True)))
+        return both.taken(np.argsort(both.row, kind="stable"))
 
-def _attempts(crowds: Crowds, sight: Sight, before: Values) -> _Attempt:
+
+def _attempts(crowds: Crowds, sight: Sight, leads: _Leads, before: Values) -> _Attempt:
     """What is to be tried: where all went well, one attempt of several copies, which together stay well below the excess; else several of one."""
     a = len(crowds.layer)
     rows = np.arange(a)
-    leads = _leads(crowds, sight, before)
     many = before > LARGE
     leads.flow[~many[:, None] & (leads.rank != leads.rank[:, :1])] = 0.0
     _pass_over(leads.flow, crowds.fails)
@@ -148,7 +156,9 @@ def _attempts(crowds: Crowds, sight: Sight, before: Values) -> _Attempt:
         expert, flow = leads.expert[row, pick], leads.flow[row, pick]
         admit(crowds, row, expert)
         parted[row, expert] = True
-        promise = _promises(crowds, sight, row, expert, flow, shut, parted)
+        worth = np.minimum(flow[:, None], sight.space[row]) - sight.stranded[row] - crowds.harm[row]
+        worth[(sight.space[row] <= LEAST) | (flow <= 0)[:, None]] = -np.inf
+        promise = _promises(crowds, row, expert, worth, shut, parted)
         if found is None:
             nth, element = _best(promise, np.array(TRIALS)[crowds.fails])
             found = _Attempt.of(row[nth])
@@ -177,6 +187,56 @@ def _attempts(crowds: Crowds, sight: Sight, before: Values) -> _Attempt:
     return found
 
 
+def _exchanges(crowds: Crowds, sight: Sight, leads: _Leads, before: Values) -> _Attempt:
+    """One attempt of two copies in each layer where not very much is in excess.
+
+    The emptiest rank may hold nothing that another holds as well, so that nothing there can give way. Its smallest expert comes into a slot of a
+    crowded rank through which least flows, and gives way to an expert of a crowded rank.
+    """
+    rows = np.arange(len(crowds.layer))
+    rank = _nth_emptiest(crowds, sight, crowds.fails)
+    own, origin = (table.reshape(len(rows), len(crowds.dead) - 1, -1)[rows, rank].astype(np.intp) for table in (crowds.table, crowds.origin))
+    small, weight = _smallest(crowds, own)
+    row = rows[np.isfinite(weight) & (before <= LARGE)]
+    admit(crowds, row, small[row])
+    high = sight.loads > crowds.cap[:, None]
+    into = np.full(len(rows), NOWHERE)
+    promise = _promises(crowds, row, small[row], np.where(high[row[:, None], crowds.rank[row]], -crowds.served[row], -np.inf))
+    found = promise.max(axis=1, initial=-np.inf) > -np.inf
+    row = row[found]
+    into[row] = promise[found].argmax(axis=1)
+    there = (np.concatenate([own, origin, crowds.expert[rows, into][:, None]], axis=1)[:, :, None] == leads.expert[:, None, :]).any(axis=1)
+    flow = np.where(there, 0.0, leads.flow)
+    lead = flow.argmax(axis=1)
+    moved = np.minimum(flow[rows, lead], crowds.cap - sight.loads[rows, rank] + weight)
+    row = row[moved[row] > weight[row] + LEAST]
+    row = row[~(crowds.new[row] & (crowds.expert[row] == small[row][:, None])).any(axis=1)]
+    expert = leads.expert[row, lead[row]]
+    admit(crowds, row, expert)
+    attempt = _Attempt.of(row)
+    out = (crowds.expert[row] == small[row][:, None]).argmax(axis=1)
+    attempt.element[:, 0], attempt.expert[:, 0], attempt.promise[:, 0] = into[row], small[row], 0.0
+    attempt.element[:, 1], attempt.expert[:, 1], attempt.moved[:, 1], attempt.promise[:, 1] = out, expert, moved[row], moved[row] - weight[row]
+    return attempt
+
+
+def _nth_emptiest(crowds: Crowds, sight: Sight, nth: Places) -> Places:
+    """[a]: the live rank that so many [a] are emptier than."""
+    order = np.argsort(np.where(crowds.dead, np.inf, sight.loads), axis=1, kind="stable")
+    live = len(crowds.dead) - int(crowds.dead.sum())
+    return np.asarray(order[np.arange(len(order)), np.minimum(nth, live - 1)])
+
+
+def _smallest(crowds: Crowds, experts: Places) -> tuple[Places, Values]:
+    """([a] of the experts [a, k] that with one holder that may move, the smallest, [a] its load; inf: there is none)."""
+    rows = np.arange(len(experts))
+    at = rows[:, None], experts
+    free = (experts != EMPTY) & (crowds.replicas[at] == 1) & (crowds.least[at] == 1) & (crowds.most[at] > 1)
+    weight = np.where(free, crowds.load[at], np.inf)
+    pick = weight.argmin(axis=1)
+    return experts[rows, pick], weight[rows, pick]
+
+
 def _pass_over(flow: Values, fails: Places) -> None:
     """Where copies have failed, not always the same expert: the best are left out, as many as failures, while others are half as good."""
     for n in range(1, int(fails.max()) + 1):
@@ -188,20 +248,21 @@ def _pass_over(flow: Values, fails: Places) -> None:
         flow[row[keep], best[keep]] = most[keep]
 
 
-def _promises(crowds: Crowds, sight: Sight, row: Places, expert: Places, flow: Values, shut: Flags, parted: Flags) -> Values:
-    """[a, m]: by how much the excess should fall when the element gives way to the layer's expert [a]; -inf where it must not.
+def _promises(crowds: Crowds, row: Places, expert: Places, worth: Values, shut: Flags | None = None, parted: Flags | None = None) -> Values:
+    """[t, m]: worth [t, m] where an element may give way to the layer's expert [t]; -inf where it must not.
 
-    shut: [a, ranks + 1], ranks where nothing may come; parted: [a, experts + 1], experts that lose no replica.
+    shut: [a, ranks + 1], ranks where nothing may come; parted: [a, experts + 1], experts that lose no replica; None: none.
     """
     held, ranks = crowds.expert[row], len(crowds.dead) - 1
-    holds = shut[row]
+    holds = np.broadcast_to(crowds.dead, (len(row), ranks + 1)).copy() if shut is None else shut[row]
     here = (crowds.table[row] == expert[:, None]) | (crowds.origin[row] == expert[:, None])
-    holds[:, :ranks] |= here.reshape(len(row), ranks, -1).any(axis=2)
-    spare = (crowds.replicas[row] > crowds.least[row]) & ~parted[row]
+    holds[:, :ranks] |= here.reshape(len(row), ranks, crowds.table.shape[1] // ranks).any(axis=2)
+    spare = crowds.replicas[row] > crowds.least[row]
+    if parted is not None:
+        spare &= ~parted[row]
     spare[:, -1] = True
     nth = np.arange(len(row))[:, None]
-    free = spare[nth, held] & ~crowds.new[row] & ~holds[nth, crowds.rank[row]] & (flow > 0)[:, None]
-    return np.where(free, np.minimum(flow[:, None], sight.space[row]) - sight.stranded[row] - crowds.harm[row], -np.inf)
+    return np.where(spare[nth, held] & ~crowds.new[row] & ~holds[nth, crowds.rank[row]], worth, -np.inf)
 
 
 def _best(promise: Values, most: Places) -> tuple[Places, Places]:

@@ -15,8 +15,6 @@ from migration.noise import Noise, changed, deviation, expected_most
 from migration.outlets import NEAR_CAP, outlets
 from migration.reweight import ROUNDS, SLACK, Values, Wants, check, diffused, reweight, shared
 
-LEFT = 0.7
-"""of the part of the gain that may be missing, so much is left on the window: ranks that stand at the cap together exceed it on the next"""
 _CERTAIN = 5e-3
 """of what is missing, so much may be owed to weights that still flow"""
 _TINY = 1e-9
@@ -80,7 +78,7 @@ def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Limits
     """
     alive = _alive(even, limits)
     most, least = np.maximum(alive.max(axis=1, initial=0.0), 1.0), 1.0 / goal
-    part = 1.0 - LEFT * (1.0 - limits.target)
+    part = limits.target
     if noise is None:
         return 1.0 / (part / least + (1.0 - part) / most), np.ones(len(even), bool)
     held = table != EMPTY

@@ -78,7 +78,7 @@ def test_needs_as_few_copies_as_exhaustive_search_on_three_ranks_and_six_experts
             spent.append(len(plan.changes.kind))
             missed += fullest(plan.table[0], load[0], 3) > 1 / 0.9 + 0.01
     assert len(needed) >= 8
-    assert missed <= 1  # some need an expert of a roomy rank to make way first, which is not looked for
+    assert missed <= 1
     assert sum(spent) <= sum(needed) + 1
 
 
