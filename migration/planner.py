@@ -174,9 +174,9 @@ class _Thoughts:
     def _tried(self, way: Maker, best: Appraised | None) -> Appraised | None:
         """One way carried through; None where it cannot be gone, or could not beat the best if it cost nothing."""
         found = self._found
-        if self._tables and way in _AT_MOST and self._cannot_win(best, *_AT_MOST[way]):
-            return None
         try:
+            if self._tables and way in _AT_MOST and self._cannot_win(best, *_AT_MOST[way]):
+                return None
             candidate = way(found)
             end = candidate.placement(found)
             if (same := end.expert_of_slot.tobytes()) in self._tables and candidate.split is not None:
@@ -190,7 +190,8 @@ class _Thoughts:
                 return None
             tried = appraised(found, candidate, after)
         except ValueError as error:
-            self._reasons.append(str(error))
+            if str(error) not in self._reasons:
+                self._reasons.append(str(error))
             return None
         self._reasons.append(outcome(found, tried))
         return tried

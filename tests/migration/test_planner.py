@@ -434,5 +434,12 @@ def test_experts_chosen_as_critical_survive_the_loss_of_any_one_rank() -> None:
     assert (np.take_along_axis(kept.replicas_on_rank.sum(axis=1), hot, axis=1) >= 2).all()
 
 
+def test_experts_that_must_be_held_twice_where_there_is_no_room_for_that_hinder_no_decision() -> None:
+    truth, foreign, _ = zipf()
+    found = decided(view(planned_for(truth), foreign), budget=0, config=MigrationConfig(critical_experts=0.5)).record
+    assert {step.kind for step in found.steps} == {"reweight"}
+    assert len([reason for reason in found.reasons if "least_replicas asks for" in reason]) == 1
+
+
 def linear_with_room() -> Placement:
     return linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS)
