@@ -28,7 +28,7 @@ BRISKLY, CAREFULLY = Pace(4, 2), Pace(2, 12)
 OF = 4
 """of so many live ranks at most one is relieved in a round"""
 MANY, FAR = 32, 2.0
-"""ranks that are few still; load of the most loaded one, mean over layers, from which as many are relieved at once as where ranks are few"""
+"""ranks that are few still; load of the most loaded one, mean over layers, from which as many are relieved in a round as where ranks are few"""
 LEAST = 1e-7
 """a fall of the penalty below this is rounding"""
 MARGIN = 0.15
@@ -42,7 +42,7 @@ HOPE = 0.8
 """standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
 IDLE = 0.25
 """standard deviations between windows above the mean load, below which it is idle to press loads"""
-LONG, LAST = 8, 0.05
+LONG, LAST = 8, 0.03
 """rounds after which so small a part of the layers is left as it then is: each round costs them all alike"""
 ROUNDS = 200
 """never more than these"""
