@@ -18,9 +18,12 @@ from migration.history import counted
 from migration.locality import located
 from migration.nearness import room_of
 from migration.noise import Noise
-from migration.reweight import reweight
+from migration.reweight import SLACK, reweight
 from migration.situation import Situation
 from migration.toward import toward
+
+NEARER = 0.05
+"""Slack of shares that would rather serve tokens where they come from than even out the ranks."""
 
 
 class Candidate(NamedTuple):
@@ -71,7 +74,9 @@ def local(found: Situation) -> Candidate:
     whole = keep_groups(found.view.shape, found.terms.speed, found.fit, room)
     goal = located(found.fit, replace(room, home=whole.home), present=found.table)
     changes = _without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
-    return Candidate("locality", changes, shared(found, made(found.table, changes)))
+    table = made(found.table, changes)
+    ways = [Candidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]
+    return min(ways, key=lambda way: float(found.judge(way.placement(found)).seconds.sum()))
 
 
 def anew(found: Situation) -> Candidate:
@@ -151,10 +156,10 @@ def _without_reversals(found: Situation, changes: Changes) -> Changes:
     return kept._replace(layer=kept.layer - first)
 
 
-def shared(found: Situation, table: Table) -> Split:
-    """The shares that suit the demand, of the chosen layers; the others keep theirs, evenly where their experts have moved."""
+def shared(found: Situation, table: Table, slack: float = SLACK) -> Split:
+    """The shares that suit the demand, of the chosen layers; the others keep theirs, evenly where their experts have moved. slack: see `reweight`."""
     experts, start = found.placement.experts, found.placement
-    new = reweight(table, found.fit, found.ranks, experts, found.several_nodes, pairs=found.pairs, live=found.limits.live)
+    new = reweight(table, found.fit, found.ranks, experts, found.several_nodes, pairs=found.pairs, live=found.limits.live, slack=slack)
     if found.chosen.all():
         return new
     return Split(*(np.where(found.chosen[:, None], part, old) for part, old in zip(new, start.split, strict=True)))

@@ -40,7 +40,7 @@ async def ask(bus: MemoryBus, broker: MemoryBroker, **question: Any) -> PlanReco
 
 
 async def until_judged(bus: MemoryBus, broker: MemoryBroker) -> PlanRecord:
-    """Wait for a plan that is made from one window of demand and judged on the next."""
+    """Wait for a plan with copies that is made from one window of demand and judged on the next."""
     async with asyncio.timeout(20):
         while True:
             await asyncio.sleep(0.1)
@@ -48,7 +48,7 @@ async def until_judged(bus: MemoryBus, broker: MemoryBroker) -> PlanRecord:
                 record = await ask(bus, broker)
             except BusError:  # too little is known yet
                 continue
-            if record.next_window and record.refused is None:
+            if record.next_window and record.copies:
                 return record
 
 
@@ -79,7 +79,6 @@ async def test_what_requests_want_becomes_a_plan_that_makes_their_steps_shorter(
         assert record.before is not None
         assert record.after is not None
         assert record.after.balance_mean > record.before.balance_mean + 0.05
-        assert record.copies > 0
         assert record.copied_share < 0.3, "empty slots are filled where that helps, and no more"
         assert record.net_seconds > 0
         memory = (await ask(bus, broker, memory=True)).memory
