@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
+from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from fleet.placement import EMPTY
@@ -172,16 +172,17 @@ def sight_of(crowds: Crowds) -> Sight:
     return Sight(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
 
 
-def pooled(crowds: Crowds, values: Values) -> Values:
-    """[a, ranks + 1]: values so shaped, added up over the ranks that load can flow between to and fro."""
+def pooled(crowds: Crowds, high: Values) -> Values:
+    """[a, ranks + 1]: excess so shaped, added up over the crowded ranks that load can flow between to and fro."""
     ranks, experts = len(crowds.dead), crowds.load.shape[1]
-    a = len(values)
-    layer = np.arange(a)[:, None]
-    flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1)
-    rank, expert = (crowds.rank + ranks * layer)[flowing], (crowds.expert + experts * layer + a * ranks)[flowing]
-    nodes = a * (ranks + experts)
-    pool = connected_components(coo_array((np.ones(len(rank), np.int8), (rank, expert)), shape=(nodes, nodes)), directed=False)[1][: a * ranks]
-    return np.asarray(np.bincount(pool, values.ravel())[pool].reshape(values.shape))
+    rows = np.arange(len(high))[:, None]
+    flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1) & (high > 0)[rows, crowds.rank]
+    rank, expert = (crowds.rank + ranks * rows)[flowing], (crowds.expert + experts * rows + high.size)[flowing]
+    nodes = high.size + len(high) * experts
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=nodes))])
+    pipes = csr_array((np.ones(len(rank)), expert[np.argsort(rank, kind="stable")].astype(np.int32), starts.astype(np.int32)), shape=(nodes, nodes))
+    pool = connected_components(pipes, directed=False)[1][: high.size]
+    return np.asarray(np.bincount(pool, high.ravel())[pool].reshape(high.shape))
 
 
 def _pairs(crowds: Crowds) -> tuple[Places, Values]:

@@ -8,7 +8,8 @@ while much is in excess:
 
 1. Which expert: of the rank with most excess, its own and that of ranks that load flows to and fro with, the one by which most of it could leave.
 2. Where to: the slots that promise most: room of the rank and of those it can push load to, less what the replica that gives way leaves without a place.
-   Or two copies at once: the emptiest rank's smallest expert goes where it does no harm, and what comes in its place leads out of a crowded rank.
+   Or two copies at once, where they promise more, or single ones have failed: the emptiest rank's smallest expert goes where it does no
+   harm, and what comes in its place leads out of a crowded rank.
 3. Proof: the copy is made in a trial, the weights flow for some rounds, and the excess must have fallen. By how much a slot has fallen short of its
    promise is remembered. Where all have failed, more are tried at a time, with another expert, and the best of them is taken.
 """
@@ -69,7 +70,10 @@ def _round(crowds: Crowds, before: Values) -> Changes:
     widen(crowds, LANES + 1 if (before > LARGE).any() else 2)
     sight = sight_of(crowds)
     leads = _leads(crowds, sight, before)
-    attempt = _attempts(crowds, sight, leads, before).joined(_exchanges(crowds, sight, leads, before))
+    attempt, exchange = _attempts(crowds, sight, leads, before), _exchanges(crowds, sight, leads, before)
+    promised = np.full(len(before), -np.inf)
+    np.maximum.at(promised, attempt.row, attempt.promised)
+    attempt = attempt.joined(exchange.taken(np.flatnonzero((crowds.fails[exchange.row] > 0) | (exchange.promised > promised[exchange.row]))))
     trial = _tried(crowds, sight, attempt)
     fallen = before[attempt.row] - trial.excess
     alone = attempt.promise[:, 1] == -np.inf
@@ -134,6 +138,11 @@ class _Attempt(NamedTuple):
 
     def taken(self, which: Places) -> "_Attempt":
         return _Attempt(self.row[which], self.element[which], self.expert[which], self.moved[which], self.promise[which])
+
+    @property
+    def promised(self) -> Values:
+        """[t]: by all copies of the attempt."""
+        return np.asarray(np.where(self.promise > -np.inf, self.promise, 0.0).sum(axis=1))
 
     def joined(self, other: "_Attempt") -> "_Attempt":
         both = _Attempt(*(np.concatenate(parts) for parts in zip(self, other, strict=True)))

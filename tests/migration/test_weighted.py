@@ -109,6 +109,14 @@ def test_layers_that_weights_alone_bring_to_the_cap_get_no_copy() -> None:
     np.testing.assert_allclose(served(plan, np.array([[4.0, 3.0, 1.0]]), 2), [[4, 4]], rtol=1e-3)
 
 
+def test_a_rank_that_holds_nothing_shared_makes_room_by_giving_away_its_smallest_expert() -> None:
+    table = np.array([[0, 5, 1, 0, 5, 2, 3, 4, 6]], np.int16)  # ranks 0 and 1 share experts 0 and 5, rank 2 shares nothing
+    load = np.array([[2.0, 4.0, 4.0, 0.2, 1.0, 0.1, 0.7]])
+    plan = weighted(table, load, 3, 7, goal=np.array([0.97]))
+    np.testing.assert_array_equal(plan.changes.expert, [3, 1])
+    assert served(plan, load, 3).max() < 1.03 * 4
+
+
 def test_the_gains_of_a_layer_add_up_to_the_fall_of_its_fullest_rank() -> None:
     dice = np.random.default_rng(7)
     table, load = random_table(5, 24, 8, 40, dice), dice.gamma(0.5, size=(5, 24)) + 0.02
