@@ -15,6 +15,8 @@ from migration.noise import Noise, changed, deviation, expected_most
 from migration.outlets import NEAR_CAP, outlets
 from migration.reweight import ROUNDS, SLACK, Values, Wants, check, diffused, reweight, shared
 
+NEARBY = 0.02
+"""however much there is to gain, the fullest rank is to be no further above a full re-placement's, in mean rank loads: steps are to feel no difference"""
 _CERTAIN = 5e-3
 """of what is missing, so much may be owed to weights that still flow"""
 _TINY = 1e-9
@@ -80,12 +82,12 @@ def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Limits
     most, least = np.maximum(alive.max(axis=1, initial=0.0), 1.0), 1.0 / goal
     part = limits.target
     if noise is None:
-        return 1.0 / (part / least + (1.0 - part) / most), np.ones(len(even), bool)
+        return np.minimum(1.0 / (part / least + (1.0 - part) / most), least + NEARBY), np.ones(len(even), bool)
     held = table != EMPTY
     place = (np.arange(len(table))[:, None] * load.shape[1] + table)[held]
     spread = deviation(load, np.bincount(place, minlength=load.size).reshape(load.shape), alive.shape[1], noise.window)
     blur = expected_most(alive.shape[1]) * spread
-    cap = np.maximum(1.0 / (part / (least + blur) + (1.0 - part) / most) - blur, least)
+    cap = np.clip(1.0 / (part / (least + blur) + (1.0 - part) / most) - blur, least, least + NEARBY)
     return cap, changed(alive, goal, spread)
 
 
