@@ -9,29 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.events import EngineJoined, PlacementCommitted
-from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import Placement, PlacementRecord, linear
 from migration.ledger import Fault, Ledger, Refused
+from tests.migration import joining
+from tests.migration.joining import SHAPE
 
-SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
 FIRST = linear(layers=2, experts=8, ranks=2, slots_per_rank=5)
 
 
 def joined(worker_id: int = 1, engine: str = "a", placement: Placement | PlacementRecord | None = FIRST, **fields: Any) -> EngineJoined:
-    record = placement.record() if isinstance(placement, Placement) else placement
-    plain: dict[str, Any] = {
-        "model": "m",
-        "node": "n",
-        "urls": ("http://x", "http://y"),
-        "block_size": 16,
-        "kv_blocks": 8,
-        "max_context": 512,
-        "max_batch_tokens": 256,
-        "shape": SHAPE,
-        "layout": EP,
-    }
-    return EngineJoined(engine=engine, worker_id=worker_id, placement=record, **{**plain, **fields})
+    return joining.joined(worker_id, engine, placement, **fields)
 
 
 def later(epoch: int, shift: int = 0) -> Placement:

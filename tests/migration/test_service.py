@@ -14,32 +14,14 @@ from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
 from bus.subjects import Subjects
-from fleet.events import EngineHeartbeat, EngineJoined, EngineLeft, PlacementCommitted
-from fleet.experts import ModelShape
+from fleet.events import EngineHeartbeat, EngineLeft, PlacementCommitted
 from fleet.layout import EP
-from fleet.placement import Placement, linear
+from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.service import MigrationService
+from tests.migration.joining import FIRST, joined
 
 SUBJECTS = Subjects()
-SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
-FIRST = linear(layers=2, experts=8, ranks=2)
-
-
-def joined(worker_id: int = 1, engine: str = "a", **fields: Any) -> EngineJoined:
-    plain: dict[str, Any] = {
-        "model": "m",
-        "node": "n",
-        "urls": ("http://x", "http://y"),
-        "block_size": 16,
-        "kv_blocks": 8,
-        "max_context": 512,
-        "max_batch_tokens": 256,
-        "shape": SHAPE,
-        "layout": EP,
-        "placement": FIRST.record(),
-    }
-    return EngineJoined(engine=engine, worker_id=worker_id, **{**plain, **fields})
 
 
 async def join(bus: Bus, worker_id: int = 1, engine: str = "a", **fields: Any) -> None:

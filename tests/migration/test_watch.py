@@ -5,37 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet.events import DemandPublished, EngineJoined, KvMetrics
-from fleet.experts import ModelShape
+from fleet.events import DemandPublished, KvMetrics
 from fleet.layout import EP, Layout
-from fleet.placement import linear
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
 from migration.ledger import Entry, Fault, Refused
 from migration.view import View
 from migration.watch import Watch
+from tests.migration.joining import FIRST, SHAPE, joined
 
-SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
-ENTRY = Entry("a", 1, EP, linear(layers=2, experts=8, ranks=2))
+ENTRY = Entry("a", 1, EP, FIRST)
 CONFIG = MigrationConfig(window_seconds=60.0, stale_seconds=15.0)
-
-
-def joined(worker_id: int = 1, **fields: Any) -> EngineJoined:
-    plain: dict[str, Any] = {
-        "engine": "a",
-        "model": "m",
-        "node": "n",
-        "urls": ("http://x", "http://y"),
-        "block_size": 16,
-        "kv_blocks": 8,
-        "max_context": 512,
-        "max_batch_tokens": 256,
-        "shape": SHAPE,
-        "layout": EP,
-        "placement": ENTRY.placement.record(),
-    }
-    return EngineJoined(worker_id=worker_id, **{**plain, **fields})
 
 
 def wanted(rank: int, rate: float, version: int, **fields: Any) -> DemandPublished:
