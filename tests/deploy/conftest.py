@@ -1,4 +1,4 @@
-"""Trivial children for the supervisor: Python one-liners that need nothing of Roost."""
+"""Trivial children for the supervisor, and a place where commands find nothing they were not given."""
 
 import os
 import sys
@@ -19,3 +19,10 @@ def script(tmp_path: Path) -> Callable[..., Command]:
         return Command(name=name, arguments=arguments, log=tmp_path / f"{name}.log", environment=dict(os.environ), keep=keep)
 
     return command
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No roost.toml, no running fleet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -7,32 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from deploy.cli import app
+from tests.deploy.commands import roost
 
 COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "popularity", "plan", "explain", "events", "drain", "reload", "config")
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No roost.toml, no running fleet, no settings in the environment."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def roost(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    return result
 
 
 def refused(status: int, *arguments: str) -> str:
     """What a command that cannot work says on standard error."""
     result = roost(*arguments)
     assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
     return result.stderr
 
 

@@ -8,12 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from bus import Message
 from bus.memory import MemoryBus
 from bus.subjects import Subjects
-from deploy.cli import app
 from deploy.commands_plan import in_bytes
 from deploy.view_placing import first_placement
 from deploy.view_plan import Asked, described, print_plan
@@ -21,7 +20,9 @@ from engine_adapter.initial import initial
 from fleet.events import DescribePlan, EngineJoined, PlanDescribed
 from fleet.experts import ModelShape
 from migration.record import Measures, MemoryPoint, PlanRecord, StepRecord
+from tests.deploy import commands
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SUBJECTS = Subjects()
 NOW = Measures(
     balance_mean=0.61,
@@ -71,17 +72,7 @@ PLAN = PlanRecord(
 
 
 def roost(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["plan", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    assert "Traceback" not in result.output
-    return result
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No roost.toml, no running fleet."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return commands.roost("plan", *arguments)
 
 
 @pytest.fixture

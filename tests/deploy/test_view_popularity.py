@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from bus import BusError
 from bus.memory import MemoryBus
 from bus.subjects import Subjects
-from deploy.cli import app
 from deploy.view_popularity import as_record, demands, describe, learn, loaded, print_popularity, skew
 from fleet.events import ClusterPopularity, EngineJoined, ExpertsActivated, PopularityDescribed, RankPopularity, SourceQuality
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts, ExpertTable
+from tests.deploy import commands
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SUBJECTS = Subjects()
 SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=4, expert_intermediate=8)
 CHANCE = np.random.default_rng(0)
@@ -32,17 +33,7 @@ COUNTS = CHANCE.integers(1, 200, (3, 8))
 
 
 def roost(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["popularity", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    assert "Traceback" not in result.output
-    return result
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No roost.toml, no running fleet."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return commands.roost("popularity", *arguments)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, PlacementRecord, linear
-from tests.fleet.splits import random_split
+from tests.fleet.splits import random_split, random_table
 
 
 @st.composite
@@ -16,18 +16,9 @@ def placements(draw: st.DrawFn) -> Placement:
     """A legal placement with random order, replicas and empty slots."""
     layers, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     experts = draw(st.integers(1, 9))
-    slots = -(-experts // ranks) + draw(st.integers(0, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    table = np.full((layers, ranks, slots), EMPTY, np.int16)
-    for layer in range(layers):
-        for at, expert in enumerate(rng.permutation(experts)):
-            table[layer, at % ranks, at // ranks] = expert
-        for rank in range(ranks):
-            absent = [e for e in range(experts) if e not in table[layer, rank]]
-            free = np.flatnonzero(table[layer, rank] == EMPTY)
-            copies = rng.integers(0, min(len(absent), len(free)) + 1)
-            table[layer, rank, free[:copies]] = rng.permutation(absent)[:copies]
-    return Placement(table.reshape(layers, -1), experts=experts, ranks=ranks, epoch=draw(st.integers(0, 1000)))
+    table = random_table(rng, layers, ranks, experts, spare=draw(st.integers(0, 3)))
+    return Placement(table, experts=experts, ranks=ranks, epoch=draw(st.integers(0, 1000)))
 
 
 @given(placements())

@@ -1,6 +1,5 @@
 """Token ids reused by segments: never other ids than the whole text has, for every kind of tokenizer, or no reuse at all."""
 
-import threading
 from array import array
 from functools import cache
 from itertools import pairwise
@@ -15,6 +14,7 @@ from deploy.demo_model import checkpoint_path
 from router.openai import ChatRequest, prompt_bytes
 from router.segments import MOST_SEGMENTS, Cutter, SegmentCache
 from router.tokenizer import ModelTokenizer, first_difference
+from tests.router.encoding import whole, wrong_in_threads
 from tests.router.houses import SCRIPT, MockRank, OpenHouse, Serve, archive, until
 
 MARKS = ("<|start|>", "<|end|>", "<|start|>x", "</s>")
@@ -89,11 +89,6 @@ TALKS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEX
 
 def talk(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
-
-
-def whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *REFUSED])
@@ -209,17 +204,7 @@ def test_vocabularies_share_the_budget_but_not_the_ids() -> None:
 def test_many_threads_get_the_same_ids() -> None:
     model = ModelTokenizer(known("bytes"), {}, CHATML, SegmentCache(16384))
     texts = [model.render(talk([("system", f"s{at % 3}"), ("user", "hello " * (at % 7))])) for at in range(40)]
-    wrong: list[str] = []
-
-    def encode() -> None:
-        wrong.extend(text for text in texts if model.encode_rendered(text) != whole(known("bytes"), text))
-
-    threads = [threading.Thread(target=encode) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(model, known("bytes"), texts)
 
 
 async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(open_house: OpenHouse, serve_rank: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Token ids reused by words: never other ids than the whole text has, for every pattern that is accepted, and no reuse for any other."""
 
-import threading
 from array import array
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ from router.segments import SegmentCache
 from router.splits import byte_sizes, first_wrong, why_not
 from router.tokenizer import ModelTokenizer
 from router.words import WORD, WordCache
+from tests.router.encoding import whole, wrong_in_threads
 from tests.router.houses import SCRIPT
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -158,11 +158,6 @@ def remembering(kind: str, budget: int) -> ModelTokenizer:
     return ModelTokenizer(accepted(kind), {}, None, SegmentCache(budget))
 
 
-def whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), long=LONG)
@@ -270,14 +265,4 @@ def test_texts_and_words_share_one_budget() -> None:
 def test_many_threads_find_the_same_words() -> None:
     model = remembering("llama3", 8192)
     texts = [" ".join(f"thread{(at * one) % 97}" for one in range(40)) for at in range(30)]
-    wrong: list[str] = []
-
-    def encode() -> None:
-        wrong.extend(text for text in texts if model.encode_rendered(text) != whole(accepted("llama3"), text))
-
-    threads = [threading.Thread(target=encode) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(model, accepted("llama3"), texts)
