@@ -141,6 +141,28 @@ class Subjects:
         """Request: what the planner would do with an engine."""
         return f"{self._roost}.migration.describe"
 
+    def migrations(self, engine: str = "*") -> str:
+        """Stored: what became of plans, and of their handovers."""
+        return f"{self._roost}.migration.handover.{engine if engine == '*' else check_token('engine name', engine)}"
+
+    @property
+    def migrate(self) -> str:
+        """Request: carry something out."""
+        return f"{self._roost}.migration.carry-out"
+
+    def handover(self, worker_id: int, rank: int) -> str:
+        """Request: commands of the coordinator to one rank."""
+        return f"{self._engines}.handover.{worker_id}.{rank}"
+
+    @property
+    def handovers(self) -> str:
+        """Where ranks are with their handovers."""
+        return f"{self._engines}.handovers"
+
+    def leases(self, worker_id: int, rank: int) -> str:
+        """Request: of one rank of an engine to another, to read its experts."""
+        return f"{self._engines}.lease.{worker_id}.{rank}"
+
     def drains(self, engine: str = "*", rank: int | Literal["*"] | None = "*") -> str:
         """Stored: whether an operator wants no new requests on a rank, or (None) on all ranks of an engine."""
         name = engine if engine == "*" else check_token("engine name", engine)
@@ -176,7 +198,7 @@ class Subjects:
     @property
     def stored(self) -> tuple[str, ...]:
         """What JetStream keeps."""
-        return (self.membership(), self.placements(), self.drains(), self.config())
+        return (self.membership(), self.placements(), self.migrations(), self.drains(), self.config())
 
     @property
     def everything(self) -> str:
@@ -185,3 +207,12 @@ class Subjects:
     def claim(self, engine: str) -> str:
         """Key under which an engine's name is claimed."""
         return f"engine.{check_token('engine name', engine)}"
+
+    @property
+    def coordinator(self) -> str:
+        """Key under which the leading migration service holds its lease."""
+        return "migration.coordinator"
+
+    def handover_key(self, engine: str) -> str:
+        """Key under which an engine's open handover is kept."""
+        return f"handover.{check_token('engine name', engine)}"

@@ -6,12 +6,12 @@ import secrets
 import socket
 
 from bus import Bus, BusError
+from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside, first_failure, first_of
 from engine_adapter.agent import Agent, Identity
-from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.openai import PlainConfig, PlainEngine

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from bus import BusError
+from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
@@ -14,7 +15,6 @@ from deploy.process import alongside, first_failure, until_ready
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
-from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed

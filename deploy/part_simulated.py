@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from bus import Bus, BusError
+from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
@@ -18,7 +19,6 @@ from deploy.process import alongside, until_ready
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
-from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.simulated.config import SimulatedConfig

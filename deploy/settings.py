@@ -9,7 +9,7 @@ from bus.config import BusConfig
 from bus.subjects import check_token
 from deploy.config import Configuration, Key, load
 from deploy.spans import TracingConfig
-from engine_adapter.config import AgentConfig, EmbeddedConfig
+from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.simulated.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
@@ -70,6 +70,7 @@ SECTIONS: Mapping[str, type] = {
     "engine": EmbeddedConfig,
     "simulated": SimulatedConfig,
     "agent": AgentConfig,
+    "transfer": TransferConfig,
     "worker": WorkerConfig,
     "up": UpConfig,
     "tracing": TracingConfig,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bus import Bus, BusError, Message
+from bus.claims import NameClaim
 from bus.subjects import Subjects
-from engine_adapter.claims import NameClaim
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, Engine, Load
 from engine_adapter.kv_mirror import KvMirror

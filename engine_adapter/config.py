@@ -123,3 +123,40 @@ class AgentConfig:
         for name, least, most in (("samples_burst", 1, 4096), ("profile_blocks", 1, 1 << 14), ("profile_queue_bytes", 1 << 20, 1 << 36)):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
+
+
+TRANSFERS = ("auto", "shared", "nixl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How a rank reads experts from other ranks. ValueError names the setting that is out of range."""
+
+    way: str = "auto"
+    """auto: shared memory between ranks of one machine, NIXL between machines; shared or nixl: nothing else"""
+    bytes_per_second: int | None = None
+    """a rank reads at most so fast, so that its steps have the machine to themselves; None: as fast as it goes"""
+    piece_bytes: int = 16 * 1024 * 1024
+    """largest single read; more would hold up whatever else the transfer's thread does"""
+    least_seconds: float = 1.0
+    """a read is given so long at least, whatever its size: the first one has to connect"""
+    retries: int = 2
+    """times that an expert is read again after its checksums were wrong or its source failed, from another replica if there is one"""
+    lease_seconds: float = 5.0
+    """a source keeps what is being read unchanged for so long without hearing from the reader"""
+    quarantine_cells: int = 2
+    """cells that may be in quarantine before new handovers are refused until they settle"""
+    niceness: int = 10
+    """of the thread that reads, against those that compute; 0 to 19"""
+
+    def __post_init__(self) -> None:
+        if self.way not in TRANSFERS:
+            raise ValueError(f"way must be one of {', '.join(TRANSFERS)}, not {self.way!r}")
+        for name, least, most in (("piece_bytes", 4096, 1 << 30), ("retries", 0, 16), ("quarantine_cells", 0, 1 << 20), ("niceness", 0, 19)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
+        for name in ("least_seconds", "lease_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.bytes_per_second is not None and self.bytes_per_second < 1:
+            raise ValueError(f"bytes_per_second must be 1 or more, or left out, not {self.bytes_per_second}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -103,6 +103,75 @@ class EngineFailed(Exception):
     """The engine cannot go on; the text says why. It fails as a unit."""
 
 
+class CellTensor(NamedTuple):
+    """One tensor of an expert, as it lies in a cell."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """bytes from the start of the cell"""
+    bytes: int
+
+
+class ExpertMemory(Protocol):
+    """A rank's memory for experts: equal cells in one mapping, which stays where it is for the life of the process. There are more cells than
+    slots; those that no slot is in are room for experts on their way in."""
+
+    @property
+    def tensors(self) -> tuple[CellTensor, ...]:
+        """What a cell holds, weights and scales alike, in order, without overlap."""
+        ...
+
+    @property
+    def cells(self) -> int: ...
+
+    @property
+    def cell_bytes(self) -> int: ...
+
+    @property
+    def base(self) -> int:
+        """Address of cell 0; they lie one behind another."""
+        ...
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file that the mapping is of, from its start, so that processes of this machine can map it too; -1: it is of none."""
+        ...
+
+    def cell(self, number: int) -> NDArray[np.uint8]:
+        """uint8 [cell_bytes]: the memory itself."""
+        ...
+
+
+class Adoption(Protocol):
+    """A placement that a rank has prepared to serve; made by `Experts.prepare`."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+
+class Experts(Protocol):
+    """What a handover asks of a rank. Methods are for the agent's event loop and never block it."""
+
+    @property
+    def memory(self) -> ExpertMemory: ...
+
+    @property
+    def cells(self) -> NDArray[np.int32]:
+        """int32 [layers, slots_per_rank]: in which cell each slot of this rank is, in the epoch that is served; empty slots have one too."""
+        ...
+
+    async def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Adoption:
+        """Make everything that takes time to make for a placement of the next epoch, with this rank's slots in these cells. Nothing changes."""
+        ...
+
+    async def adopt(self, adoption: Adoption) -> None:
+        """Be ready for it from the next step on, and return once it is served: from the step at which all ranks were ready. It cannot be called
+        back; EngineFailed when the engine ends before."""
+        ...
+
+
 class Engine(Protocol):
     """One rank of an engine, as its agent sees it. Methods are called from one event loop and never block it."""
 
@@ -117,6 +186,11 @@ class Engine(Protocol):
     @property
     def handover_seconds(self) -> float:
         """What a handover in progress is expected to cost a request that comes now; 0: none is under way."""
+        ...
+
+    @property
+    def experts(self) -> Experts | None:
+        """What handovers go through; None: this engine's experts stay where they are."""
         ...
 
     async def start(self) -> None:

@@ -106,6 +106,10 @@ class PlainEngine:
     def handover_seconds(self) -> float:
         return 0.0
 
+    @property
+    def experts(self) -> None:
+        return None
+
     async def start(self) -> None:
         """Learn what the server serves. EngineFailed when it does not answer, refuses the key, or lacks the model."""
         model = self._chosen(await self._models())

@@ -337,6 +337,310 @@ class PlanDescribed(Event, frozen=True, kw_only=True):
     worker_id: int
     record: bytes
     """JSON: `migration.record.PlanRecord`"""
+    plan: bytes = b""
+    """JSON: `migration.plan.Plan`, for `ApplyPlan`; empty: there is none"""
+
+
+class ExpertCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An expert's weights brought from a slot into another. Slots are numbered over all ranks, as in `Placement`."""
+
+    layer: int
+    expert: int
+    source: int
+    """slot they are read from, in the epoch that is served"""
+    slot: int
+    """slot that serves them from the next epoch on"""
+
+
+class ProposeHandover(Event, frozen=True, kw_only=True):
+    """Request to one rank: stage what it needs to serve the next epoch (`fleet.handover`). Answered at once with `HandoverDescribed`; that it has
+    staged is published, and answered to a repetition."""
+
+    engine: str
+    worker_id: int
+    rank: int
+    token: int
+    """fencing token of the coordinator's lease"""
+    handover: int
+    """number of the handover; only grows"""
+    plan: str
+    placement: PlacementRecord
+    """of the epoch that it makes"""
+    copies: tuple[ExpertCopy, ...] = ()
+    """those of all ranks: each knows what it pulls, and what others read of it"""
+    deadline_seconds: float
+    """for staging, from when the rank hears of it"""
+    traceparent: str = ""
+    """W3C; of the handover's span"""
+
+
+class CommitHandover(Event, frozen=True, kw_only=True):
+    """Request to one rank: serve the new epoch as soon as every rank is ready. Sent only once the decision is durable."""
+
+    worker_id: int
+    rank: int
+    token: int
+    handover: int
+
+
+class AbortHandover(Event, frozen=True, kw_only=True):
+    """Request to one rank: drop what was staged."""
+
+    worker_id: int
+    rank: int
+    token: int
+    handover: int
+    reason: str
+
+
+class DescribeHandover(Event, frozen=True, kw_only=True):
+    """Request to one rank: say where you are."""
+
+    worker_id: int
+    rank: int
+
+
+class PullTold(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one rank read from another in a handover."""
+
+    source: int
+    """rank"""
+    transfer: str
+    """by which way: nixl, shared, local"""
+    experts: int
+    bytes: int
+    seconds: float
+    """of reading; comparing checksums not included"""
+
+
+class HandoverDescribed(Event, frozen=True, kw_only=True):
+    """Where one rank is. Answer to every command about handovers, and published whenever it changes; not stored."""
+
+    worker_id: int
+    rank: int
+    state: str
+    """`fleet.handover.RankState`"""
+    served: int
+    """epoch"""
+    token: int
+    """highest seen"""
+    handover: int
+    """the open one; 0: none"""
+    concluded: int
+    """highest that is over"""
+    flipped: int
+    """the last that was flipped to"""
+    verdict: str = ""
+    """`fleet.handover.Verdict` on the command that this answers; empty: nothing was commanded"""
+    failure: str = ""
+    """why it could not stage: whose fault, and what to do"""
+    fault: str = ""
+    """the same in a word, for metrics"""
+    seconds: float = 0.0
+    """since the open handover was proposed, or that the last one took"""
+    pulls: tuple[PullTold, ...] = ()
+    free: int = 0
+    """cells for experts on their way in"""
+    quarantined: int = 0
+    """cells in which bytes may still land"""
+    draining: int = 0
+    """cells that others may still read"""
+    oldest_seconds: float = 0.0
+    """since when the oldest of those is held"""
+
+
+class MemoryAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How another rank can read a rank's expert memory. Readers check every number: they use them as addresses."""
+
+    cells: int
+    cell_bytes: int
+    layout: str
+    """hash of what a cell holds: tensors' names, dtypes, shapes and offsets"""
+    base: int
+    """address in the process"""
+    device: int = 0
+    kind: str = "DRAM"
+    """NIXL's name of the memory"""
+    agent: str = ""
+    """NIXL agent, with its incarnation; empty: it speaks no NIXL"""
+    metadata: bytes = b""
+    """NIXL's, of that agent"""
+    host: str = ""
+    """identity of machine and process namespace; equal ones can share memory"""
+    pid: int = 0
+    descriptor: int = -1
+    """file descriptor of the memory in that process; -1: it cannot be shared"""
+    inode: int = 0
+    """of that file, so that it is taken for no other"""
+
+
+class LeaseExperts(Event, frozen=True, kw_only=True):
+    """Request of one rank to another of its engine: let me read these experts, and change none of them meanwhile. A repetition renews the lease."""
+
+    worker_id: int
+    rank: int
+    """that is asked"""
+    reader: int
+    """rank that asks"""
+    handover: int
+    experts: tuple[tuple[int, int, int], ...]
+    """(layer, slot over all ranks, expert)"""
+    seconds: float
+    """how long the lease holds without renewal"""
+
+
+class ExpertsLeased(Event, frozen=True, kw_only=True):
+    """Answer to `LeaseExperts`."""
+
+    worker_id: int
+    rank: int
+    lease: int
+    memory: MemoryAddress
+    cells: tuple[int, ...]
+    """where they are"""
+    checksums: tuple[tuple[int, ...], ...]
+    """u64 per tensor of each: what was loaded or verified, not what lies there now"""
+
+
+class EndLease(Event, frozen=True, kw_only=True):
+    """Request: the reads of a lease have settled. Answered with `LeaseEnded`; unknown leases have ended too."""
+
+    worker_id: int
+    rank: int
+    lease: int
+
+
+class LeaseEnded(Event, frozen=True, kw_only=True):
+    """Answer to `EndLease`."""
+
+    worker_id: int
+    rank: int
+    lease: int
+
+
+class MigrateExpert(Event, frozen=True, kw_only=True):
+    """Request to the migration service: bring an expert to a rank. Answered with `MigrationAccepted`."""
+
+    engine: str
+    layer: int
+    expert: int
+    rank: int
+    """where it shall be"""
+    source: int | None = None
+    """rank to read from; None: the nearest that has it"""
+    move: bool = False
+    """it leaves the rank it is read from"""
+    swap: int | None = None
+    """expert of the layer that goes the other way; None: chosen, where there is no free slot"""
+
+
+class ApplyPlan(Event, frozen=True, kw_only=True):
+    """Request to the migration service: carry out this plan. Answered with `MigrationAccepted`."""
+
+    engine: str
+    plan: bytes
+    """JSON: `migration.plan.Plan`"""
+
+
+class RollBack(Event, frozen=True, kw_only=True):
+    """Request to the migration service: bring an engine back to the placement before a plan. Answered with `MigrationAccepted`."""
+
+    engine: str
+    plan: str = ""
+    """id; empty: the last one of which anything was committed"""
+
+
+class MigrationAccepted(Event, frozen=True, kw_only=True):
+    """Answer: a plan will be carried out; `MigrationPlanned` and what follows it tell how it goes."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    handovers: int
+    copies: int
+    bytes: int
+    what: tuple[str, ...] = ()
+    """its steps in words, the first of them"""
+
+
+Origin = Literal["operator", "planner", "rollback"]
+
+
+class MigrationPlanned(Event, frozen=True, kw_only=True):
+    """A plan is being carried out from now on. Stored."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    origin: Origin
+    base_epoch: int
+    handovers: int
+    copies: int
+    bytes: int
+    reason: str
+    blob: str = ""
+    """sha256 of the plan's JSON (`migration.plan.Plan`) in the blob store; empty: it was too large to keep"""
+    traceparent: str = ""
+    """W3C; of the plan's span"""
+
+
+class MigrationStaged(Event, frozen=True, kw_only=True):
+    """Every rank of an engine holds what the next epoch needs, verified; it is about to be adopted. Stored."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    handover: int
+    number: int
+    """which handover of the plan, from 0"""
+    epoch: int
+    """the one it makes"""
+    placement: PlacementRecord
+    copies: int
+    bytes: int
+    seconds: float
+    """from the proposal"""
+    pulls: tuple[PullTold, ...] = ()
+    """of all ranks"""
+
+
+class MigrationCommitted(Event, frozen=True, kw_only=True):
+    """One handover of a plan is done: every rank serves its epoch. Stored, behind its `PlacementCommitted`."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    handover: int
+    number: int
+    epoch: int
+    copies: int
+    bytes: int
+    seconds: float
+    """from the proposal to the last rank's flip"""
+    commit_seconds: float
+    """of it: from the decision"""
+    last: bool
+    """the plan is done with it"""
+
+
+class MigrationAborted(Event, frozen=True, kw_only=True):
+    """A handover was given up, and with it the rest of its plan; the epoch before is served on. Stored."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    handover: int
+    """0: none was begun"""
+    number: int
+    epoch: int
+    """the one that was not reached"""
+    reason: str
+    """whose fault, and what to do"""
+    fault: str
+    """the same in a word"""
+    rank: int | None = None
+    """whose"""
+    seconds: float = 0.0
 
 
 class DescribeEngine(Event, frozen=True, kw_only=True):
@@ -655,6 +959,23 @@ AnyEvent = (
     | HomesPublished
     | DescribePlan
     | PlanDescribed
+    | ProposeHandover
+    | CommitHandover
+    | AbortHandover
+    | DescribeHandover
+    | HandoverDescribed
+    | LeaseExperts
+    | ExpertsLeased
+    | EndLease
+    | LeaseEnded
+    | MigrateExpert
+    | ApplyPlan
+    | RollBack
+    | MigrationAccepted
+    | MigrationPlanned
+    | MigrationStaged
+    | MigrationCommitted
+    | MigrationAborted
     | DescribeEngine
     | DescribeProfile
     | DescribeClusters
@@ -676,5 +997,15 @@ AnyEvent = (
 )
 """The closed union. Unknown tags are counted and dropped by the codec, never fatal."""
 
-STORED = (EngineJoined, EngineLeft, PlacementCommitted, RankDrained, ConfigChanged)
+STORED = (
+    EngineJoined,
+    EngineLeft,
+    PlacementCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    MigrationCommitted,
+    MigrationAborted,
+    RankDrained,
+    ConfigChanged,
+)
 """Kinds that JetStream keeps and replays; everything else is telemetry, repaired by snapshots."""

@@ -117,6 +117,10 @@ class EmbeddedEngine:
         return 0.0
 
     @property
+    def experts(self) -> None:
+        """Handovers are not taken part in yet."""
+
+    @property
     def tokenizer(self) -> CheckpointTokenizer:
         """The checkpoint's tokenizer."""
         return self._alive.tokenizer

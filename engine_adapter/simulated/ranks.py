@@ -89,6 +89,10 @@ class SimulatedRank:
         return self._engine.faults.handover_left(self._engine.now)
 
     @property
+    def experts(self) -> None:
+        """Handovers are not taken part in yet."""
+
+    @property
     def failure(self) -> EngineFailed | None:
         """Why the engine serves no more; None while it lives."""
         return self._engine.failure

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
+from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from deploy.part_plain import represent
 from deploy.process import alongside, first_of
-from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig
 from engine_adapter.openai import PlainConfig
 from fleet.events import EngineJoined, EngineLeft

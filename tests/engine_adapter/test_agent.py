@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from bus import Message, Received, Subscription
+from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from engine_adapter.agent import Agent, Identity
-from engine_adapter.claims import NameTaken
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, EndedRequest, EngineDescription, Facts, Load
 from fleet.blocks import sequence_hashes

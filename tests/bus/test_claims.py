@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from bus import Claim
+from bus.claims import Holder, NameClaim, NameTaken, Verdict, holder_of, judge
 from bus.memory import MemoryBroker, MemoryBus
-from engine_adapter.claims import Holder, NameClaim, NameTaken, Verdict, holder_of, judge
 
 KEY = "engine.a"
 

@@ -1,0 +1,269 @@
+"""The protocol by which an engine goes over from one epoch to the next: pure tables for both roles, and the rules that guard them.
+
+Theory
+------
+A handover is a two-phase commit among the ranks of one engine, conducted by the coordinator (the leading migration service), where the
+second phase ends in a *flip*: all ranks serve the new epoch from one and the same step on.
+
+1. The coordinator makes the handover durable (`Conducting.PROPOSING`, by compare-and-set on the engine's key), then proposes it to every
+   rank. A rank pulls the experts it lacks into free cells, compares checksums, and says `staged`. Nothing that is served has changed.
+2. When every rank has staged, the coordinator makes that durable too (PROPOSING -> COMMITTING, by compare-and-set on the same revision). This
+   is *the decision*. Before it, anybody may give the handover up; after it, nobody may. A coordinator that was replaced meanwhile loses
+   the compare-and-set, and so never sends a commit.
+3. On `commit` a rank is ready: it says the new epoch as `epoch_ready` in the header that every step begins with. All ranks see the same
+   headers, so all flip at the first step in which the least of *ready* exceeds *served*. No message can make them differ.
+4. Before the decision, a refusal, a failure, a silence beyond the deadline or a new coordinator leads to `abort`: ranks drop what they staged.
+
+Three rules keep late, repeated and reordered messages harmless:
+
+- *Fencing.* Every command carries the token of the coordinator's lease, which only grows. A rank remembers the highest and refuses lower ones.
+- *Identity.* A handover has a number that only grows. A rank remembers the highest that it has concluded (or been told to abort, even before
+  it was proposed) and takes no proposal of that number or below. A commit is for one number, never for "the epoch".
+- *Settlement.* A cell that bytes may still land in, or that somebody may still read, is not free: not after a time-out (a transfer cannot be
+  called back), not after an abort, not after a flip. It is quarantined, or drains, until the transfer has settled.
+
+A rank that has staged cannot give up by itself: the decision may have been taken. It waits for the coordinator or for its successor,
+and serves its old epoch meanwhile. An engine that dies begins a new life with the last epoch that was decided.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+
+class Conducting(StrEnum):
+    """Where the coordinator is with one engine; what is stored under the engine's key."""
+
+    IDLE = "idle"
+    PROPOSING = "proposing"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+class Cue(StrEnum):
+    """What moves the coordinator."""
+
+    BEGIN = "begin"
+    ALL_STAGED = "all staged"
+    FAILED = "failed"
+    """a rank refused or failed, the deadline passed, or another coordinator takes over"""
+    ALL_SERVING = "all serving"
+    ALL_ABORTED = "all aborted"
+    ENGINE_GONE = "engine gone"
+
+
+CONDUCTING: Mapping[tuple[Conducting, Cue], Conducting] = {
+    (Conducting.IDLE, Cue.BEGIN): Conducting.PROPOSING,
+    (Conducting.PROPOSING, Cue.ALL_STAGED): Conducting.COMMITTING,
+    (Conducting.PROPOSING, Cue.FAILED): Conducting.ABORTING,
+    (Conducting.PROPOSING, Cue.ENGINE_GONE): Conducting.IDLE,
+    (Conducting.COMMITTING, Cue.ALL_SERVING): Conducting.IDLE,
+    (Conducting.COMMITTING, Cue.ENGINE_GONE): Conducting.IDLE,
+    (Conducting.ABORTING, Cue.ALL_ABORTED): Conducting.IDLE,
+    (Conducting.ABORTING, Cue.ENGINE_GONE): Conducting.IDLE,
+}
+
+
+class RankState(StrEnum):
+    """Where a rank is."""
+
+    SERVING = "serving"
+    """no handover is open"""
+    STAGING = "staging"
+    STAGED = "staged"
+    FAILED = "failed"
+    """it could not stage, has said so, and waits for the abort"""
+    READY = "ready"
+    """the commit was taken; the flip follows as soon as every rank is ready"""
+
+
+class RankEvent(StrEnum):
+    """What moves a rank."""
+
+    PROPOSE = "propose"
+    STAGED = "staged"
+    FAILED = "failed"
+    COMMIT = "commit"
+    FLIPPED = "flipped"
+    ABORT = "abort"
+
+
+RANK: Mapping[tuple[RankState, RankEvent], RankState] = {
+    (RankState.SERVING, RankEvent.PROPOSE): RankState.STAGING,
+    (RankState.STAGING, RankEvent.STAGED): RankState.STAGED,
+    (RankState.STAGING, RankEvent.FAILED): RankState.FAILED,
+    (RankState.STAGING, RankEvent.ABORT): RankState.SERVING,
+    (RankState.STAGED, RankEvent.ABORT): RankState.SERVING,
+    (RankState.FAILED, RankEvent.ABORT): RankState.SERVING,
+    (RankState.STAGED, RankEvent.COMMIT): RankState.READY,
+    (RankState.READY, RankEvent.FLIPPED): RankState.SERVING,
+}
+
+
+class Cell(StrEnum):
+    """What a cell of a rank's expert memory is in use for."""
+
+    FREE = "free"
+    PULLING = "pulling"
+    """bytes are landing"""
+    VERIFYING = "verifying"
+    STAGED = "staged"
+    LIVE = "live"
+    """it is served from"""
+    DRAINING = "draining"
+    """served no more, but somebody may still read it"""
+    QUARANTINED = "quarantined"
+    """given up, but bytes may still land"""
+
+
+class CellEvent(StrEnum):
+    """What changes the use of a cell."""
+
+    RESERVED = "reserved"
+    LANDED = "landed"
+    BROKEN = "broken"
+    """the transfer failed, and nothing is under way any more"""
+    OVERDUE = "overdue"
+    """given up after a deadline or by an abort, while bytes may still land"""
+    VERIFIED = "verified"
+    REFUSED = "refused"
+    """its checksums are not those that were promised"""
+    ADOPTED = "adopted"
+    EVICTED = "evicted"
+    DROPPED = "dropped"
+    """staged for a handover that was aborted"""
+    SETTLED = "settled"
+    """no byte lands any more, and nobody reads it"""
+
+
+CELL: Mapping[tuple[Cell, CellEvent], Cell] = {
+    (Cell.FREE, CellEvent.RESERVED): Cell.PULLING,
+    (Cell.PULLING, CellEvent.LANDED): Cell.VERIFYING,
+    (Cell.PULLING, CellEvent.BROKEN): Cell.FREE,
+    (Cell.PULLING, CellEvent.OVERDUE): Cell.QUARANTINED,
+    (Cell.VERIFYING, CellEvent.VERIFIED): Cell.STAGED,
+    (Cell.VERIFYING, CellEvent.REFUSED): Cell.FREE,
+    (Cell.VERIFYING, CellEvent.OVERDUE): Cell.QUARANTINED,
+    (Cell.STAGED, CellEvent.ADOPTED): Cell.LIVE,
+    (Cell.STAGED, CellEvent.DROPPED): Cell.FREE,
+    (Cell.LIVE, CellEvent.EVICTED): Cell.DRAINING,
+    (Cell.DRAINING, CellEvent.SETTLED): Cell.FREE,
+    (Cell.QUARANTINED, CellEvent.SETTLED): Cell.FREE,
+}
+
+
+class IllegalMove(Exception):
+    """An event that a state does not allow; the text names role, state and event."""
+
+
+State = TypeVar("State", bound=StrEnum)
+Happening = TypeVar("Happening", bound=StrEnum)
+
+
+def moved(table: Mapping[tuple[State, Happening], State], state: State, event: Happening) -> State:
+    """The state after an event. IllegalMove when the table does not have it."""
+    after = table.get((state, event))
+    if after is None:
+        allowed = ", ".join(str(one) for (of, one) in table if of is state) or "nothing"
+        raise IllegalMove(f"{type(state).__name__.lower()} is {state.value!r} and cannot take {event.value!r}; allowed: {allowed}")
+    return after
+
+
+class Verdict(StrEnum):
+    """What a rank does with a command. Only TAKE changes anything; to REPEAT it says again where it is."""
+
+    TAKE = "take"
+    REPEAT = "repeat"
+    FENCED = "fenced"
+    """from a coordinator that has been replaced"""
+    PAST = "past"
+    """of a handover that is over, or for an epoch that does not follow the one served"""
+    BUSY = "busy"
+    """another handover is open"""
+    UNKNOWN = "unknown"
+    """commit of a handover that is not open here"""
+    PREMATURE = "premature"
+    """commit before it was staged, or abort after the commit"""
+
+
+class Standing(NamedTuple):
+    """All that a rank remembers of the protocol."""
+
+    state: RankState
+    served: int
+    """epoch"""
+    token: int = 0
+    """highest seen"""
+    handover: int = 0
+    """the open one; 0: none"""
+    concluded: int = 0
+    """highest number that is over: flipped, or aborted"""
+    flipped: int = 0
+    """number of the last one that was flipped to"""
+
+
+def heed_propose(rank: Standing, token: int, handover: int, epoch: int) -> Verdict:
+    """What becomes of a proposal. epoch: the one it makes."""
+    if token < rank.token:
+        return Verdict.FENCED
+    if handover <= rank.concluded:
+        return Verdict.PAST
+    if rank.state is not RankState.SERVING:
+        return Verdict.REPEAT if handover == rank.handover else Verdict.BUSY
+    return Verdict.TAKE if epoch == rank.served + 1 else Verdict.PAST
+
+
+def heed_commit(rank: Standing, token: int, handover: int) -> Verdict:
+    """What becomes of a commit."""
+    if token < rank.token:
+        return Verdict.FENCED
+    if handover == rank.flipped or (handover == rank.handover and rank.state is RankState.READY):
+        return Verdict.REPEAT
+    if handover != rank.handover:
+        return Verdict.UNKNOWN
+    return Verdict.TAKE if rank.state is RankState.STAGED else Verdict.PREMATURE
+
+
+def heed_abort(rank: Standing, token: int, handover: int) -> Verdict:
+    """What becomes of an abort. One of a handover that was never proposed here is taken too: its proposal may still come, and must find it over."""
+    if token < rank.token:
+        return Verdict.FENCED
+    if handover <= rank.concluded:
+        return Verdict.PREMATURE if handover == rank.flipped else Verdict.REPEAT
+    if handover == rank.handover and rank.state is RankState.READY:
+        return Verdict.PREMATURE
+    return Verdict.TAKE
+
+
+def proposed(rank: Standing, token: int, handover: int) -> Standing:
+    """After a proposal that was taken."""
+    return rank._replace(state=moved(RANK, rank.state, RankEvent.PROPOSE), token=token, handover=handover)
+
+
+def staged(rank: Standing, *, failed: bool = False) -> Standing:
+    """After everything was pulled and verified, or could not be."""
+    return rank._replace(state=moved(RANK, rank.state, RankEvent.FAILED if failed else RankEvent.STAGED))
+
+
+def committed(rank: Standing, token: int) -> Standing:
+    """After a commit that was taken: ready."""
+    return rank._replace(state=moved(RANK, rank.state, RankEvent.COMMIT), token=token)
+
+
+def flipped(rank: Standing) -> Standing:
+    """After the step at which all ranks went over."""
+    state = moved(RANK, rank.state, RankEvent.FLIPPED)
+    return rank._replace(state=state, served=rank.served + 1, handover=0, concluded=rank.handover, flipped=rank.handover)
+
+
+def aborted(rank: Standing, token: int, handover: int) -> Standing:
+    """After an abort that was taken, of the open handover or of one that has not come yet."""
+    concluded = max(rank.concluded, handover)
+    if handover != rank.handover:
+        return rank._replace(token=token, concluded=concluded)
+    return rank._replace(state=moved(RANK, rank.state, RankEvent.ABORT), token=token, handover=0, concluded=concluded)
+
+
+def flips(served: int, ready: tuple[int, ...]) -> bool:
+    """Whether the ranks go over at this step: what every rank decides from the same step headers."""
+    return min(ready) > served
