@@ -234,6 +234,7 @@ class Agent:
             max_context=about.max_context,
             max_batch_tokens=about.max_batch_tokens,
             layout=about.layout,
+            dispatch=about.dispatch,
             shape=about.shape,
             placement=None if placement is None else placement.record(),
             tokenizer=self._tokenizer,

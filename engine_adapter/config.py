@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet.blocks import BLOCK_SIZE
+from fleet.dispatch import DISPATCHES, SPLIT
 
 DTYPES = ("float32", "bfloat16")
 """What the embedded engine computes in."""
@@ -41,6 +42,9 @@ class EmbeddedConfig:
     max_waiting: int = 256
     """requests a rank lets wait; more are refused as overload"""
     dtype: str = "float32"
+    dispatch: str = SPLIT
+    """how replicas are chosen. split: for each expert of a token by the placement's shares alone; cover: for all of them together, such that the
+    token is sent to few ranks, which pays where links between ranks are slow and experts have replicas"""
     step_timeout_seconds: float = 10.0
     """a step that takes longer means that a rank is lost, and the engine fails"""
     join_timeout_seconds: float = 120.0
@@ -59,6 +63,7 @@ class EmbeddedConfig:
         least = 2 * self.block_size
         _need(self.kv_blocks * self.block_size >= least, "kv_blocks", self.kv_blocks, f"hold at least {least} tokens")
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"use one of {', '.join(DTYPES)}")
+        _need(self.dispatch in DISPATCHES, "dispatch", self.dispatch, f"use one of {', '.join(DISPATCHES)}")
         _need(self.threads is None or self.threads >= 1, "threads", self.threads, "use 1 or more, or leave it out")
         for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")

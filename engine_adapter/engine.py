@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.dispatch import SPLIT
 from fleet.events import Capabilities, KvBlock, KvChange
 from fleet.experts import ModelShape
 from fleet.layout import Layout
@@ -30,6 +31,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Capabilities
     shape: ModelShape | None = None
     layout: Layout | None = None
+    dispatch: str = SPLIT
+    """how replicas are chosen: one of `fleet.dispatch.DISPATCHES`"""
     speed: EngineSpeed | None = None
     tokenizer: bytes | None = None
     """a zip of tokenizer.json and tokenizer_config.json, or None"""

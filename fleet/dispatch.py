@@ -8,7 +8,12 @@ A token of rank h wants expert e:
 
 All three are shares. What is expected is sums of products: by slot of all demand (`flows`, `loads`), from rank to rank (`served_by`), by slot
 of one rank's tokens (`shares`), of what ranks serve of their own (`own_part`), of what they send on (`onward`). Single tokens are sent
-such that any run of them comes as near to the shares as whole tokens can (`Chooser`).
+such that any run of them comes as near to the shares as whole tokens can (`Chooser.choose`).
+
+An engine may choose for all k experts of a token at once instead, so that the token has to be sent to fewer ranks (`Chooser.cover`,
+`COVER`). The shares then say which replicas may serve, and decide wherever no destination is saved; what ranks serve in the end depends on
+which experts tokens want together, which demand by expert does not tell. Everything that is expected here is about the shares: under
+`COVER` loads differ from it somewhat, and fewer ranks are reached than would be by independent choices.
 
 `node` is int [ranks] everywhere: the machine of each rank, numbered from 0.
 """
@@ -23,6 +28,10 @@ from fleet.placement import FULL, Placement
 
 Table = NDArray[np.float64]
 Slots = NDArray[np.int64]
+
+SPLIT, COVER = "split", "cover"
+DISPATCHES = (SPLIT, COVER)
+"""How an engine chooses among replicas: each (token, k) pair by the shares alone, or a token's pairs together such that few ranks are reached."""
 
 _TURN = np.array(2_654_435_769, np.uint32)
 """Fractions are in units of 2^-32 here and wrap around. This one is of the golden ratio: its multiples lie as evenly as those of any number."""
@@ -183,6 +192,8 @@ class Chooser:
         self._slots = slots
         self._ends = ends
         self._sorted = np.int16 if several.shape[1] < 1 << 15 else np.int64  # numpy sorts short integers by their digits, which is faster
+        self._homes = np.array(homes, np.int64)
+        self._experts, self._per_rank, self._ranks = placement.experts, placement.slots_per_rank, placement.ranks
         begin = np.array([home * _BY_HOME & _LAST for home in homes], np.uint32)
         self._phase = (begin[:, None] + np.arange(placement.experts, dtype=np.uint32) * _BY_EXPERT).ravel()
 
@@ -203,10 +214,66 @@ class Chooser:
         found[at] = self._slots[layer][wanted, nth]
         return found
 
+    def cover(self, layer: int, wanted: NDArray[Any], turn: int | NDArray[np.int64]) -> Slots:
+        """int64 [n, k]: the slots of the pairs of n whole tokens, such that each token reaches few ranks besides its own: never more than by
+        `choose`, whose choices stand where nothing is saved. wanted: int [n, k]; a token's experts are of one home. turn: as of `choose`.
+
+        Greedy set cover, from the token's own rank and those that alone hold one of its experts: next comes the rank that holds most of what
+        is left; of several, the one that `choose` takes for the first of the token's experts, or the second and so on, so that equals take
+        their parts; then the lowest. It is the least number wherever no more than three experts are left to it. Every slot chosen has a
+        share of its home's tokens.
+        """
+        found = self.choose(layer, wanted.reshape(-1), turn).reshape(wanted.shape)
+        if self.plain[layer]:
+            return found
+        at = np.flatnonzero(self._several[layer][wanted].any(axis=1))
+        found[at] = self._covered(layer, wanted[at], found[at])
+        return found
+
+    def _covered(self, layer: int, wanted: NDArray[Any], split: Slots) -> Slots:
+        """As `cover`. split: int64 [n, k], the choices of `choose`."""
+        slots = self._slots[layer][wanted]
+        rank, home, chosen = slots // self._per_rank, self._homes[wanted[:, 0] // self._experts], split // self._per_rank
+        can = np.zeros((*wanted.shape, self._ranks), np.bool_)
+        np.put_along_axis(can, rank, True, axis=2)
+        opened = _opened(can, home, chosen)
+        # of the ranks that are opened: by the shares; else the token's own; else the next around the circle
+        most = slots.shape[2]
+        ahead = 2 * ((np.arange(most) - (slots == split[:, :, None]).argmax(axis=2)[:, :, None]) % most)
+        ahead = np.where((rank == home[:, None, None]) & (ahead > 0), 1, ahead)
+        ahead[~np.take_along_axis(opened[:, None], rank, axis=2)] = 2 * most
+        found = np.take_along_axis(slots, ahead.argmin(axis=2)[:, :, None], axis=2)[:, :, 0]
+        fewer = reached(found // self._per_rank, home) < reached(chosen, home)
+        return np.where(fewer[:, None], found, split)
+
+
+def reached(rank: NDArray[Any], home: NDArray[Any]) -> NDArray[np.int64]:
+    """int64 [n]: how many ranks other than its own each token goes to. rank: int [n, k], of its pairs; home: int [n]."""
+    ordered = np.sort(np.concatenate([rank, home[:, None]], axis=1), axis=1)
+    return np.asarray((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1), np.int64)
+
+
+def _opened(can: NDArray[np.bool_], home: Slots, chosen: Slots) -> NDArray[np.bool_]:
+    """bool [n, ranks]: ranks that together can serve each token. can: bool [n, k, ranks]; home: [n]; chosen: [n, k], ranks to prefer, the first
+    most."""
+    tokens, k, ranks = can.shape
+    opened = np.asarray((can & (can.sum(axis=2) == 1)[:, :, None]).any(axis=1))
+    opened[np.arange(tokens), home] = True
+    preferred = np.zeros((tokens, ranks), np.int64)
+    for nth in reversed(range(k)):
+        preferred[np.arange(tokens), chosen[:, nth]] = k - nth
+    left = ~(can & opened[:, None]).any(axis=2)
+    while len(at := np.flatnonzero(left.any(axis=1))):
+        gain = (can[at] & left[at][:, :, None]).sum(axis=1)
+        best = (gain * (k + 1) + preferred[at]).argmax(axis=1)
+        opened[at, best] = True
+        left[at] &= ~can[at, :, best]
+    return opened
+
 
 def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint32]]:
-    """The slots that have a part [homes, layers, slots] in each expert, ascending: int64 [layers, homes * experts, m]; and the last point of each but
-    the last: [layers, m - 1, homes * experts]."""
+    """The slots that have a part [homes, layers, slots] in each expert, ascending: int64 [layers, homes * experts, m], filled up with the first of
+    them; and the last point of each but the last: [layers, m - 1, homes * experts]."""
     layers, across = placement.layers, len(part) * placement.experts
     home, layer, slot = np.nonzero(part > 0.0)
     place = layer * across + home * placement.experts + placement.expert_of_slot[layer, slot]
@@ -217,6 +284,7 @@ def _circles(placement: Placement, part: Table) -> tuple[Slots, NDArray[np.uint3
     length = np.zeros(slots.shape)
     slots[place[order], nth] = slot[order]
     length[place[order], nth] = part[home, layer, slot][order]
+    slots = np.where(np.arange(slots.shape[1]) < counts[:, None], slots, slots[:, :1])
     ends = np.clip(np.rint(length.cumsum(axis=1) * 2.0**32) - 1.0, 0.0, _LAST).astype(np.uint32)
     ends[np.arange(ends.shape[1]) >= counts[:, None] - 1] = _LAST
     shape = (layers, across, slots.shape[1])

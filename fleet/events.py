@@ -57,6 +57,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     tokenizer: str | None = None
     """sha256 (hex) of the tokenizer archive in the blob store (`bus.put_blob`); None: unknown"""
     speed: EngineSpeed | None = None
+    dispatch: str = "split"
+    """how the engine chooses among replicas, one of `fleet.dispatch.DISPATCHES`"""
     capabilities: Capabilities = Capabilities()
 
 

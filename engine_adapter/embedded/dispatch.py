@@ -76,14 +76,18 @@ def group_by_slot(slots: NDArray[Any], slot_count: int, least_rows: int = GROUP_
     return Groups(row_of_pair, pair_of_row, ends.astype(np.int32), counts)
 
 
-class _Sending:
+class Sending:
     """Which physical slots serve the pairs of all ranks, by the rule of `fleet.dispatch`. Every rank must come to the same result, so every
     rank asks for every layer of every step once."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, cover: bool) -> None:
+        """cover: choose for a token's experts together, such that few ranks are reached."""
+        self._cover = cover
         # the ranks of an engine of ours meet in a folder: they are on one machine
         self._chooser = Chooser(placement, range(placement.ranks), np.zeros(placement.ranks, np.intp))
         self._experts = placement.experts
+        self.first = self._chooser.table
+        """int64 [layers, ranks * experts]: the first slot that may serve an expert; of one rank, the only one"""
         self._turns = np.zeros(self._chooser.table.shape, np.int64)
         """[layers, ranks * experts]: pairs so far, of layers where there is a choice"""
 
@@ -93,9 +97,9 @@ class _Sending:
         if self._chooser.plain[layer]:
             return np.asarray(self._chooser.table[layer][wanted])
         pairs, turns = wanted.reshape(-1), self._turns[layer]
-        found = self._chooser.choose(layer, pairs, turns)
+        found = self._chooser.cover(layer, wanted, turns) if self._cover else self._chooser.choose(layer, pairs, turns).reshape(wanted.shape)
         turns += np.bincount(pairs, minlength=len(turns))
-        return found.reshape(wanted.shape)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,14 @@ class Dispatch(Protocol):
 
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         """results [rows, H] of the rows dispatched, weights fp32 [T, k]: the weighted sums, fp32 [T, H]. HandleError."""
+        ...
+
+    def sending(self, placement: Placement) -> Sending:
+        """What sending by another placement, of the same ranks, experts and slots, takes. For any thread; nothing changes."""
+        ...
+
+    def adopt(self, sending: Sending) -> None:
+        """Between two steps: send by this from now on. All ranks call it before the same step."""
         ...
 
 
@@ -192,7 +204,8 @@ class LocalDispatch:
     def __init__(self, placement: Placement, max_tokens: int) -> None:
         if placement.ranks != 1:
             raise ValueError(f"dispatch: {placement!r} needs {placement.ranks} ranks; local dispatch is for one")
-        self._table = Chooser(placement, (0,), np.zeros(1, np.intp)).table  # of one rank every expert has one slot
+        self._experts = placement.experts
+        self._table = self.sending(placement).first
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
         self._calls = _Calls()
@@ -201,7 +214,7 @@ class LocalDispatch:
         _check_step(tokens, 0, (tokens,) if tokens_by_rank is None else tokens_by_rank, 1, self._max_tokens)
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
-        _check_experts(experts, self._table.shape[1])
+        _check_experts(experts, self._experts)
         groups = group_by_slot(self._table[layer][experts.reshape(-1)], self._slots)
         rows = x.index_select(0, torch.from_numpy(groups.pair_of_row // experts.shape[1]))
         return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, Handle(self._calls.next(), groups.row_of_pair))
@@ -209,6 +222,12 @@ class LocalDispatch:
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         self._calls.close(handle)
         return weighted_sum(results.index_select(0, torch.from_numpy(handle.row_of_pair)), weights)
+
+    def sending(self, placement: Placement) -> Sending:
+        return Sending(placement, cover=False)  # of one rank every expert has one slot
+
+    def adopt(self, sending: Sending) -> None:
+        self._table = sending.first
 
 
 class GlooDispatch:
@@ -219,13 +238,15 @@ class GlooDispatch:
     holds one of its experts.
     """
 
-    def __init__(self, group: RankGroup, placement: Placement, max_tokens: int, *, small_gather_bytes: int = SMALL_GATHER_BYTES) -> None:
+    def __init__(self, group: RankGroup, placement: Placement, max_tokens: int, *, cover: bool = False, small_gather_bytes: int = SMALL_GATHER_BYTES) -> None:
+        """cover: replicas are chosen such that a token is sent to few ranks (`fleet.dispatch.COVER`); the same on every rank."""
         if placement.ranks != group.ranks:
             raise ValueError(f"dispatch: {placement!r} does not fit a group of {group.ranks} ranks")
         self._group = group
         self._slots = placement.slots_per_rank
         self._experts = placement.experts
-        self._sending = _Sending(placement)
+        self._cover = cover
+        self._sending = self.sending(placement)
         self._max_tokens = max_tokens
         self._small_gather_bytes = small_gather_bytes
         self._calls = _Calls()
@@ -255,6 +276,12 @@ class GlooDispatch:
         outgoing = results.index_select(0, torch.from_numpy(handle.row_of_pair))
         back = self._group.all_to_all(outgoing, handle.to_sources, handle.from_ranks)
         return weighted_sum(back.index_select(0, torch.from_numpy(handle.back_order)), weights)
+
+    def sending(self, placement: Placement) -> Sending:
+        return Sending(placement, self._cover)
+
+    def adopt(self, sending: Sending) -> None:
+        self._sending = sending
 
     def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, Indices]:
         """Everybody's activations [all tokens, H] and expert ids [all tokens, k], sources in order, in one collective of bytes."""

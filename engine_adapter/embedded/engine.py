@@ -74,6 +74,7 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         capabilities=Capabilities(),
         shape=machine.shape,
         layout=EP,
+        dispatch=config.dispatch,
         speed=machine.speed,
         tokenizer=tokenizer.archive,
     )

@@ -12,6 +12,7 @@ from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.lockstep import Lockstep, RankGroup
 from engine_adapter.embedded.runner import Forward, Runner, Work
 from engine_adapter.initial import initial
+from fleet.dispatch import COVER
 from fleet.experts import ModelShape
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
@@ -68,6 +69,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
                 dtype=config.dtype,
                 max_tokens=config.max_batch_tokens,
                 threads=config.crew,
+                cover=config.dispatch == COVER,
             )
         opened.callback(runner.close)
         speed = runner.measure_speed()

@@ -86,12 +86,13 @@ class Runner:
         dtype: str = "float32",
         max_tokens: int = 2048,
         threads: int = 1,
+        cover: bool = False,
     ) -> None:
         """Load this rank's weights (of the experts only its own) and make `kv_pages` pages of KV. The checkpoint may be closed afterwards.
 
         group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. threads: how many share
         a large step of an engine of one rank; close() ends them. CheckpointError when a tensor cannot be read; ValueError when placement,
-        group or sizes do not fit the model.
+        group or sizes do not fit the model. cover: as of `GlooDispatch`.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
             raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
@@ -110,7 +111,9 @@ class Runner:
         self._crew = Crew(threads if group is None else 1)
         # one per thread, since a dispatch is open until its combine; the first is asked for the whole step
         self._dispatches: list[Dispatch] = (
-            [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)] if group is None else [GlooDispatch(group, placement, max_tokens)]
+            [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)]
+            if group is None
+            else [GlooDispatch(group, placement, max_tokens, cover=cover)]
         )
         self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
         self._rotary = Rotary(self.config, self._dtype)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine_adapter.simulated.presets import SHAPES, speed_of
 from fleet.blocks import BLOCK_SIZE
+from fleet.dispatch import COVER, DISPATCHES, SPLIT
 from fleet.experts import ModelShape
 from fleet.timing import EngineSpeed
 
@@ -65,6 +66,8 @@ class SimulatedConfig:
     """linear: experts in order; aligned: each where a domain wants it most, ranks kept balanced; else a file, as `roost plan --profile` writes it"""
     slots_per_rank: int | None = None
     """experts of one layer that a rank has room for; None: as many as needed. What exceeds that is room for replicas of what is wanted most"""
+    dispatch_rule: str = SPLIT
+    """how replicas are chosen, as dispatch in [engine]: split or cover. What ranks serve and read is reckoned by the shares either way"""
     profiled_tokens_per_second: int = 4_000
     """of ended requests whose experts a rank reports one by one; what exceeds it is left out"""
     activity_seconds: float = 0.5
@@ -86,6 +89,7 @@ class SimulatedConfig:
         _need(named, "placement", self.placement, f"use one of {', '.join(PLACEMENTS)}, or name a file, with a dot or a slash in its name")
         least = -(-SHAPES[self.shape].experts // self.ranks) if self.ranks > 0 else 1
         _need(self.slots_per_rank is None or self.slots_per_rank >= least, "slots_per_rank", self.slots_per_rank, f"use {least} or more, or leave it out")
+        _need(self.dispatch_rule in DISPATCHES, "dispatch_rule", self.dispatch_rule, f"use one of {', '.join(DISPATCHES)}")
         for key in ("kv_blocks", "block_size", "max_running", "max_waiting", "domain_blocks", "node_ranks", "profiled_tokens_per_second"):
             _need(getattr(self, key) >= 1, key, getattr(self, key), "use 1 or more")
         _need(1 <= self.ranks <= SHAPES[self.shape].experts, "ranks", self.ranks, f"use 1 to {SHAPES[self.shape].experts}, the experts of a layer")
@@ -131,6 +135,11 @@ class SimulatedConfig:
         """Speeds of a rank as a clock shows them."""
         speed = self.speed
         return EngineSpeed(**{key: self.time_scale * getattr(speed, key) for key in EngineSpeed.__struct_fields__})
+
+    @property
+    def covers(self) -> bool:
+        """Whether replicas are chosen such that a token is sent to few ranks."""
+        return self.dispatch_rule == COVER
 
     @property
     def node_of_rank(self) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class SimulatedEngine:
         self.steps = 0
         if (self.placement.layers, self.placement.experts, self.placement.ranks) != (self.tastes.shape.layers, self.tastes.shape.experts, config.ranks):
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
-        self._routes = Routes(self.tastes, self.placement, config.node_of_rank)
+        self._routes = Routes(self.tastes, self.placement, config.node_of_rank, cover=config.covers)
         self._dice = np.random.default_rng(config.seed)
         self._decoding = DecodeSteps()
         self._wake = asyncio.Event()

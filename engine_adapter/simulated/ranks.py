@@ -283,6 +283,7 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         capabilities=Capabilities(),
         shape=config.model_shape,
         layout=EP,
+        dispatch=config.dispatch_rule,
         speed=config.real_speed,
         tokenizer=archive,
     )

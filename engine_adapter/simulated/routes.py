@@ -5,17 +5,20 @@ adopted; a step then is a few products over its rows.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.simulated.demand import Tastes
-from fleet.dispatch import shares
+from fleet.dispatch import Chooser, reached, shares
 from fleet.placement import EMPTY, Placement
 
 _NEVER = 1e-300
 """in place of 0, which has no logarithm"""
+_TURNS = 8
+"""times that each row is sent, to learn where the choice for whole tokens takes it: at equal intervals of the turns"""
 
 
 class Traffic(NamedTuple):
@@ -32,7 +35,8 @@ class Traffic(NamedTuple):
 class Routes:
     """Where rows go under one placement: by the rule of `fleet.dispatch`, in expectation. Exact numbers where nothing is shared out."""
 
-    def __init__(self, tastes: Tastes, placement: Placement, node_of_rank: Sequence[int]) -> None:
+    def __init__(self, tastes: Tastes, placement: Placement, node_of_rank: Sequence[int], *, cover: bool = False) -> None:
+        """cover: replicas are chosen such that a token reaches few ranks. How many is then a mean over a few tokens of each row."""
         node = np.asarray(node_of_rank, np.intp)
         layer, slot = np.nonzero(placement.expert_of_slot != EMPTY)
         part = np.stack([shares(placement, home, node)[layer, slot] for home in range(placement.ranks)])
@@ -42,8 +46,11 @@ class Routes:
         np.put_along_axis(wanted, tastes.places, True, axis=1)
         self._sole = _Sole(tastes, held.only(replicas == 1), wanted, placement)
         self._several = _Several(held.only(replicas > 1), wanted, placement)
-        self._remote_ranks = _remote(tastes, placement, held, np.arange(placement.ranks))
-        self._remote_nodes = _remote(tastes, placement, held, node)
+        if cover and (replicas > 1).any():
+            self._remote_ranks, self._remote_nodes = _covered(tastes, placement, node)
+        else:
+            self._remote_ranks = _remote(tastes, placement, held, np.arange(placement.ranks))
+            self._remote_nodes = _remote(tastes, placement, held, node)
 
     def traffic(self, tokens_of_row: NDArray[np.int64]) -> Traffic:
         """tokens_of_row: int [ranks, rows] of one step."""
@@ -140,6 +147,17 @@ def _remote(tastes: Tastes, placement: Placement, held: _Slots, spot: NDArray[np
             went = _went(tastes.table, share.reshape(placement.layers, placement.experts, -1))
         found[home] = went.sum(axis=1) - went[:, spot[home]]
     return found
+
+
+def _covered(tastes: Tastes, placement: Placement, node: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """As `_remote`, twice: of ranks, and of nodes, where a token's replicas are chosen together."""
+    chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
+    ranks, nodes = (np.zeros((placement.ranks, tastes.rows)) for _ in range(2))
+    for layer, home, turn in product(range(placement.layers), range(placement.ranks), range(_TURNS)):
+        rank = chooser.cover(layer, home * placement.experts + tastes.table[:, layer].astype(np.intp), turn) // per
+        ranks[home] += reached(rank, np.full(tastes.rows, home))
+        nodes[home] += reached(node[rank], np.full(tastes.rows, node[home]))
+    return ranks / _TURNS, nodes / _TURNS
 
 
 def _went(table: NDArray[np.int16], share: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -150,11 +150,11 @@ def test_ranks_together_equal_a_dense_float64_reference(groups, small_gather_byt
     joined, pool = groups
     placement = data.draw(placements(len(joined), 8, layers=2))
     brought = [data.draw(batches(8, 2)) for _ in joined]
-    told = data.draw(st.booleans())
+    told, cover = data.draw(st.booleans()), data.draw(st.booleans())
 
     def run(group):
         x, chosen, weights = brought[group.rank]
-        dispatch = GlooDispatch(group, placement, 64, small_gather_bytes=small_gather_bytes)
+        dispatch = GlooDispatch(group, placement, 64, cover=cover, small_gather_bytes=small_gather_bytes)
         dispatch.begin_step(len(x), [len(other) for other, _, _ in brought] if told else None)
         found = []
         for layer in range(2):
@@ -228,3 +228,27 @@ def test_a_step_that_only_one_rank_has_work_for_is_a_step_of_all(groups):
         return dispatch.combine(sent.rows, torch.ones(count, 8), sent.handle)
 
     assert [found.sum().item() for found in pool.map(run, joined)] == [0.0] * (len(joined) - 1) + [3 * 4 * 8.0]
+
+
+def test_whole_tokens_reach_fewer_ranks_and_come_home_the_same_to_the_last_bit(groups):
+    joined, pool = groups
+    ranks, random = len(joined), np.random.default_rng(7)
+    table = np.tile(np.arange(8), (1, ranks))
+    table[0, :8] = [0, 1, *[-1] * 6]  # rank 0 lacks most; the others have everything
+    placement = Placement(table, experts=8, ranks=ranks)
+    x = torch.from_numpy(random.standard_normal((40, 5)).astype(np.float32))
+    chosen, weights = np.array([random.permutation(8)[:4] for _ in range(40)]), torch.rand(40, 4, generator=torch.Generator().manual_seed(1))
+
+    def run(group, cover):
+        tokens = 40 if group.rank == 0 else 0
+        dispatch = GlooDispatch(group, placement, 64, cover=cover, small_gather_bytes=0)
+        dispatch.begin_step(tokens, [40] + [0] * (ranks - 1))
+        sent = dispatch.dispatch(0, x[:tokens], chosen[:tokens])
+        fetched = len({tuple(row) for row in sent.rows.tolist()}) if group.rank else 0
+        return dispatch.combine(scale_by_expert(sent, placement, group.rank, 0), weights[:tokens], sent.handle), fetched
+
+    split, cover = (list(pool.map(run, joined, [how] * ranks)) for how in (False, True))
+    assert torch.equal(split[0][0], cover[0][0])
+    fetched = [sum(one[1] for one in found) for found in (split, cover)]
+    assert fetched[1] == sum(bool((token > 1).any()) for token in chosen)
+    assert fetched[1] < fetched[0] or ranks == 2

@@ -22,6 +22,7 @@ from fleet.dispatch import loads, shares
 from fleet.placement import FULL, Placement, Split, linear
 from fleet.routings import count_pairs
 from fleet.timing import EngineSpeed
+from tests.fleet.splits import random_table
 
 CONFIG = SimulatedConfig(shape="demo", ranks=4, node_ranks=2, domains=3, domain_blocks=2)
 TASTES = Tastes(CONFIG)
@@ -116,6 +117,18 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
     assert found.distinct_experts == pytest.approx((1 - unread).reshape(4, 4, -1).sum(axis=(0, 2)))
     demand = np.stack([TASTES.counts(rows) for rows in by_row])
     assert found.served == pytest.approx(loads(placement, demand, np.array(node)))
+
+
+def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else():
+    placement = Placement(random_table(np.random.default_rng(3), 4, 4, 32, 6), experts=32, ranks=4)
+    tokens = np.random.default_rng(4).integers(0, 3, (4, TASTES.rows))
+    split, cover = (Routes(TASTES, placement, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True))
+    assert (cover.remote_ranks < 0.95 * split.remote_ranks).all()
+    assert (cover.remote_nodes <= 1.02 * split.remote_nodes).all()
+    assert cover.served == pytest.approx(split.served)
+    sole = linear(layers=4, experts=32, ranks=4)
+    split, cover = (Routes(TASTES, sole, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True))
+    assert cover.remote_ranks.tolist() == split.remote_ranks.tolist()
 
 
 def test_alignment_keeps_domains_at_home_and_ranks_balanced():
