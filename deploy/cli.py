@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deploy import commands_operate, commands_parts, commands_plan, commands_up, commands_views
+from deploy import commands_migrate, commands_operate, commands_parts, commands_plan, commands_up, commands_views
 from deploy.commandline import CONFIG, JSON, ConfigOption, JsonOption, fail, running, settings_from, show
 from deploy.rundir import home, settings_file
 from deploy.settings import SECTIONS
@@ -23,6 +23,7 @@ commands_up.add_to(app)
 commands_parts.add_to(app)
 commands_views.add_to(app)
 commands_plan.add_to(app)
+commands_migrate.add_to(app)
 commands_operate.add_to(app)
 
 

@@ -1,9 +1,10 @@
-"""`roost plan`: what the planner would do, or a first placement from a recorded profile."""
+"""`roost plan`: what the planner would do, and having it done; or a first placement from a recorded profile."""
 
 import re
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail
@@ -28,6 +29,9 @@ def plan(
     memory: Annotated[bool, typer.Option("--memory", help="Also what further redundant slots would be worth, against the KV blocks they take.")] = False,
     dead: Annotated[str | None, typer.Option("--dead", metavar="RANKS", help="As if these ranks were lost, e.g. 3,5.")] = None,
     layer: Annotated[list[int] | None, typer.Option("--layer", min=0, help="Change only this MoE layer; repeat for more.")] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Then carry the plan out, and tell how it goes; status 1 where there is none, or it is given up.")
+    ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Print every step, not only those that gain most.")] = False,
     profile: Annotated[
         Path | None,
@@ -39,16 +43,25 @@ def plan(
         int | None, typer.Option("--nodes", min=1, help="With --profile: machines, with as many ranks each.  [default: 1]", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="With --profile: write the placement there, for the setting `placement` of engines.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write the plan there, for `roost migrate --plan`. With --profile: the placement, for the setting `placement` of engines.",
+        ),
     ] = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show what the planner would change, what it would gain and cost, and why, or why not. A dry run: nothing is moved."""
+    """Show what the planner would change, what it would gain and cost, and why, or why not. Nothing is moved, except with --apply.
+
+    `roost migrate` moves a single expert, or carries out a plan that was written to a file; `roost rollback` undoes it.
+    """
     if profile is not None:
-        for name, value in (("ENGINE", engine), ("--policy", policy), ("--budget", budget), ("--dead", dead), ("--layer", layer), ("--memory", memory or None)):
-            if value is not None:
+        flags = (("--memory", memory), ("--apply", apply))
+        for name, value in (("ENGINE", engine), ("--policy", policy), ("--budget", budget), ("--dead", dead), ("--layer", layer), *flags):
+            if value not in (None, False):
                 fail(f"{name} is about an engine that runs; with --profile there is none", USAGE)
         if ranks is None:
             fail("--profile needs --ranks: how many ranks will the engine have?", USAGE)
@@ -56,15 +69,23 @@ def plan(
 
         show_first_placement(profile, ranks, slots_per_rank, nodes or 1, out, as_json=as_json)
         return
-    for name, given in (("--ranks", ranks), ("--slots-per-rank", slots_per_rank), ("--nodes", nodes), ("--out", out)):
+    for name, given in (("--ranks", ranks), ("--slots-per-rank", slots_per_rank), ("--nodes", nodes)):
         if given is not None:
             fail(f"{name} belongs to --profile FILE", USAGE)
     from deploy.view_plan import Asked, show_plan
 
     if policy is not None and policy not in POLICIES:
         fail(f"no policy {policy!r}; there are: {', '.join(POLICIES)}", USAGE)
+    if apply and dead is not None:
+        fail("--dead only asks what if; a plan is carried out on ranks that live: leave out --dead, or --apply", USAGE)
     asked = Asked(engine, policy or "", None if budget is None else in_bytes(budget), memory, _numbers(dead), tuple(layer or ()))
-    show_plan(bus_from(config, nats), asked, everything=everything, as_json=as_json)
+    bus = bus_from(config, nats)
+    answer = show_plan(bus, asked, out, everything=everything, applied=apply, as_json=as_json)
+    if apply:
+        from deploy.view_migration import Manner, show_applied
+
+        also = {"asked": msgspec.json.decode(answer.record)} if as_json else {}
+        show_applied(bus, answer.engine, answer.plan, Manner(as_json=as_json), also)
 
 
 def in_bytes(text: str) -> int:

@@ -3,6 +3,7 @@
 What does the work is imported when its command runs: the NATS client and the router's values are not for every command.
 """
 
+import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +33,14 @@ from router.config import RouterConfig
 from router.scoring import TERMS
 
 KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
+FAMILIES = {
+    "migration": ("MigrationPlanned", "MigrationStaged", "MigrationCommitted", "MigrationAborted", "PlacementCommitted"),
+    "membership": ("EngineJoined", "EngineLeft"),
+    "handover": ("ProposeHandover", "CommitHandover", "AbortHandover", "DescribeHandover", "HandoverDescribed"),
+}
+"""Kinds that one often wants together, under one name."""
 _STORED = sorted(kind.__name__ for kind in STORED)
+_FAMILY_HELP = "Several at once: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in FAMILIES.items()) + "."
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -136,7 +144,9 @@ def explain(
 
 
 def events(
-    kind: Annotated[list[str] | None, typer.Option("--kind", metavar="KIND", help=f"Only this kind; repeat for more. Kinds: {', '.join(KINDS)}.")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option("--kind", metavar="KIND", help=f"Only this kind; repeat for more. {_FAMILY_HELP} Kinds: {', '.join(KINDS)}.")
+    ] = None,
     since: Annotated[str | None, typer.Option("--since", metavar="TIME", help="Replay what is stored first, e.g. 90s, 15m, 1h, 2d.")] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on with what comes; --no-follow needs --since.")] = True,
     nats: NatsOption = NATS,
@@ -172,14 +182,18 @@ def _key(file: Path | None) -> str | None:
 
 
 def _kinds(names: list[str]) -> set[str]:
-    return {_kind(name) for name in names}
+    return {kind for name in names for kind in FAMILIES.get(name.lower()) or (_kind(name),)}
 
 
 def _kind(name: str) -> str:
     """A kind by its name, or by the beginning of it that no other kind has."""
     found: list[str] = [kind for kind in KINDS if kind.lower() == name.lower()] or [kind for kind in KINDS if kind.lower().startswith(name.lower())]
-    if len(found) != 1:
-        fail(f"no kind {name!r}; kinds: {', '.join(KINDS)}" if not found else f"{name!r} is the beginning of {', '.join(found)}: say which", USAGE)
+    if len(found) > 1:
+        fail(f"{name!r} is the beginning of {', '.join(found)}: say which", USAGE)
+    if not found:
+        known = {one.lower(): one for one in (*FAMILIES, *KINDS)}
+        near = [known[one] for one in difflib.get_close_matches(name.lower(), known, cutoff=0.6)]
+        fail(f"no kind {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"kinds: {', '.join((*FAMILIES, *KINDS))}"), USAGE)
     return found[0]
 
 

@@ -16,7 +16,17 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.commandline import console, fail, in_json, show, table
 from deploy.process import run as run_process
-from fleet.events import EngineHeartbeat, EngineJoined, EngineLeft, KvMetrics, PlacementCommitted, RankDrained
+from fleet.events import (
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    KvMetrics,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlacementCommitted,
+    RankDrained,
+)
 from fleet.experts import ExpertId
 from fleet.placement import FULL, Placement
 
@@ -37,6 +47,9 @@ class EngineNow:
     """by rank"""
     drains: dict[int | None, str] = field(default_factory=dict)
     """why no new requests go to a rank, or (None) to any"""
+
+    migrating: str = ""
+    """id of the plan that is being carried out; empty: none is"""
 
     def drained(self, rank: int) -> str | None:
         """Why a rank gets no new requests; None: it gets them."""
@@ -60,6 +73,9 @@ def show_status(bus_config: BusConfig, routers: Sequence[str], *, as_json: bool)
         console().print(f"router processes, each alone: {' '.join(routers)}")
     if engines:
         table(HEAD, (row for engine in engines for row in _rows(engine)))
+    for engine in engines:
+        if engine.migrating:
+            console().print(f"{engine.joined.engine}: plan {engine.migrating} is being carried out; see roost events --kind migration --since 10m")
 
 
 def show_placement(bus_config: BusConfig, layer: int | None, *, as_json: bool) -> None:
@@ -106,6 +122,7 @@ async def _engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], d
     async with AsyncExitStack() as stack:
         heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats, subjects.kv_metrics))
         engines = await members(bus, subjects)
+        await _note_plans(bus, subjects, engines)
         by_worker = {engine.joined.worker_id: engine for engine in engines}
         try:
             async with asyncio.timeout(LISTEN_SECONDS):
@@ -130,6 +147,15 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
         if isinstance(said, RankDrained) and said.draining and said.engine in found and found[said.engine].joined.worker_id == said.worker_id:
             found[said.engine].drains[said.rank] = said.reason
     return list(found.values())
+
+
+async def _note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
+    """The last word about an engine's plans tells whether one is under way."""
+    by_worker = {engine.joined.worker_id: engine for engine in engines}
+    async for received in bus.replay(subjects.migrations(), latest=True, follow=False):
+        match received.message:
+            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) as said if said.worker_id in by_worker:
+                by_worker[said.worker_id].migrating = said.plan
 
 
 def _note(by_worker: dict[int, EngineNow], received: Received) -> None:
@@ -161,6 +187,7 @@ def _record(engine: EngineNow) -> dict[str, Any]:
         "node": joined.node,
         "alive": engine.heartbeat is not None,
         "epoch": engine.heartbeat.epoch if engine.heartbeat else None,
+        "migrating": engine.migrating or None,
         "layout": joined.layout,
         "block_size": joined.block_size,
         "kv_blocks": joined.kv_blocks,

@@ -1,6 +1,7 @@
 """What the planner would do with an engine: before and after, step by step, what it costs and when it has paid; or why nothing is worth doing."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -8,8 +9,9 @@ import msgspec
 from bus import Bus, BusError, BusTimeout
 from bus.config import BusConfig
 from bus.subjects import Subjects
-from deploy.commandline import USAGE, console, fail, show, table
-from deploy.view_fleet import members, on_bus
+from deploy.commandline import USAGE, console, fail, note, show, table
+from deploy.migrations import NoSuchEngine, engine_named
+from deploy.view_fleet import on_bus
 from fleet.events import DescribePlan, PlanDescribed
 from migration.record import MemoryPoint, PlanRecord, StepRecord
 
@@ -31,26 +33,42 @@ class Asked(NamedTuple):
     layers: tuple[int, ...] = ()
 
 
-def show_plan(bus_config: BusConfig, asked: Asked, *, everything: bool, as_json: bool) -> None:
-    """Ask the planner, and print what it says."""
+def show_plan(bus_config: BusConfig, asked: Asked, out: Path | None, *, everything: bool, applied: bool, as_json: bool) -> PlanDescribed:
+    """Ask the planner, print what it says, and write the plan to `out`. Ends the command where that or carrying out (applied) needs a plan and
+    there is none."""
 
-    async def ask(bus: Bus, subjects: Subjects) -> bytes:
+    async def ask(bus: Bus, subjects: Subjects) -> PlanDescribed:
         return await described(bus, subjects, asked)
 
     answer = on_bus(bus_config, ask)
-    if as_json:
-        show(answer.decode())
-    else:
-        print_plan(msgspec.json.decode(answer, type=PlanRecord), everything=everything)
+    record = msgspec.json.decode(answer.record, type=PlanRecord)
+    if not as_json:
+        print_plan(record, everything=everything, dry=not applied)
+    elif not applied or not answer.plan:
+        show(answer.record.decode())
+    if not answer.plan and (applied or out is not None):
+        fail(f"there is no plan to {'carry out' if applied else 'write'}: {record.refused or record.lost or 'the planner gave none'}")
+    if out is not None:
+        _write(answer, out)
+    return answer
 
 
-async def described(bus: Bus, subjects: Subjects, asked: Asked) -> bytes:
-    """The planner's own words: a PlanRecord as JSON. BusTimeout when it does not answer; ends the command when it says that it knows too little."""
-    names = sorted(engine.joined.engine for engine in await members(bus, subjects) if engine.joined.shape is not None)
-    if asked.engine is None and len(names) != 1:
-        fail(f"name an engine; there are: {', '.join(names)}" if names else "no engine with experts has joined; start one first", USAGE)
+def _write(answer: PlanDescribed, out: Path) -> None:
+    try:
+        out.write_bytes(answer.plan)
+    except OSError as error:
+        fail(f"cannot write {out}: {error}", USAGE)
+    note(f"wrote {out}; carry it out while epoch and placement are the same: roost migrate --plan {out} --to {answer.engine}")
+
+
+async def described(bus: Bus, subjects: Subjects, asked: Asked) -> PlanDescribed:
+    """The planner's own words. BusTimeout when it does not answer; ends the command when it says that it knows too little."""
+    try:
+        joined = await engine_named(bus, subjects, asked.engine)
+    except NoSuchEngine as error:
+        fail(str(error), USAGE)
     question = DescribePlan(
-        engine=asked.engine or names[0],
+        engine=joined.engine,
         policy=asked.policy,
         budget_bytes=asked.budget_bytes,
         memory=asked.memory,
@@ -65,11 +83,11 @@ async def described(bus: Bus, subjects: Subjects, asked: Asked) -> bytes:
         fail(str(refused))
     if not isinstance(answer, PlanDescribed):
         fail(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
-    return answer.record
+    return answer
 
 
-def print_plan(record: PlanRecord, *, everything: bool = False) -> None:
-    """For people."""
+def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True) -> None:
+    """For people. dry: nothing follows."""
     out = console()
     judged = "the next window" if record.next_window else "the same window"
     out.print(
@@ -93,14 +111,15 @@ def print_plan(record: PlanRecord, *, everything: bool = False) -> None:
     if record.memory:
         out.print("")
         _print_memory(record.memory)
-    out.print(f"[dim]found in {1e3 * record.plan_seconds:,.0f} ms; nothing was moved: this is a dry run[/dim]")
+    moved = "; nothing was moved: this is a dry run, and --apply carries a plan out" if dry else ""
+    out.print(f"[dim]found in {1e3 * record.plan_seconds:,.0f} ms{moved}[/dim]")
 
 
 def _cost(record: PlanRecord) -> str:
     if not record.copies:
-        return f"no bytes, {_many(record.handovers, 'handover')}"
-    copied = f"{_many(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots, {in_units(record.copied_bytes)})"
-    return f"{copied} in {_many(record.handovers, 'handover')} of {record.transfer_seconds:.2f} s together"
+        return f"no bytes, {many(record.handovers, 'handover')}"
+    copied = f"{many(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots, {in_units(record.copied_bytes)})"
+    return f"{copied} in {many(record.handovers, 'handover')} of {record.transfer_seconds:.2f} s together"
 
 
 def _worth(record: PlanRecord) -> str:
@@ -182,5 +201,5 @@ def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.2f} us"
 
 
-def _many(count: int, one: str, several: str | None = None) -> str:
+def many(count: int, one: str, several: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"

@@ -10,7 +10,24 @@ import pytest
 
 from tests.deploy.commands import roost
 
-COMMANDS = ("up", "router", "tracker", "planner", "worker", "status", "placement", "popularity", "plan", "explain", "events", "drain", "reload", "config")
+COMMANDS = (
+    "up",
+    "router",
+    "tracker",
+    "planner",
+    "worker",
+    "status",
+    "placement",
+    "popularity",
+    "plan",
+    "migrate",
+    "rollback",
+    "explain",
+    "events",
+    "drain",
+    "reload",
+    "config",
+)
 
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -80,7 +97,16 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["worker", "--url", "http://a"], "--url belongs to --engine openai"),
         (["worker", "--host", "0.0.0.0"], "host must be an address under which routers reach this machine"),
         (["worker", "--name", "two words"], "engine name 'two words'"),
-        (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: EngineJoined"),
+        (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: migration, membership, handover, EngineJoined"),
+        (["events", "--kind", "MigrationComitted"], "no kind 'MigrationComitted'; did you mean MigrationCommitted"),
+        (["events", "--kind", "handover", "--since", "1h"], "is telemetry and is not stored"),
+        (["migrate"], "roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate --plan FILE"),
+        (["migrate", "--expert", "3", "--to", "e0/1"], "--expert '3': name it as LAYER/EXPERT, e.g. 3/17"),
+        (["migrate", "--expert", "3/17", "--to", "e0"], "--to 'e0': name it as ENGINE/RANK, e.g. engine-0/1"),
+        (["migrate", "--expert", "3/17", "--to", "e0/1", "--move", "--swap", "4"], "with --swap both experts move already"),
+        (["migrate", "--plan", "x.json", "--expert", "3/17"], "--expert is about one expert"),
+        (["migrate", "--plan", "x.json"], "x.json: no plan can be read from it"),
+        (["plan", "--apply", "--dead", "1"], "a plan is carried out on ranks that live"),
         (["events", "--since", "1h", "--kind", "kvmetrics"], "KvMetrics is telemetry and is not stored"),
         (["events", "--since", "soon"], "use a number and s, m, h or d"),
         (["events", "--kind", "kv"], "'kv' is the beginning of KvSnapshotRequested, KvSnapshot, KvEvents, KvMetrics: say which"),

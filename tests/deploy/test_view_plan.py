@@ -148,8 +148,8 @@ def test_a_budget_is_read_with_its_unit(text: str, count: int) -> None:
         (("--policy", "best"), "no policy 'best'; there are: roost"),
         (("--dead", "3;5"), "name ranks by their numbers"),
         (("--ranks", "4"), "--ranks belongs to --profile"),
-        (("--out", "x.json"), "--out belongs to --profile"),
         (("--profile", "{profile}"), "--profile needs --ranks"),
+        (("--profile", "{profile}", "--ranks", "4", "--apply"), "--apply is about an engine that runs"),
         (("--profile", "{profile}", "--ranks", "4", "--memory"), "--memory is about an engine that runs"),
         (("a", "--profile", "{profile}", "--ranks", "4"), "ENGINE is about an engine that runs"),
         (("--profile", "{profile}", "--ranks", "4", "--slots-per-rank", "7"), "32 experts do not fit into 7 slots"),
@@ -196,7 +196,7 @@ async def test_the_planner_is_asked_about_the_only_engine_with_experts() -> None
 
     async with bus.serve(SUBJECTS.describe_plan, planner):
         answer = await described(bus, SUBJECTS, Asked(None, "uniform", 5, True, (1,), (0,)))
-        assert msgspec.json.decode(answer, type=PlanRecord) == PLAN
+        assert msgspec.json.decode(answer.record, type=PlanRecord) == PLAN
         assert heard == [DescribePlan(engine="a", policy="uniform", budget_bytes=5, memory=True, dead=(1,), layers=(0,))]
         await joined(bus, "b")
         with pytest.raises(typer.Exit):

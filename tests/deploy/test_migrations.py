@@ -1,0 +1,312 @@
+"""`roost migrate`, `plan --apply`, `rollback`: what is asked of the planner, and how what becomes of it is told."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bus import Bus, Message
+from bus.config import BusConfig
+from bus.memory import MemoryBus
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy import migrations
+from deploy.commands_views import FAMILIES, KINDS
+from deploy.migrations import Course, Declined, NoSuchEngine, carried_out, engine_named
+from deploy.view_migration import as_record, present
+from fleet.events import (
+    ApplyPlan,
+    DescribePlan,
+    EngineJoined,
+    HandoverDescribed,
+    MigrateExpert,
+    MigrationAborted,
+    MigrationAccepted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlanDescribed,
+    PullTold,
+    RequestRefused,
+    RollBack,
+)
+from fleet.experts import ModelShape
+from fleet.placement import linear
+from migration.plan import planned
+from migration.record import PlanRecord
+from tests.deploy.commands import roost
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+SUBJECTS = Subjects()
+SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
+FIRST = linear(layers=2, experts=8, ranks=2)
+ASKED = MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1)
+WHO: dict[str, Any] = {"engine": "engine-0", "worker_id": 7, "plan": "cafe"}
+ACCEPTED = MigrationAccepted(**WHO, handovers=2, copies=3, bytes=3000, what=("expert 1/3 from rank 0 to rank 1",))
+PULL = PullTold(source=0, transfer="shared", experts=1, bytes=1000, seconds=0.1)
+PLANNED = MigrationPlanned(**WHO, origin="operator", base_epoch=0, handovers=2, copies=3, bytes=3000, reason="somebody wants it")
+ABORTED = MigrationAborted(**WHO, handover=6, number=1, epoch=2, reason="rank 1 has no free cell: wait until reads have settled", fault="room", rank=1)
+
+
+def staged(number: int) -> MigrationStaged:
+    return MigrationStaged(
+        **WHO, handover=5 + number, number=number, epoch=1 + number, placement=FIRST.record(), copies=1, bytes=1000, seconds=0.2, pulls=(PULL,)
+    )
+
+
+def committed(number: int) -> MigrationCommitted:
+    return MigrationCommitted(
+        **WHO, handover=5 + number, number=number, epoch=1 + number, copies=1, bytes=1000, seconds=0.25, commit_seconds=0.05, last=number == 1
+    )
+
+
+GOOD = (PLANNED, staged(0), committed(0), staged(1), committed(1))
+
+
+def joined(engine: str, worker_id: int = 7, shape: ModelShape | None = SHAPE) -> EngineJoined:
+    about: dict[str, Any] = {"model": "m", "node": "n", "urls": ("http://x", "http://y"), "block_size": 16, "kv_blocks": 8}
+    return EngineJoined(engine=engine, worker_id=worker_id, shape=shape, max_context=512, max_batch_tokens=256, **about)
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[MemoryBus]:
+    bus = MemoryBus()
+    for name in ("engine-0", "engine-1", "plain-2"):
+        await bus.record(SUBJECTS.membership(name), joined(name, shape=None if name == "plain-2" else SHAPE))
+    yield bus
+    await bus.close()
+
+
+def telling(bus: Bus, subjects: Subjects, *story: Message) -> Callable[[Message], Awaitable[Message]]:
+    """A planner that accepts whatever it is asked, and tells at once how it goes."""
+
+    async def answer(message: Message) -> Message:
+        for said in story:
+            await bus.record(subjects.migrations("engine-0"), said)
+        return ACCEPTED
+
+    return answer
+
+
+async def follow(bus: MemoryBus, *story: Message, wait: bool = True) -> tuple[Course, list[str]]:
+    said: list[str] = []
+    async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, *story)), asyncio.timeout(5):
+        return await carried_out(bus, SUBJECTS, ASKED, wait=wait, began=lambda _: None, say=said.append), said
+
+
+# Which engine
+
+
+@pytest.mark.parametrize(("text", "name"), [("engine-0", "engine-0"), ("e0", "engine-0"), ("e1", "engine-1")])
+async def test_an_engine_is_known_by_its_name_and_by_its_letters_and_number(bus: MemoryBus, text: str, name: str) -> None:
+    assert (await engine_named(bus, SUBJECTS, text)).engine == name
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("e2", "no engine 'e2' with experts; there are: engine-0, engine-1"),
+        ("p2", "no engine 'p2' with experts"),
+        (None, "name an engine; there are: engine-0, engine-1"),
+    ],
+)
+async def test_another_engine_is_refused_with_those_that_are_there(bus: MemoryBus, text: str | None, says: str) -> None:
+    with pytest.raises(NoSuchEngine) as refusal:
+        await engine_named(bus, SUBJECTS, text)
+    assert says in str(refusal.value)
+
+
+async def test_a_short_name_of_two_engines_is_no_name(bus: MemoryBus) -> None:
+    await bus.record(SUBJECTS.membership("east-0"), joined("east-0"))
+    with pytest.raises(NoSuchEngine, match="'e0' is short for east-0, engine-0: say which"):
+        await engine_named(bus, SUBJECTS, "e0")
+
+
+# How it goes
+
+
+async def test_a_plan_is_followed_to_its_last_commit(bus: MemoryBus) -> None:
+    course, said = await follow(bus, *GOOD)
+    assert (course.over, course.given_up, course.epoch, course.done, course.copies, course.bytes) == (True, None, 2, 2, 2, 2000)
+    assert said == [
+        "under way: somebody wants it",
+        "handover 1 of 2: staged on all ranks after 0.20 s",
+        "handover 1 of 2: epoch 1 is served, 50 ms after the decision",
+        "handover 2 of 2: staged on all ranks after 0.20 s",
+        "handover 2 of 2: epoch 2 is served, 50 ms after the decision",
+    ]
+    record = as_record(course)
+    assert (record["outcome"], record["bytes_by_transfer"], record["seconds"]) == ("done", {"shared": 2000}, 0.5)
+
+
+async def test_a_plan_that_is_given_up_says_why_and_what_had_been_done(bus: MemoryBus) -> None:
+    course, _ = await follow(bus, *GOOD[:3], ABORTED)
+    record = as_record(course)
+    assert (record["outcome"], record["handovers_done"], record["epoch"], record["rank"], record["fault"]) == ("given up", 1, 1, 1, "room")
+    assert "no free cell" in record["reason"]
+
+
+async def test_what_became_of_an_equal_plan_a_moment_ago_is_not_taken_for_this_one(bus: MemoryBus) -> None:
+    await follow(bus, PLANNED, ABORTED)
+    course, _ = await follow(bus, *GOOD)
+    assert course.given_up is None
+    assert course.done == 2
+
+
+async def test_other_plans_of_the_engine_are_none_of_its_business(bus: MemoryBus) -> None:
+    course, _ = await follow(bus, msgspec.structs.replace(ABORTED, plan="another"), *GOOD)
+    assert course.over
+    assert course.given_up is None
+
+
+async def test_without_waiting_it_is_only_accepted(bus: MemoryBus) -> None:
+    course, said = await follow(bus, wait=False)
+    assert as_record(course)["outcome"] == "under way"
+    assert said == []
+
+
+async def test_a_refusal_is_told_in_the_planners_words_and_silence_as_silence(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(message: Message) -> Message:
+        return RequestRefused(reason="rank 1 holds expert 1/3 already")
+
+    async with bus.serve(SUBJECTS.migrate, refuse):
+        with pytest.raises(Declined, match="holds expert 1/3 already"):
+            await carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=print)
+    monkeypatch.setattr(migrations, "ASK_SECONDS", 0.05)
+    with pytest.raises(Declined, match="the planner does not answer"):
+        await carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=print)
+
+
+async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "QUIET_SECONDS", 0.01)
+    quiet = asyncio.Event()
+    async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, PLANNED)):
+        course = asyncio.ensure_future(carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=lambda text: "running?" in text and quiet.set()))
+        async with asyncio.timeout(5):
+            await quiet.wait()
+            await bus.record(SUBJECTS.migrations("engine-0"), ABORTED)
+            assert (await course).over
+
+
+def test_how_far_ranks_are_is_shown_and_counted() -> None:
+    course = Course(ACCEPTED)
+    assert present(course) == "handover 1 of 2"
+    plain: dict[str, Any] = {"worker_id": 7, "served": 0, "token": 1, "handover": 5, "concluded": 4, "flipped": 4}
+    course.note(HandoverDescribed(rank=1, state="staging", pulls=(PULL,), **plain))
+    course.note(HandoverDescribed(rank=0, state="staged", **plain))
+    course.note(HandoverDescribed(rank=0, state="staging", **{**plain, "worker_id": 8}))
+    assert present(course) == "handover 1 of 2: rank 0 staged, rank 1 staging"
+    assert course.pulled == 1000
+    course.note(committed(0))
+    assert (course.pulled, present(course)) == (1000, "handover 2 of 2")
+
+
+def test_families_of_kinds_name_kinds() -> None:
+    assert {kind for kinds in FAMILIES.values() for kind in kinds} <= set(KINDS)
+
+
+# As commands
+
+
+PLAN = planned(FIRST, reason="it is hot")
+RECORD = PlanRecord(
+    engine="engine-0", worker_id="7", model="m", epoch=0, policy="roost", tokens_per_second=1.0, pairs=1.0, judged_pairs=1.0, next_window=False, id=PLAN.id
+)
+
+
+@contextmanager
+def planner(nats_url: str, namespace: str, heard: list[Message], *story: Message, plan: bytes = b"") -> Iterator[None]:
+    """A planner on a NATS server, in a thread of its own; `heard`: what it is asked."""
+    ready, over, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+
+    async def work() -> None:
+        subjects = Subjects(namespace)
+        bus = await NatsBus.connect(nats_url, subjects, BusConfig(url=nats_url, namespace=namespace))
+        await bus.record(subjects.membership("engine-0"), joined("engine-0"))
+        tell = telling(bus, subjects, *story)
+
+        async def answer(message: Message) -> Message:
+            heard.append(message)
+            if isinstance(message, DescribePlan):
+                refused = None if plan else "no gain beyond sampling noise"
+                return PlanDescribed(engine="engine-0", worker_id=7, record=msgspec.json.encode(msgspec.structs.replace(RECORD, refused=refused)), plan=plan)
+            return await tell(message)
+
+        async with bus.serve(subjects.migrate, answer), bus.serve(subjects.describe_plan, answer):
+            ready.set()
+            await over.wait()
+        await bus.close()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(work()), name="a planner")
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()
+
+
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A namespace of its own."""
+    name = f"migrations-{abs(hash(request.node.name))}"
+    monkeypatch.setenv("ROOST_BUS_NAMESPACE", name)
+    return name
+
+
+def test_migrate_asks_for_an_expert_and_tells_what_came_of_it(nats_url: str, space: str) -> None:
+    heard: list[Message] = []
+    with planner(nats_url, space, heard, *GOOD):
+        done = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--from", "0", "--move", "--nats", nats_url)
+        assert done.exit_code == 0, done.output
+        assert "plan cafe of engine-0: 3 copies (3 kB) in 2 handovers\n- expert 1/3 from rank 0 to rank 1" in done.stdout
+        assert "done: engine-0 serves epoch 2; 2 copies, 2 kB by shared, 0.50 s" in done.stdout
+        assert heard == [MigrateExpert(engine="engine-0", layer=1, expert=3, rank=1, source=0, move=True)]
+        found = json.loads(roost("rollback", "--to-before", "beef", "--json", "--nats", nats_url).stdout)
+        assert (found["outcome"], found["epoch"]) == ("done", 2)
+        assert heard[1:] == [RollBack(engine="engine-0", plan="beef")]
+
+
+def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str) -> None:
+    with planner(nats_url, space, [], *GOOD[:3], ABORTED):
+        done = roost("migrate", "--expert", "1/3", "--to", "engine-0/1", "--nats", nats_url)
+    assert done.exit_code == 1
+    assert "given up (rank 1): rank 1 has no free cell" in done.stderr
+    assert "engine-0 serves epoch 1 on; 1 handover of 2 had been done" in done.stderr
+
+
+def test_a_plan_is_written_to_a_file_and_carried_out_from_there(nats_url: str, space: str, tmp_path: Path) -> None:
+    heard: list[Message] = []
+    file, plan = tmp_path / "plan.json", msgspec.json.encode(PLAN)
+    with planner(nats_url, space, heard, *GOOD, plan=plan):
+        written = roost("plan", "--out", str(file), "--nats", nats_url)
+        assert (written.exit_code, file.read_bytes()) == (0, plan)
+        assert f"roost migrate --plan {file} --to engine-0" in written.stderr
+        assert roost("migrate", "--plan", str(file), "--nats", nats_url).exit_code == 0
+        applied = roost("plan", "--apply", "--nats", nats_url)
+        assert applied.exit_code == 0
+        assert "dry run" not in applied.stdout
+        assert "done: engine-0 serves epoch 2" in applied.stdout
+        found = json.loads(roost("plan", "--apply", "--json", "--nats", nats_url).stdout)
+        assert (found["asked"]["id"], found["outcome"]) == (PLAN.id, "done")
+    assert [one for one in heard if not isinstance(one, DescribePlan)] == [ApplyPlan(engine="engine-0", plan=plan)] * 3
+
+
+def test_a_plan_that_does_nothing_is_neither_applied_nor_written(nats_url: str, space: str, tmp_path: Path) -> None:
+    with planner(nats_url, space, []):
+        for option in (("--apply",), ("--out", str(tmp_path / "plan.json"))):
+            refused = roost("plan", *option, "--nats", nats_url)
+            assert refused.exit_code == 1
+            assert "no gain beyond sampling noise" in refused.stderr
+    assert not (tmp_path / "plan.json").exists()
+    file = tmp_path / "nothing.json"
+    file.write_bytes(msgspec.json.encode(planned(FIRST, refused="not worth it")))
+    assert "this plan does nothing: not worth it" in roost("migrate", "--plan", str(file)).stderr
