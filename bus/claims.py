@@ -1,7 +1,8 @@
-"""An engine's name belongs to one incarnation at a time: claimed by compare-and-set, held by changing it, free when it rests.
+"""A key belongs to one holder at a time: claimed by compare-and-set, held by changing it, free when it rests.
 
 A live claim is one whose revision changes within the lease. No clocks are compared: a claimant watches the key for one lease
-by its own clock. `judge` decides; `NameClaim` does what it says over the bus.
+by its own clock. `judge` decides; `Lease` does what it says over the bus. An engine's name is held so (`NameClaim`), and the lead among
+migration services.
 """
 
 import asyncio
@@ -21,15 +22,21 @@ log = logging.getLogger(__name__)
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of a claim: who holds the name."""
+    """The value of a claim: who holds the key."""
 
     worker_id: int
     node: str
     beat: int
     """counts refreshes, so that the value changes with the revision"""
+    offset: int = 0
+    """added to the revision at which the key was taken, so that tokens grow though a server lost its store"""
 
 
-class NameTaken(Exception):
+class LeaseTaken(Exception):
+    """Somebody else holds the key; the text says who."""
+
+
+class NameTaken(LeaseTaken):
     """Another engine serves under this name; the text says where, and what to do."""
 
 
@@ -64,15 +71,16 @@ def holder_of(claim: Claim) -> Holder:
         return Holder(worker_id=-1, node="an unknown node", beat=0)
 
 
-class NameClaim:
-    """One incarnation's claim of its engine's name."""
+class Lease:
+    """One holder's claim of a key. It lasts as long as it is refreshed, at least once in `lease` seconds."""
 
-    def __init__(self, bus: Bus, key: str, engine: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
+    def __init__(self, bus: Bus, key: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
         self.restored = False
         """the key had vanished (a server without its store) and was made anew at the last refresh"""
+        self.token = 0
+        """fencing token: the revision at which the key was taken, and the offset that its value tells; grows from holder to holder. 0: never taken"""
         self._bus = bus
         self._key = key
-        self._engine = engine
         self._holder = Holder(worker_id=worker_id, node=node, beat=0)
         self._replaces = replaces
         self._lease = lease
@@ -83,7 +91,7 @@ class NameClaim:
         return self._revision is not None
 
     async def take(self) -> None:
-        """Claim the name, waiting at most a lease for a silent holder. NameTaken when it lives; BusError when the bus fails."""
+        """Claim the key, waiting at most a lease for a silent holder. LeaseTaken when it lives; BusError when the bus fails."""
         clock = asyncio.get_running_loop().time
         seen: Claim | None = None
         since = clock()
@@ -99,7 +107,7 @@ class NameClaim:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def refresh(self) -> None:
-        """Show that we live. NameTaken when somebody else holds the name by now; BusError when the bus fails (try again)."""
+        """Show that we live. LeaseTaken when somebody else holds the key by now; BusError when the bus fails (try again)."""
         self.restored = False
         try:
             self._revision = await self._bus.claim(self._key, self._value(), self._revision)
@@ -110,30 +118,56 @@ class NameClaim:
                 raise self._taken(now) from None
             # ours after all: an answer that was lost, or a key that vanished with its server
             self._revision = None if now is None else now.revision
+            if now is None:  # revisions begin anew, tokens must not
+                self._holder = msgspec.structs.replace(self._holder, offset=self.token)
             self._revision = await self._bus.claim(self._key, self._value(), self._revision)
             self.restored = now is None
 
+    async def outbid(self, token: int) -> None:
+        """Have a token above this one, which somebody has heard from a holder that the key knows nothing of. LeaseTaken, BusError as `refresh`."""
+        if token < self.token:
+            return
+        more = token + 1 - self.token
+        self._holder = msgspec.structs.replace(self._holder, offset=self._holder.offset + more)
+        await self.refresh()  # whoever takes the key after us begins above it
+        self.token += more
+
     async def release(self) -> None:
-        """Give the name up at once; nothing happens when it is not ours any more."""
+        """Give the key up at once; nothing happens when it is not ours any more."""
         if self._revision is None:
             return
         try:
             await self._bus.release(self._key, self._revision)
         except ClaimLost:
-            log.warning("the name %r was no longer ours to give up", self._engine)
+            log.warning("the claim of %r was no longer ours to give up", self._key)
         self._revision = None
 
     async def _put(self, now: Claim | None) -> bool:
         """Write our claim in the place of `now`; False when somebody else was faster."""
+        offset = 0 if now is None else holder_of(now).offset
+        self._holder = msgspec.structs.replace(self._holder, offset=offset)
         try:
             self._revision = await self._bus.claim(self._key, self._value(), None if now is None else now.revision)
         except ClaimLost:
             return False
+        self.token = self._revision + offset
         return True
 
     def _value(self) -> bytes:
         self._holder = msgspec.structs.replace(self._holder, beat=self._holder.beat + 1)
         return msgspec.json.encode(self._holder)
+
+    def _taken(self, now: Claim) -> LeaseTaken:
+        holder = holder_of(now)
+        return LeaseTaken(f"{self._key!r} is held by {holder.worker_id} on {holder.node}; it is free {self._lease:g} s after that falls silent")
+
+
+class NameClaim(Lease):
+    """One incarnation's claim of its engine's name. NameTaken is what its methods raise."""
+
+    def __init__(self, bus: Bus, key: str, engine: str, *, worker_id: int, node: str, replaces: int | None = None, lease: float = LEASE_SECONDS) -> None:
+        super().__init__(bus, key, worker_id=worker_id, node=node, replaces=replaces, lease=lease)
+        self._engine = engine
 
     def _taken(self, now: Claim) -> NameTaken:
         holder = holder_of(now)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from bus import BlobLost, BusError, Message, Received
+from bus import BlobLost, BusError, Declined, Message, Received
 from bus.codec import BLOB_TOPIC, LARGE, Reason, Refused, Rejected, decode, encode, reference, referred, seal, topic_of, unseal
 from bus.subjects import check_subject, matches
 from fleet.events import STORED, RequestRefused
@@ -127,13 +127,13 @@ async def opened(subject: str, raw: bytes, fetch: Fetch) -> Received:
 
 
 async def answered(subject: str, raw: bytes, fetch: Fetch) -> Message:
-    """The answer in what came back. BusError with the reason of a RequestRefused, or when it cannot be read."""
+    """The answer in what came back. Declined with the reason of a RequestRefused; BusError when it cannot be read."""
     try:
         message = (await opened(subject, raw, fetch)).message
     except Refused as refusal:
         raise BusError(f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?") from refusal
     if isinstance(message, RequestRefused):
-        raise BusError(message.reason)
+        raise Declined(message.reason)
     return message
 
 

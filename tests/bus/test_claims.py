@@ -110,3 +110,44 @@ async def test_a_claim_that_vanished_with_its_server_is_made_anew(broker: Memory
     assert first.restored
     await first.refresh()
     assert not first.restored
+
+
+async def test_tokens_grow_from_holder_to_holder_and_refreshing_leaves_them(broker: MemoryBroker) -> None:
+    first, second = claimant(broker, 1), claimant(broker, 2)
+    await first.take()
+    token = first.token
+    await first.refresh()
+    assert first.token == token > 0
+    await second.take()
+    assert second.token > token
+
+
+async def test_a_token_above_what_others_have_heard_is_kept_for_whoever_comes_next(broker: MemoryBroker) -> None:
+    first, second = claimant(broker, 1), claimant(broker, 2)
+    await first.take()
+    await first.outbid(first.token - 1)
+    assert first.token < 500
+    await first.outbid(500)
+    assert first.token == 501
+    await second.take()
+    assert second.token > 501
+
+
+async def test_tokens_go_on_growing_when_revisions_begin_anew(broker: MemoryBroker) -> None:
+    first = claimant(broker, 1)
+    for _ in range(20):
+        churn(broker)
+    await first.take()
+    held = broker.claimed(KEY)
+    assert held is not None
+    broker.set_claim(KEY, None, held.revision)
+    broker._revision = 0
+    await first.refresh()
+    second = claimant(broker, 2)
+    await second.take()
+    assert second.token > first.token > 20
+
+
+def churn(broker: MemoryBroker) -> None:
+    """A key that comes and goes: revisions grow."""
+    broker.set_claim("other", None, broker.set_claim("other", b"x", None))
