@@ -50,6 +50,7 @@ class Cue(StrEnum):
     ALL_SERVING = "all serving"
     ALL_ABORTED = "all aborted"
     ENGINE_GONE = "engine gone"
+    """the life that the handover is for is over: it said so, or another has joined under the engine's name. Silence is no proof"""
 
 
 CONDUCTING: Mapping[tuple[Conducting, Cue], Conducting] = {
@@ -156,6 +157,8 @@ class IllegalMove(Exception):
     """An event that a state does not allow; the text names role, state and event."""
 
 
+_ROLES: Mapping[type[StrEnum], str] = {Conducting: "coordinator", RankState: "rank", Cell: "cell"}
+
 State = TypeVar("State", bound=StrEnum)
 Happening = TypeVar("Happening", bound=StrEnum)
 
@@ -164,13 +167,13 @@ def moved(table: Mapping[tuple[State, Happening], State], state: State, event: H
     """The state after an event. IllegalMove when the table does not have it."""
     after = table.get((state, event))
     if after is None:
-        allowed = ", ".join(str(one) for (of, one) in table if of is state) or "nothing"
-        raise IllegalMove(f"{type(state).__name__.lower()} is {state.value!r} and cannot take {event.value!r}; allowed: {allowed}")
+        allowed = ", ".join(repr(one.value) for (of, one) in table if of is state) or "nothing"
+        raise IllegalMove(f"a {_ROLES[type(state)]} that is {state.value!r} cannot take {event.value!r}; allowed: {allowed}")
     return after
 
 
 class Verdict(StrEnum):
-    """What a rank does with a command. Only TAKE changes anything; to REPEAT it says again where it is."""
+    """What a rank does with a command. Only TAKE changes anything but the highest token (`heard`); to REPEAT it says again where it is."""
 
     TAKE = "take"
     REPEAT = "repeat"
@@ -181,7 +184,7 @@ class Verdict(StrEnum):
     BUSY = "busy"
     """another handover is open"""
     UNKNOWN = "unknown"
-    """commit of a handover that is not open here"""
+    """commit of a handover that was never proposed here"""
     PREMATURE = "premature"
     """commit before it was staged, or abort after the commit"""
 
@@ -202,14 +205,26 @@ class Standing(NamedTuple):
     """number of the last one that was flipped to"""
 
 
+def is_open(rank: Standing, handover: int) -> bool:
+    """Whether this handover is open here. It goes before the question what is over: an abort that came for a later one concludes that one alone."""
+    return rank.state is not RankState.SERVING and handover == rank.handover
+
+
+def heard(rank: Standing, token: int) -> Standing:
+    """After any command, whatever became of it: the highest token seen counts, also when the command brought nothing new."""
+    return rank if token <= rank.token else rank._replace(token=token)
+
+
 def heed_propose(rank: Standing, token: int, handover: int, epoch: int) -> Verdict:
     """What becomes of a proposal. epoch: the one it makes."""
     if token < rank.token:
         return Verdict.FENCED
+    if is_open(rank, handover):
+        return Verdict.REPEAT
     if handover <= rank.concluded:
         return Verdict.PAST
     if rank.state is not RankState.SERVING:
-        return Verdict.REPEAT if handover == rank.handover else Verdict.BUSY
+        return Verdict.BUSY
     return Verdict.TAKE if epoch == rank.served + 1 else Verdict.PAST
 
 
@@ -217,21 +232,21 @@ def heed_commit(rank: Standing, token: int, handover: int) -> Verdict:
     """What becomes of a commit."""
     if token < rank.token:
         return Verdict.FENCED
-    if handover == rank.flipped or (handover == rank.handover and rank.state is RankState.READY):
+    if is_open(rank, handover):
+        return {RankState.STAGED: Verdict.TAKE, RankState.READY: Verdict.REPEAT}.get(rank.state, Verdict.PREMATURE)
+    if handover == rank.flipped:
         return Verdict.REPEAT
-    if handover != rank.handover:
-        return Verdict.UNKNOWN
-    return Verdict.TAKE if rank.state is RankState.STAGED else Verdict.PREMATURE
+    return Verdict.PAST if handover <= rank.concluded else Verdict.UNKNOWN
 
 
 def heed_abort(rank: Standing, token: int, handover: int) -> Verdict:
     """What becomes of an abort. One of a handover that was never proposed here is taken too: its proposal may still come, and must find it over."""
     if token < rank.token:
         return Verdict.FENCED
+    if is_open(rank, handover):
+        return Verdict.PREMATURE if rank.state is RankState.READY else Verdict.TAKE
     if handover <= rank.concluded:
         return Verdict.PREMATURE if handover == rank.flipped else Verdict.REPEAT
-    if handover == rank.handover and rank.state is RankState.READY:
-        return Verdict.PREMATURE
     return Verdict.TAKE
 
 
@@ -253,7 +268,8 @@ def committed(rank: Standing, token: int) -> Standing:
 def flipped(rank: Standing) -> Standing:
     """After the step at which all ranks went over."""
     state = moved(RANK, rank.state, RankEvent.FLIPPED)
-    return rank._replace(state=state, served=rank.served + 1, handover=0, concluded=rank.handover, flipped=rank.handover)
+    concluded = max(rank.concluded, rank.handover)
+    return rank._replace(state=state, served=rank.served + 1, handover=0, concluded=concluded, flipped=rank.handover)
 
 
 def aborted(rank: Standing, token: int, handover: int) -> Standing:

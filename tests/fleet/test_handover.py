@@ -1,0 +1,178 @@
+"""The handover's tables and the rules that guard them, alone; all parties together are in `test_handover_model.py`."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.handover import (
+    CELL,
+    CONDUCTING,
+    RANK,
+    Cell,
+    CellEvent,
+    Conducting,
+    Cue,
+    IllegalMove,
+    RankEvent,
+    RankState,
+    Standing,
+    Verdict,
+    aborted,
+    committed,
+    flipped,
+    flips,
+    heard,
+    heed_abort,
+    heed_commit,
+    heed_propose,
+    is_open,
+    moved,
+    proposed,
+    staged,
+)
+
+Table = Mapping[tuple[Any, Any], Any]
+TABLES: list[tuple[Table, type[StrEnum], type[StrEnum], str, set[StrEnum]]] = [
+    (CONDUCTING, Conducting, Cue, "coordinator", {Conducting.IDLE}),
+    (RANK, RankState, RankEvent, "rank", {RankState.SERVING}),
+    (CELL, Cell, CellEvent, "cell", {Cell.FREE, Cell.LIVE}),
+]
+each_table = pytest.mark.parametrize(("table", "states", "events", "role", "rest"), TABLES, ids=[role for *_, role, _ in TABLES])
+
+
+@each_table
+def test_every_state_can_be_reached_from_rest_and_has_a_way_back_to_it(
+    table: Table, states: type[StrEnum], events: type[StrEnum], role: str, rest: set[StrEnum]
+) -> None:
+    leads_to = {of: {after for (one, _), after in table.items() if one is of} for of in states}
+    assert _closure(leads_to, rest) == set(states)
+    leads_from = {to: {of for (of, _), after in table.items() if after is to} for to in states}
+    assert _closure(leads_from, rest) == set(states)
+
+
+def _closure(edges: Mapping[StrEnum, set[StrEnum]], start: set[StrEnum]) -> set[StrEnum]:
+    found, frontier = set(start), set(start)
+    while frontier:
+        frontier = set().union(*(edges[one] for one in frontier)) - found
+        found |= frontier
+    return found
+
+
+@each_table
+def test_every_event_is_allowed_somewhere(table: Table, states: type[StrEnum], events: type[StrEnum], role: str, rest: set[StrEnum]) -> None:
+    assert {event for _, event in table} == set(events)
+
+
+@each_table
+def test_a_move_that_the_table_lacks_is_refused_by_role_state_and_event(
+    table: Table, states: type[StrEnum], events: type[StrEnum], role: str, rest: set[StrEnum]
+) -> None:
+    for state in states:
+        for event in events:
+            if (state, event) in table:
+                assert moved(table, state, event) is table[state, event]
+                continue
+            with pytest.raises(IllegalMove) as refused:
+                moved(table, state, event)
+            assert str(refused.value).startswith(f"a {role} that is {state.value!r} cannot take {event.value!r}; allowed: ")
+            assert all(repr(allowed.value) in str(refused.value) for of, allowed in table if of is state)
+
+
+def test_nothing_leaves_live_memory_but_by_draining_and_nothing_enters_it_but_verified() -> None:
+    assert {event for (of, event) in CELL if of is Cell.LIVE} == {CellEvent.EVICTED}
+    assert {of for (of, _), after in CELL.items() if after is Cell.LIVE} == {Cell.STAGED}
+    assert {of for (of, _), after in CELL.items() if after is Cell.STAGED} == {Cell.VERIFYING}
+
+
+def test_after_the_decision_there_is_no_way_to_abort() -> None:
+    assert Conducting.ABORTING not in {after for (of, _), after in CONDUCTING.items() if of is Conducting.COMMITTING}
+    assert (RankState.READY, RankEvent.ABORT) not in RANK
+
+
+COMMANDS = st.tuples(st.sampled_from(["propose", "commit", "abort"]), st.integers(0, 4), st.integers(1, 4))
+OWN = st.tuples(st.sampled_from(["stage", "fail", "flip"]), st.just(0), st.just(0))
+
+
+def _acts(rank: Standing, what: str, token: int, handover: int) -> tuple[Standing, Verdict | None]:
+    """One command, or one thing that the rank does by itself where it can."""
+    match what:
+        case "propose":
+            verdict = heed_propose(rank, token, handover, rank.served + 1)
+            after = proposed(rank, token, handover) if verdict is Verdict.TAKE else rank
+        case "commit":
+            verdict = heed_commit(rank, token, handover)
+            after = committed(rank, token) if verdict is Verdict.TAKE else rank
+        case "abort":
+            verdict = heed_abort(rank, token, handover)
+            after = aborted(rank, token, handover) if verdict is Verdict.TAKE else rank
+        case "flip":
+            return (flipped(rank) if rank.state is RankState.READY else rank), None
+        case _:
+            return (staged(rank, failed=what == "fail") if rank.state is RankState.STAGING else rank), None
+    return heard(after, token), verdict
+
+
+@given(st.lists(st.one_of(COMMANDS, OWN), max_size=40))
+def test_whatever_comes_in_whatever_order_a_rank_keeps_its_promises(story: list[tuple[str, int, int]]) -> None:
+    rank, over = Standing(RankState.SERVING, served=0), set[int]()
+    for what, token, handover in story:
+        after, verdict = _acts(rank, what, token, handover)
+        assert after.token >= rank.token
+        assert after.concluded >= rank.concluded
+        assert after.served == rank.served + (rank.state is RankState.READY and after.state is RankState.SERVING)
+        assert (after.handover == 0) == (after.state is RankState.SERVING)
+        if verdict is not None and verdict is not Verdict.TAKE:
+            assert after == heard(rank, token)
+        if verdict is Verdict.FENCED:
+            assert after == rank
+            assert token < rank.token
+        if what == "commit" and verdict is Verdict.TAKE:
+            assert rank.state is RankState.STAGED
+            assert rank.handover == handover
+        if what == "abort" and verdict in (Verdict.TAKE, Verdict.REPEAT):
+            over.add(handover)
+        assert after.handover not in over
+        assert heed_commit(after, after.token, handover) is not Verdict.TAKE or handover not in over
+        rank = after
+
+
+@given(st.lists(st.one_of(COMMANDS, OWN), max_size=25), COMMANDS)
+def test_a_command_that_was_taken_is_not_taken_again(story: list[tuple[str, int, int]], command: tuple[str, int, int]) -> None:
+    rank = Standing(RankState.SERVING, served=0)
+    for step in story:
+        rank, _ = _acts(rank, *step)
+    after, verdict = _acts(rank, *command)
+    if verdict is Verdict.TAKE:
+        again, repeated = _acts(after, *command)
+        assert repeated in (Verdict.REPEAT, Verdict.PAST)
+        assert again == after
+
+
+def test_an_abort_of_a_handover_that_comes_later_leaves_the_open_one_open() -> None:
+    rank = aborted(proposed(Standing(RankState.SERVING, served=3), 1, 7), 1, 9)
+    assert is_open(rank, 7)
+    assert heed_propose(rank, 1, 7, 4) is Verdict.REPEAT
+    assert heed_abort(rank, 1, 7) is Verdict.TAKE
+    rank = flipped(committed(staged(rank), 1))
+    assert rank.concluded == 9
+    assert heed_propose(rank, 1, 9, 5) is Verdict.PAST
+
+
+def test_a_late_command_about_a_handover_that_is_over_is_told_from_one_about_a_handover_never_heard_of() -> None:
+    rank = aborted(flipped(committed(staged(proposed(Standing(RankState.SERVING, served=0), 1, 2)), 1)), 1, 3)
+    verdicts = {handover: (heed_commit(rank, 1, handover), heed_abort(rank, 1, handover)) for handover in (1, 2, 3, 4)}
+    assert verdicts == {
+        1: (Verdict.PAST, Verdict.REPEAT),
+        2: (Verdict.REPEAT, Verdict.PREMATURE),
+        3: (Verdict.PAST, Verdict.REPEAT),
+        4: (Verdict.UNKNOWN, Verdict.TAKE),
+    }
+
+
+@given(st.integers(0, 5), st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_a_step_flips_only_when_every_rank_is_ready(served: int, ready: list[int]) -> None:
+    assert flips(served, tuple(ready)) == all(epoch > served for epoch in ready)
