@@ -12,6 +12,7 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, first_failure, until_ready
+from deploy.resuming import agree
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
@@ -36,6 +37,8 @@ async def serve(
         stack.enter_context(door)
         bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=name)
         stack.push_async_callback(bus.close)
+        if worker.resume:
+            await agree(bus, subjects, order.engine, order.rank, Path(order.meet), config.join_timeout_seconds)
         engine = EmbeddedEngine(config, order.rank, Path(order.meet))
         await engine.start()
         agent = Agent(bus, subjects, engine, who, agent_config)

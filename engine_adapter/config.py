@@ -42,6 +42,8 @@ class EmbeddedConfig:
     max_waiting: int = 256
     """requests a rank lets wait; more are refused as overload"""
     dtype: str = "float32"
+    ballast_bytes: int = 0
+    """further bytes of every expert, which nothing computes with: they make a small model's experts as heavy to move as a large one's"""
     dispatch: str = SPLIT
     """how replicas are chosen. split: for each expert of a token by the placement's shares alone; cover: for all of them together, such that the
     token is sent to few ranks, which pays where links between ranks are slow and experts have replicas"""
@@ -67,6 +69,7 @@ class EmbeddedConfig:
         _need(self.threads is None or self.threads >= 1, "threads", self.threads, "use 1 or more, or leave it out")
         for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
+        _need(self.ballast_bytes >= 0, "ballast_bytes", self.ballast_bytes, "use 0 or more")
         _need(self.slots_per_rank is None or self.slots_per_rank >= 1, "slots_per_rank", self.slots_per_rank, "use 1 or more, or leave it out")
         _need(self.placement is None or self.placement.is_file(), "placement", str(self.placement), "name an existing file, or leave it out")
         _need(self.checkpoint is None or self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json")

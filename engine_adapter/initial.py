@@ -1,5 +1,11 @@
-"""Which placement an engine of ours begins with: experts in order, or what a file says (`roost plan --profile` writes such files)."""
+"""Which placement an engine of ours begins with: the one of its last epoch, if there was a life before this one; else experts in order, or
+what a file says (`roost plan --profile` writes such files).
 
+What the last epoch was is found by rank 0, which asks the bus and leaves the answer in the folder where the ranks meet.
+"""
+
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +13,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.events import MigrationStaged, PlacementCommitted
 from fleet.placement import EMPTY, Placement, PlacementRecord, Split, linear
 
 MOST_BYTES = 64 << 20
 """of a file that is taken seriously"""
+_LAST = "last-placement.json"
+
+log = logging.getLogger(__name__)
 
 
 def initial(file: Path | None, *, layers: int, experts: int, ranks: int, slots_per_rank: int | None) -> Placement:
@@ -52,3 +62,49 @@ def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
 
     split = None if placement.even else Split(*(wider(part, 0).astype(np.uint16) for part in placement.split))
     return Placement(wider(placement.expert_of_slot, EMPTY), experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
+
+
+def last_decided(committed: PlacementCommitted | None, staged: MigrationStaged | None) -> PlacementRecord | None:
+    """The last epoch that an engine served, or was about to serve when it ended; None: no other than its first.
+
+    committed: the last one recorded of the engine. staged: the last thing recorded of its migrations, if that was that every rank had staged:
+    nothing says then that the handover was given up, so it may have been committed.
+    """
+    if committed is None:
+        return None if staged is None else staged.placement
+    goes_on = staged is not None and (staged.worker_id, staged.epoch) == (committed.worker_id, committed.placement.epoch + 1)
+    record = staged.placement if staged is not None and goes_on else committed.placement
+    return record if record.epoch > 0 else None
+
+
+def leave_last(meeting: Path, record: PlacementRecord | None) -> None:
+    """Tell the ranks that meet in a folder what the last epoch was; None: there was none. OSError when it cannot be written."""
+    unfinished = meeting / f"{_LAST}.part"
+    unfinished.write_bytes(msgspec.json.encode(record))
+    os.replace(unfinished, meeting / _LAST)
+
+
+def last_is_left(meeting: Path) -> bool:
+    """Whether that has been told."""
+    return (meeting / _LAST).exists()
+
+
+def resumed(meeting: Path, first: Placement) -> Placement:
+    """What the ranks that meet in a folder begin with: the last epoch, if one was told and it fits, else the `first` placement, as configured."""
+    if not last_is_left(meeting):
+        return first
+    try:
+        record = msgspec.json.decode((meeting / _LAST).read_bytes(), type=PlacementRecord | None)
+        return first if record is None else fitting(record, first)
+    except (OSError, ValueError) as error:
+        log.warning("the engine begins with its configured placement, not with that of its last life: %s", error)
+        return first
+
+
+def fitting(record: PlacementRecord, first: Placement) -> Placement:
+    """A placement of the last life, if it fits where the `first` one does. ValueError says why it does not."""
+    placement = Placement.from_record(record)
+    found, wanted = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, first))
+    if found != wanted:
+        raise ValueError(f"epoch {placement.epoch} was of (layers, experts, ranks, slots per rank) {found}; the engine now has {wanted}")
+    return placement

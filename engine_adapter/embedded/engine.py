@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.experts import RankExperts
 from engine_adapter.embedded.machine import Machine, MachineBuilder, build_machine
 from engine_adapter.embedded.stepping import Report, Seat, StepLoop
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts
@@ -45,6 +46,7 @@ class _Loaded:
     description: EngineDescription
     facts: FactLog
     steps: StepLoop
+    experts: RankExperts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         speed=machine.speed,
         tokenizer=tokenizer.archive,
     )
-    return _Loaded(machine, tokenizer, description, facts, StepLoop(machine, config, tokenizer.eos, facts, report))
+    steps = StepLoop(machine, config, tokenizer.eos, facts, report)
+    return _Loaded(machine, tokenizer, description, facts, steps, None if machine.experts is None else RankExperts(machine.experts, steps))
 
 
 class EmbeddedEngine:
@@ -110,16 +113,16 @@ class EmbeddedEngine:
 
     @property
     def placement(self) -> Placement:
-        return self._alive.machine.placement
+        return self._alive.steps.placement
 
     @property
     def handover_seconds(self) -> float:
-        """No handover is ever under way yet."""
+        """Nothing: experts arrive beside the steps, and going over to another epoch takes no measurable part of one."""
         return 0.0
 
     @property
-    def experts(self) -> None:
-        """Handovers are not taken part in yet."""
+    def experts(self) -> RankExperts | None:
+        return self._alive.experts
 
     @property
     def tokenizer(self) -> CheckpointTokenizer:
@@ -266,6 +269,8 @@ class EmbeddedEngine:
                 del self._open[answer]
         if report.facts:
             self._news.set()
+        if report.flipped is not None and self._alive.experts is not None:
+            self._alive.experts.flipped(report.flipped)
 
     def _on_end(self, ended: "asyncio.Future[None]") -> None:
         error = None if ended.cancelled() else ended.exception()
@@ -279,6 +284,8 @@ class EmbeddedEngine:
         for answer, seat in self._open.items():
             answer.fail(EngineFailed(str(failure)), seat.outcome("failed", time.time_ns(), failure))
         self._open.clear()
+        if self._running is not None and self._running.loaded.experts is not None:
+            self._running.loaded.experts.fail(failure)
 
     def _thread(self, loop: asyncio.AbstractEventLoop, loaded: "concurrent.futures.Future[_Loaded]", ended: "concurrent.futures.Future[None]") -> None:
         """The step thread, from loading to its end."""

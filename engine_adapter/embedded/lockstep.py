@@ -45,7 +45,7 @@ class PeerTimeout(LockstepError):
 
 
 class StepMismatch(LockstepError):
-    """The ranks are not at the same step."""
+    """The ranks are not at the same step, or do not serve the same epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class StepHeader:
     """for the step threads to agree on things; any flag of any rank keeps everybody awake"""
     epoch_served: int = 0
     epoch_ready: int = 0
-    """highest epoch this rank could serve; the engine flips when the least of all ranks exceeds what is served"""
+    """highest epoch this rank could serve; all go over to it before they compute, as soon as the least of all ranks exceeds what is served"""
     boundary: int = 0
     """h of the layout: layers below it hold sharded experts"""
     membership: int = 0
@@ -86,6 +86,8 @@ class RankGroup:
         """Meet the other ranks at `run_directory`, which belongs to this one incarnation of the engine. Returns when all are there."""
         self.rank = rank
         self.ranks = ranks
+        self.collectives = 0
+        """made so far: what a step costs is to be counted, not believed"""
         self._step_timeout_s = step_timeout_s
         self._group: Any = _translated(lambda: _meet(run_directory, rank, ranks, step_timeout_s, join_timeout_s), f"join of {ranks} ranks", join_timeout_s)
 
@@ -109,6 +111,7 @@ class RankGroup:
         self._group.shutdown()
 
     def _run(self, call: Callable[[], object], what: str) -> None:
+        self.collectives += 1
         _translated(call, what, self._step_timeout_s)
 
 
@@ -172,14 +175,23 @@ class Lockstep:
         self._nudged.setblocking(False)
         self._nudge.setblocking(False)
 
+    @property
+    def collectives(self) -> int:
+        """Made by this rank so far; an engine of one rank needs none."""
+        return 0 if self._group is None else self._group.collectives
+
     def exchange(self, header: StepHeader) -> tuple[StepHeader, ...]:
-        """Tell and hear this step's headers, in rank order. PeerLost, PeerTimeout; StepMismatch when the ranks are not at one step."""
+        """Tell and hear this step's headers, in rank order. PeerLost, PeerTimeout; StepMismatch when the ranks are not at one step
+        or serve different epochs."""
         if self._group is None:
             return (header,)
         found = self._group.all_gather(torch.tensor(header.fields(), dtype=torch.int64))
         headers = tuple(StepHeader.from_fields(fields) for fields in found.tolist())
         if any(other.step != header.step for other in headers):
             raise StepMismatch(f"rank {self.rank} is at step {header.step}, the ranks at {[other.step for other in headers]}; the engine must be restarted")
+        if any(other.epoch_served != header.epoch_served for other in headers):
+            served = [other.epoch_served for other in headers]
+            raise StepMismatch(f"rank {self.rank} serves epoch {header.epoch_served}, the ranks {served}; the engine must be restarted")
         return headers
 
     def sleep(self, step: int) -> None:

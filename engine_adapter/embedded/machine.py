@@ -1,4 +1,4 @@
-"""Puts a rank's machine together: checkpoint, epoch 0, process group, forward pass."""
+"""Puts a rank's machine together: checkpoint, first placement, process group, forward pass."""
 
 import contextlib
 import tempfile
@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.lockstep import Lockstep, RankGroup
-from engine_adapter.embedded.runner import Forward, Runner, Work
-from engine_adapter.initial import initial
+from engine_adapter.embedded.runner import Forward, Prepared, Runner, Work
+from engine_adapter.engine import ExpertMemory
+from engine_adapter.initial import initial, resumed
 from fleet.dispatch import COVER
 from fleet.experts import ModelShape
 from fleet.placement import Placement
@@ -24,6 +28,20 @@ class ForwardPass(Protocol):
     def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
 
 
+class MovableExperts(Protocol):
+    """Experts that can go over to another epoch; see `runner.Runner`."""
+
+    @property
+    def arena(self) -> ExpertMemory: ...
+
+    @property
+    def cells(self) -> NDArray[np.int32]: ...
+
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared: ...
+
+    def adopt(self, prepared: Prepared) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What a rank computes with, and what is known of the model."""
@@ -33,8 +51,11 @@ class Machine:
     """rows of the logits"""
     max_context: int
     placement: Placement
+    """the first one"""
     speed: EngineSpeed
     runner: ForwardPass
+    experts: MovableExperts | None = None
+    """None: they stay where they are"""
     lockstep: Lockstep
     kv_block_bytes: int = 0
     """memory of one KV block, with all layers; 0: not known"""
@@ -59,7 +80,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
         with Checkpoint(config.folder) as checkpoint:
             about = checkpoint.config
             size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
-            placement = initial(config.placement, **size, slots_per_rank=config.slots_per_rank)
+            placement = resumed(directory, initial(config.placement, **size, slots_per_rank=config.slots_per_rank))
             runner = Runner(
                 checkpoint,
                 placement,
@@ -70,6 +91,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
                 max_tokens=config.max_batch_tokens,
                 threads=config.crew,
                 cover=config.dispatch == COVER,
+                ballast_bytes=config.ballast_bytes,
             )
         opened.callback(runner.close)
         speed = runner.measure_speed()
@@ -81,6 +103,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             speed=speed,
             kv_block_bytes=runner.kv.nbytes // config.kv_blocks,
             runner=runner,
+            experts=runner,
             lockstep=lockstep,
             close=opened.pop_all().close,
         )

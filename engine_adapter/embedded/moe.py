@@ -1,5 +1,6 @@
 """The sparse block: a softmax top-k router, and experts computed as grouped matrix products over the arena's slots."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from engine_adapter.embedded.dispatch import Dispatch
 class GroupedMatrices:
     """The same matrix of every slot of a layer, and products of rows sorted by slot with them.
 
-    A plain loop over views made once: torch's grouped_mm does the same on a CPU, but slices anew in every turn (190 against 500 us for
-    20 groups of a decode step), and a product batched over all slots reads the weights of those that nobody asked for.
+    A plain loop over views made once, each of which may lie anywhere: torch's grouped_mm does the same on a CPU, but slices anew in every turn
+    (190 against 500 us for 20 groups of a decode step), and a product batched over all slots reads the weights of those that nobody asked for.
     """
 
-    def __init__(self, matrices: torch.Tensor) -> None:
-        """matrices [slots, A, B], any strides: a view, kept."""
-        self._each = matrices.unbind(0)
-        self._width = matrices.shape[2]
+    def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
+        """matrices: [A, B] of each slot, any strides: views, kept."""
+        self._each = list(matrices)
+        self._width = self._each[0].shape[1]
 
     def product(self, rows: torch.Tensor, groups: "NonEmpty") -> torch.Tensor:
         """rows [n, A], sorted by slot: [n, B]."""

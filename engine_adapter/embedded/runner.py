@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from engine_adapter.embedded.arena import load_arena
 from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from engine_adapter.embedded.crew import Crew, share
-from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch
+from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, Sending
 from engine_adapter.embedded.lockstep import RankGroup
 from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
 from fleet.dispatch import Held, own_part
@@ -66,6 +66,17 @@ class _Layer:
     block: SparseBlock
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Everything that one epoch is served with (`engine_adapter.engine.Adoption`); adopting it exchanges references."""
+
+    placement: Placement
+    cells: NDArray[np.int32]
+    """[layers, slots_per_rank]"""
+    layers: Sequence[_Layer]
+    sending: Sending
+
+
 class Runner:
     """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which it holds to one torch thread.
 
@@ -87,12 +98,13 @@ class Runner:
         max_tokens: int = 2048,
         threads: int = 1,
         cover: bool = False,
+        ballast_bytes: int = 0,
     ) -> None:
         """Load this rank's weights (of the experts only its own) and make `kv_pages` pages of KV. The checkpoint may be closed afterwards.
 
         group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. threads: how many share
         a large step of an engine of one rank; close() ends them. CheckpointError when a tensor cannot be read; ValueError when placement,
-        group or sizes do not fit the model. cover: as of `GlooDispatch`.
+        group or sizes do not fit the model. cover: as of `GlooDispatch`; ballast_bytes: as of `Arena`.
         """
         if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
             raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
@@ -102,11 +114,11 @@ class Runner:
         keep_freed_memory()
         self.config = checkpoint.config
         self.shape = checkpoint.config.shape(dtype)
-        self.placement = placement
         self.rank = rank
         self.kv_pages = kv_pages
         self.max_tokens = max_tokens
-        self.arena = load_arena(checkpoint, placement, rank, dtype)
+        self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes)
+        self._of_cell = [(self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)]
         self._dtype = RUN_DTYPES[dtype]
         self._crew = Crew(threads if group is None else 1)
         # one per thread, since a dispatch is open until its combine; the first is asked for the whole step
@@ -120,11 +132,13 @@ class Runner:
         self._embedding = checkpoint.tensor("model.embed_tokens.weight", self._dtype)
         self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
         self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
-        self._layers = [self._load_layer(checkpoint, layer) for layer in range(self.config.layers)]
+        cells = self.arena.first_cells()
+        layers = [self._load_layer(checkpoint, layer, cells[layer]) for layer in range(self.config.layers)]
+        self._served = Prepared(placement, _frozen(cells), layers, self._dispatches[0].sending(placement))
         # K heads before V heads; zeroed, because padding is read (and weighs nothing)
         self.kv = torch.zeros((self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim), dtype=self._dtype)
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int) -> _Layer:
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32]) -> _Layer:
         config, prefix = self.config, f"model.layers.{layer}"
 
         def read(name: str) -> torch.Tensor:
@@ -141,19 +155,48 @@ class Runner:
             out=read("self_attn.o_proj.weight"),
             out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
         )
-        block = SparseBlock(
-            layer=layer,
-            gate=read("mlp.gate.weight"),
-            gate_up=GroupedMatrices(self.arena.gate_up(layer).transpose(1, 2)),
-            down=GroupedMatrices(self.arena.down(layer)),
-            top_k=config.top_k,
-            normalise=config.normalise_top_k,
-        )
+        gate_up, down = self._matrices(cells)
+        gate = read("mlp.gate.weight")
+        block = SparseBlock(layer=layer, gate=gate, gate_up=gate_up, down=down, top_k=config.top_k, normalise=config.normalise_top_k)
         return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
+
+    def _matrices(self, cells: NDArray[np.int32]) -> tuple[GroupedMatrices, GroupedMatrices]:
+        """gate_up and down of a layer whose slots are in these cells."""
+        gate_up, down = zip(*(self._of_cell[cell] for cell in cells.tolist()), strict=True)
+        return GroupedMatrices(gate_up), GroupedMatrices(down)
 
     def close(self) -> None:
         """End the threads that share large steps."""
         self._crew.close()
+
+    @property
+    def placement(self) -> Placement:
+        """The one that is served."""
+        return self._served.placement
+
+    @property
+    def cells(self) -> NDArray[np.int32]:
+        """int32 [layers, slots_per_rank]: the cell of each slot, in the epoch that is served. Not to be written to."""
+        return self._served.cells
+
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+        """All that serving a placement takes with this rank's slots in these cells, whatever is served now. For any thread, beside the steps;
+        nothing changes. ValueError when it does not fit what is served, or the arena."""
+        served = self._served
+        _check_adoption(served.placement, placement, cells, self.arena.cells)
+        kept = (cells == served.cells).all(axis=1).tolist()
+        layers = [layer if same else self._with_cells(layer, cells[at]) for at, (layer, same) in enumerate(zip(served.layers, kept, strict=True))]
+        return Prepared(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
+
+    def adopt(self, prepared: Prepared) -> None:
+        """Between two steps: serve what was prepared. Every rank calls it before the same step."""
+        self._served = prepared
+        for dispatch in self._dispatches:
+            dispatch.adopt(prepared.sending)
+
+    def _with_cells(self, layer: _Layer, cells: NDArray[np.int32]) -> _Layer:
+        gate_up, down = self._matrices(cells)
+        return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down))
 
     def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         """Compute one step. All ranks call it for the same step; a rank without work gives an empty sequence.
@@ -187,7 +230,7 @@ class Runner:
 
     def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch) -> NDArray[Any]:
         """Run one layer on the residual stream [rows, H], in place; the experts chosen, [tokens, k]."""
-        layer = self._layers[at]
+        layer = self._served.layers[at]
         if tokens:
             hidden += layer.attention.forward(self._normed(hidden, layer.attention_norm), plan, self.kv[at])
         mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, dispatch)
@@ -251,7 +294,7 @@ class Runner:
     @torch.inference_mode()
     def _pair_seconds(self) -> float:
         """Of one row more for an expert that has rows already: what a rank does with a pair that the others do not have."""
-        block = self._layers[0].block
+        block = self._served.layers[0].block
         slots = self.placement.slots_per_rank
 
         def compute(rows: int) -> None:
@@ -280,6 +323,23 @@ class Runner:
             self._dispatches[0].combine(sent.rows, weights, sent.handle)
 
         return _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25) / (tokens * min(ranks - 1, self.config.top_k))
+
+
+def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
+    cells.flags.writeable = False
+    return cells
+
+
+def _check_adoption(served: Placement, wanted: Placement, cells: NDArray[np.int32], count: int) -> None:
+    """ValueError when an engine that serves one placement cannot go over to the other, or not with these of its `count` cells."""
+    one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, wanted))
+    if one != other:
+        raise ValueError(f"runner: {wanted!r} cannot follow {served!r}; it must have the same layers, experts, ranks and slots")
+    shape = (served.layers, served.slots_per_rank)
+    if cells.shape != shape or cells.dtype != np.int32:
+        raise ValueError(f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot")
+    if cells.min() < 0 or cells.max() >= count or len(np.unique(cells)) < cells.size:
+        raise ValueError(f"runner: every slot needs a cell of its own, from 0 to {count - 1}; given were {cells.tolist()}")
 
 
 def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:

@@ -1,7 +1,8 @@
 """The step thread of one rank: takes orders, plans, computes, samples, says what came out. Everything here is that thread's own.
 
 A step: take orders -> plan -> exchange headers with the other ranks -> forward -> sample -> book -> report. A rank without work
-takes part with an empty batch; when no rank has work all sleep until one is nudged.
+takes part with an empty batch; when no rank has work all sleep until one is nudged. A rank that is ready for the next epoch says so in its
+headers; all go over to it between the headers and the forward pass of the first step in which every rank has said so.
 """
 
 import time
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.lockstep import StepHeader
 from engine_adapter.embedded.machine import Machine
-from engine_adapter.embedded.runner import Work
+from engine_adapter.embedded.runner import Prepared, Work
 from engine_adapter.engine import EndedRequest, Load
 from engine_adapter.rank.answers import Answer, Delta, Ending, GenerationRequest, Moments, Outcome, ScoredToken
 from engine_adapter.rank.facts import DecodeSteps, FactLog
@@ -26,6 +27,8 @@ from engine_adapter.rank.routed import RoutedTrace
 from engine_adapter.rank.sampling import Draw, logprobs, sample
 from engine_adapter.rank.scheduler import Generation, Overloaded, Scheduler, Slice
 from engine_adapter.rank.text import TextStream
+from fleet.handover import flips
+from fleet.placement import Placement
 from fleet.routings import count_pairs
 
 LEAVING = 1
@@ -82,6 +85,8 @@ class Report:
     news: list[tuple[Answer, Delta | Exception]] = field(default_factory=list)
     facts: bool = False
     """whether there are new facts to take"""
+    flipped: Prepared | None = None
+    """what is served from this step on"""
 
 
 class _Order(NamedTuple):
@@ -90,7 +95,7 @@ class _Order(NamedTuple):
 
 
 class StepLoop:
-    """`run` belongs to the step thread; `submit`, `cancel`, `leave` and `stepping_since` to any."""
+    """`run` belongs to the step thread; `submit`, `cancel`, `adopt`, `leave`, `placement` and `stepping_since` to any."""
 
     def __init__(self, machine: Machine, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[Report], None]) -> None:
         self._machine = machine
@@ -102,6 +107,9 @@ class StepLoop:
         self._seats: dict[Generation, Seat] = {}
         self._orders: deque[_Order] = deque()
         self._step = 0
+        self._ready: Prepared | None = None
+        self.placement: Placement = machine.placement
+        """the one that is served"""
         self._decoding = DecodeSteps()
         self._began = 0
         """wall clock at which the present step began, nanoseconds"""
@@ -117,6 +125,11 @@ class StepLoop:
         """Free what the request holds before the next step."""
         self._order(_Order(seat, cancel=True))
 
+    def adopt(self, prepared: Prepared) -> None:
+        """Go over to it at the first step at which every rank is ready for its epoch. A report says when; one at a time."""
+        self._ready = prepared
+        self._nudge()
+
     def leave(self) -> None:
         """Stop at the next step, and tell the other ranks in its header."""
         self.leaving = True
@@ -130,7 +143,7 @@ class StepLoop:
             report = Report()
             self._take_orders(report)
             slices = self._scheduler.plan()
-            tokens_by_rank = self._exchange(sum(one.count for one in slices))
+            tokens_by_rank = self._exchange(sum(one.count for one in slices), report)
             if tokens_by_rank is None:
                 return
             awake = any(tokens_by_rank)
@@ -159,17 +172,26 @@ class StepLoop:
         with suppress(OSError):
             self._machine.lockstep.nudge()
 
-    def _exchange(self, tokens: int) -> list[int] | None:
-        """Every rank's tokens of this step; None when this rank leaves."""
-        leaving, epoch = self.leaving, self._machine.placement.epoch
-        mine = StepHeader(step=self._step, tokens=tokens, flags=LEAVING if leaving else 0, epoch_served=epoch, epoch_ready=epoch)
+    def _exchange(self, tokens: int, report: Report) -> list[int] | None:
+        """Every rank's tokens of this step; None when this rank leaves. What is served afterwards is the same on all ranks."""
+        leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
+        ready = served if next_up is None else next_up.placement.epoch
+        mine = StepHeader(step=self._step, tokens=tokens, flags=LEAVING if leaving else 0, epoch_served=served, epoch_ready=ready)
         headers = self._machine.lockstep.exchange(mine)
         left = [rank for rank, header in enumerate(headers) if header.flags & LEAVING]
         if leaving:
             return None
         if left:
             raise PeerLeft(f"rank {left[0]} of this engine stopped; an engine serves with all of its ranks or not at all")
+        if next_up is not None and flips(served, tuple(header.epoch_ready for header in headers)):
+            self._flip(next_up, report)
         return [header.tokens for header in headers]
+
+    def _flip(self, prepared: Prepared, report: Report) -> None:
+        if self._machine.experts is None:
+            raise RuntimeError("step loop: asked to serve another epoch with experts that stay where they are")
+        self._machine.experts.adopt(prepared)
+        self.placement, self._ready, report.flipped = prepared.placement, None, prepared
 
     def _take_orders(self, report: Report) -> None:
         while self._orders:
@@ -266,5 +288,5 @@ class StepLoop:
             step_seconds=self._decoding.median(time.monotonic()),
         )
         report.facts = self._facts.set_load(load) or bool(changes) or report.facts
-        if report.facts or report.news:
+        if report.facts or report.news or report.flipped:
             self._report(report)

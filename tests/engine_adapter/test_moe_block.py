@@ -55,7 +55,7 @@ def test_grouped_products_are_those_of_torch_bit_for_bit(slots, seed):
     rows = torch.randn(len(groups.pair_of_row), 32, generator=generator)
     ends = torch.from_numpy(groups.ends)
     for matrices, given_rows in ((arena[:, :48].transpose(1, 2), rows), (arena[:, 48:], rows[:, :24])):
-        found = GroupedMatrices(matrices).product(given_rows, NonEmpty.of(ends))
+        found = GroupedMatrices(matrices.unbind()).product(given_rows, NonEmpty.of(ends))
         assert torch.equal(found, torch.nn.functional.grouped_mm(given_rows, matrices, offs=ends))
         slot_of_row = np.searchsorted(groups.ends, np.arange(len(rows)), side="right")
         exact = torch.stack([row.double() @ matrices[slot].double() for row, slot in zip(given_rows, slot_of_row, strict=True)])
@@ -71,9 +71,13 @@ def test_the_non_empty_groups_are_listed(slots):
     assert listed.sizes == [max(GROUP_ROWS, slots.count(slot)) for slot in listed.slots]
 
 
+def block_of(runner, layer):
+    return runner.prepare(runner.placement, runner.cells).layers[layer].block
+
+
 def test_an_expert_computes_a_row_to_the_same_bits_in_any_company(runner):
     torch.manual_seed(6)
-    block = runner._layers[1].block
+    block = block_of(runner, 1)
     rows = torch.randn(120, runner.config.hidden)
     for count in (4, 5, 7, 16, 33, 120):
         for slot in (0, 31):
@@ -86,7 +90,7 @@ def test_a_bf16_block_groups_as_fp32_does(tmp_path):
     write_tiny(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         placement = linear(layers=2, experts=6, ranks=1)
-        blocks = [Runner(checkpoint, placement, kv_pages=4, dtype=dtype)._layers[0].block for dtype in ("float32", "bfloat16")]
+        blocks = [block_of(Runner(checkpoint, placement, kv_pages=4, dtype=dtype), 0) for dtype in ("float32", "bfloat16")]
     groups = group_by_slot(np.array([0, 5, 5, 2, 2, 2, 2, 2]), 6)
     rows = torch.randn(len(groups.pair_of_row), 32)
     exact, rough = (block.compute(rows.to(dtype), torch.from_numpy(groups.ends)) for block, dtype in zip(blocks, (torch.float32, torch.bfloat16), strict=True))

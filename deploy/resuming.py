@@ -1,0 +1,54 @@
+"""What an engine served in the life before this one: asked of the bus by rank 0, and left where all ranks of the engine look."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from bus import Bus, BusError, Message
+from bus.subjects import Subjects
+from engine_adapter.engine import EngineFailed
+from engine_adapter.initial import last_decided, last_is_left, leave_last
+from fleet.events import MigrationStaged, PlacementCommitted
+from fleet.placement import PlacementRecord
+
+READ_SECONDS = 10.0
+"""what asking may take"""
+_LOOK_SECONDS = 0.05
+
+log = logging.getLogger(__name__)
+
+
+async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: Path, seconds: float) -> None:
+    """Return once all ranks of an engine can know what it served last. EngineFailed when rank 0 says nothing of it within so many seconds."""
+    if rank == 0:
+        leave_last(meeting, await last_life(bus, subjects, engine))
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            while not last_is_left(meeting):  # noqa: ASYNC110 another process makes the file
+                await asyncio.sleep(_LOOK_SECONDS)
+    except TimeoutError:
+        raise EngineFailed(f"rank {rank}: rank 0 did not say within {seconds:g} s which epoch {engine} begins with; see why in its log") from None
+
+
+async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
+    """The last epoch of the engine of this name; None: there was none, or the bus cannot say. A life that begins at epoch 0 is never wrong."""
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            committed = await _latest(bus, subjects.placements(engine))
+            migration = await _latest(bus, subjects.migrations(engine))
+    except (BusError, TimeoutError) as error:
+        log.warning("%s begins with its configured placement: what it served last cannot be read: %s", engine, error or "the bus did not answer")
+        return None
+    record = last_decided(
+        committed if isinstance(committed, PlacementCommitted) else None,
+        migration if isinstance(migration, MigrationStaged) else None,
+    )
+    if record is not None:
+        log.info("%s goes on with epoch %d of its last life", engine, record.epoch)
+    return record
+
+
+async def _latest(bus: Bus, subject: str) -> Message | None:
+    stored = [received.message async for received in bus.replay(subject, latest=True, follow=False)]
+    return stored[-1] if stored else None
