@@ -52,6 +52,10 @@ class SimulatedConfig:
     dispatch_node: float | None = None
     expert_read: float | None = None
     expert_pair: float | None = None
+    rank_bytes_per_second: float = 50e9
+    """what a rank reads of experts from another of its machine; simulated seconds, like the speeds above"""
+    node_bytes_per_second: float = 12.5e9
+    """what it reads from a rank of another machine"""
     domains: int = 8
     """kinds of traffic, each with a taste of its own in experts; a prompt's first blocks choose one by their hash"""
     domain_blocks: int = 1
@@ -98,7 +102,7 @@ class SimulatedConfig:
         _need(self.max_context is None or self.max_context >= 2, "max_context", self.max_context, "use 2 or more, or leave it out")
         _need(self.kv_blocks * self.block_size >= 2, "kv_blocks", self.kv_blocks, "hold at least 2 tokens")
         _need(self.output_tokens >= 0, "output_tokens", self.output_tokens, "use 0 or more")
-        for key in ("time_scale", "activity_seconds"):
+        for key in ("time_scale", "activity_seconds", "rank_bytes_per_second", "node_bytes_per_second"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number")
         for key in ("popularity_skew", "domain_skew", "token_skew"):
             _need(0 <= getattr(self, key) <= 10, key, getattr(self, key), "use 0 to 10")

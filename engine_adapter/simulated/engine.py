@@ -20,6 +20,8 @@ from engine_adapter.rank.facts import DecodeSteps
 from engine_adapter.simulated.config import PLACEMENTS, SimulatedConfig
 from engine_adapter.simulated.demand import Tastes, place
 from engine_adapter.simulated.faults import FaultOrder, Faults
+from engine_adapter.simulated.flipping import Flipping
+from engine_adapter.simulated.links import Links
 from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
 from engine_adapter.simulated.ranks import SimulatedRank
 from engine_adapter.simulated.routes import Routes
@@ -54,13 +56,18 @@ class SimulatedEngine:
         self.steps = 0
         if (self.placement.layers, self.placement.experts, self.placement.ranks) != (self.tastes.shape.layers, self.tastes.shape.experts, config.ranks):
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
-        self._routes = Routes(self.tastes, self.placement, config.node_of_rank, cover=config.covers)
+        self._routes = self._routes_of(self.placement)
+        self.flipping = Flipping(config.ranks, self._routes_of, self.wake)
+        self.links = Links(config)
         self._dice = np.random.default_rng(config.seed)
         self._decoding = DecodeSteps()
         self._wake = asyncio.Event()
         self._alarm = asyncio.Event()
         self._over = asyncio.Event()
         self.ranks = tuple(SimulatedRank(self, number) for number in range(config.ranks))
+
+    def _routes_of(self, placement: Placement) -> Routes:
+        return Routes(self.tastes, placement, self.config.node_of_rank, cover=self.config.covers)
 
     def _first(self) -> Placement:
         """Epoch 0 as configured. ValueError when it is to come from a file that cannot be read, or is of another model."""
@@ -126,6 +133,7 @@ class SimulatedEngine:
         """Step until the engine has failed."""
         due = self.now
         while self.failure is None:
+            self._flip()
             plans = [rank.plan() for rank in self.ranks]
             if not any(one.parts for one in plans):
                 await self._rest()
@@ -137,6 +145,16 @@ class SimulatedEngine:
             due = max(due, began - _LAG_SECONDS) + lasts
             await self._until(due)
             self._book(plans, by_row, max(lasts, self.now - began))
+
+    def _flip(self) -> None:
+        """Go over to the placement that all ranks are ready for, if there is one."""
+        prepared = self.flipping.due(self.placement.epoch)
+        if prepared:
+            self.placement, self._routes = prepared[0].placement, prepared[0].routes
+            for rank, one in zip(self.ranks, prepared, strict=True):
+                rank.experts.cells = one.cells
+                rank.say()
+            self.flipping.done()
 
     def _seconds(self, plans: Sequence[Plan], by_row: NDArray[np.int64]) -> float:
         needed = seconds(self.config.speed, plans, by_row, self._routes)
@@ -176,6 +194,7 @@ class SimulatedEngine:
         self.failure = failure
         for rank in self.ranks:
             rank.fail(failure)
+        self.flipping.fail(failure)
         for event in (self._wake, self._alarm, self._over):
             event.set()
 

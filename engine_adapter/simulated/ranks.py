@@ -16,6 +16,8 @@ from engine_adapter.rank.text import TextStream
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.demand import Tastes
 from engine_adapter.simulated.faults import Faults
+from engine_adapter.simulated.flipping import Flipping, SimulatedExperts
+from engine_adapter.simulated.links import Links
 from engine_adapter.simulated.pace import Plan, plan, tokens_of_row
 from engine_adapter.simulated.presets import cache_token_bytes
 from engine_adapter.simulated.seats import RowTrace, Seat
@@ -39,6 +41,8 @@ class Group(Protocol):
     tokenizer: WordTokenizer
     placement: Placement
     faults: Faults
+    flipping: Flipping
+    links: Links
     failure: EngineFailed | None
 
     @property
@@ -79,18 +83,21 @@ class SimulatedRank:
         self._counted_at = float("-inf")
         self._budget = float(config.profiled_tokens_per_second)
         self._budget_at = float("-inf")
+        self._experts = SimulatedExperts(engine, number)
+        self.transfer = engine.links.join(number, self._experts.memory)
+        """how it reads other ranks' experts"""
 
     @property
     def placement(self) -> Placement:
         return self._engine.placement
 
     @property
-    def handover_seconds(self) -> float:
-        return self._engine.faults.handover_left(self._engine.now)
+    def experts(self) -> SimulatedExperts:
+        return self._experts
 
     @property
-    def experts(self) -> None:
-        """Handovers are not taken part in yet."""
+    def handover_seconds(self) -> float:
+        return self._engine.faults.handover_left(self._engine.now)
 
     @property
     def failure(self) -> EngineFailed | None:

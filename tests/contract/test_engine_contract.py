@@ -26,6 +26,7 @@ from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvChange
+from fleet.placement import Placement
 from fleet.routings import UNKNOWN
 from fleet.timing import EngineSpeed
 
@@ -44,6 +45,8 @@ class Tried:
     run: "asyncio.Task[None]"
     fail: Callable[[], None]
     """make it fail by itself"""
+    ranks: Sequence[Any]
+    """all of the engine, this one among them"""
     kv: list[KvChange | str] = field(default_factory=list)
     tokens: int = 0
     cached: int = 0
@@ -82,11 +85,11 @@ Starter = Callable[..., AbstractAsyncContextManager[Tried]]
 
 
 @asynccontextmanager
-async def serving(engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Callable[[], None]) -> AsyncIterator[Tried]:
+async def serving(engine: Any, tasks: Iterable["asyncio.Task[None]"], fail: Callable[[], None], ranks: Sequence[Any] = ()) -> AsyncIterator[Tried]:
     runs = list(tasks)
     await asyncio.sleep(0)
     try:
-        yield Tried(engine, runs[-1], fail)
+        yield Tried(engine, runs[-1], fail, ranks or [engine])
     finally:
         for run in runs:
             run.cancel()
@@ -101,7 +104,7 @@ async def simulated(**settings: Any) -> AsyncIterator[Tried]:
     for rank in engine.ranks:
         await rank.start()
     runs = [asyncio.create_task(rank.run(), name=f"rank {number} under test") for number, rank in enumerate(engine.ranks)]
-    async with serving(engine.ranks[1], runs, lambda: engine.order(FaultOrder(fault="die"))) as tried:
+    async with serving(engine.ranks[1], runs, lambda: engine.order(FaultOrder(fault="die")), engine.ranks) as tried:
         yield tried
 
 
@@ -377,3 +380,69 @@ async def test_the_placement_is_that_of_the_model_on_all_ranks_and_no_handover_i
     assert (placement.layers, placement.experts, placement.ranks, placement.epoch) == (about.shape.layers, about.shape.experts, about.ranks, 0)
     assert tried.engine.handover_seconds == 0
     about.layout.check(about.shape)
+
+
+# Handovers
+
+
+async def adopt_next(tried: Tried) -> None:
+    """Every rank goes over to an epoch in which two experts of its layer 0 have changed slots, one of them through a free cell."""
+    now = tried.engine.placement
+    per = now.slots_per_rank
+    table = now.expert_of_slot.copy()
+    for rank in range(now.ranks):
+        table[0, [rank * per, rank * per + 1]] = table[0, [rank * per + 1, rank * per]]
+    placement = Placement(table, experts=now.experts, ranks=now.ranks, epoch=now.epoch + 1)
+    adoptions = []
+    for rank in tried.ranks:
+        memory, cells = rank.experts.memory, rank.experts.cells.copy()
+        free = next(cell for cell in range(memory.cells) if cell not in cells)
+        memory.cell(free)[:] = memory.cell(int(cells[0, 1]))
+        cells[0, :2] = free, cells[0, 0]
+        adoptions.append(await rank.experts.prepare(placement, cells))
+        assert rank.placement == now
+    await asyncio.gather(*(rank.experts.adopt(adoption) for rank, adoption in zip(tried.ranks, adoptions, strict=True)))
+    for rank, adoption in zip(tried.ranks, adoptions, strict=True):
+        assert rank.placement == adoption.placement == placement
+        assert rank.experts.cells[0, 0] in range(memory.cells)
+
+
+async def test_the_cells_of_a_rank_are_more_than_its_slots_and_each_slot_is_in_one_of_its_own(tried: Tried) -> None:
+    memory, placement = tried.engine.experts.memory, tried.engine.placement
+    cells = tried.engine.experts.cells
+    assert cells.shape == (placement.layers, placement.slots_per_rank)
+    assert len(set(cells.ravel().tolist())) == cells.size <= memory.cells - placement.slots_per_rank
+    assert memory.cell(0).shape == (memory.cell_bytes,)
+    assert memory.cell(1).ctypes.data == memory.base + memory.cell_bytes
+    ends = [tensor.offset + tensor.bytes for tensor in memory.tensors]
+    assert all(tensor.offset >= end for tensor, end in zip(memory.tensors, [0, *ends], strict=False))
+    assert ends[-1] <= memory.cell_bytes
+
+
+async def test_ranks_go_over_to_another_epoch_while_they_serve_and_not_one_token_changes(tried: Tried) -> None:
+    before = await tried.ask(max_tokens=60)
+    answer = await tried.submit(max_tokens=60)
+    await anext(answer)
+    await adopt_next(tried)
+    await adopt_next(tried)
+    assert tried.engine.placement.epoch == 2
+    rest = await answer.rest()
+    assert rest.token_ids == before.token_ids[-len(rest.token_ids) :]
+    assert (await tried.ask(max_tokens=60)).token_ids == before.token_ids
+
+
+async def test_a_sleeping_engine_goes_over_at_once(tried: Tried) -> None:
+    async with asyncio.timeout(5):
+        await adopt_next(tried)
+    assert tried.engine.placement.epoch == 1
+    assert len((await tried.ask()).token_ids) == 12
+
+
+async def test_an_engine_that_fails_ends_what_waits_for_its_next_epoch(tried: Tried) -> None:
+    placement = tried.engine.placement
+    following = Placement(placement.expert_of_slot, experts=placement.experts, ranks=placement.ranks, epoch=1)
+    adoption = await tried.engine.experts.prepare(following, tried.engine.experts.cells)
+    tried.run.cancel()
+    await asyncio.wait([tried.run])
+    with pytest.raises(EngineFailed):
+        await tried.engine.experts.adopt(adoption)
