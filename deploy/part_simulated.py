@@ -16,6 +16,7 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, until_ready
+from deploy.resuming import last_life
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
@@ -26,7 +27,7 @@ from engine_adapter.simulated.door import SimulatedDoor
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
 from engine_adapter.tracing import EngineTracing
-from fleet.placement import Placement
+from fleet.placement import Placement, PlacementRecord
 
 EXPECTED = (BusError, EngineFailed)
 FINAL = (NameTaken,)
@@ -75,13 +76,14 @@ async def hosted(
     *,
     drain_seconds: float,
     placement: Placement | None = None,
+    last: PlacementRecord | None = None,
 ) -> AsyncIterator[Host]:
     """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
-    (perhaps in a group) when that is impossible."""
+    (perhaps in a group) when that is impossible. placement, last: see `SimulatedEngine`."""
     async with AsyncExitStack() as stack:
         for door in doors:
             stack.enter_context(door)
-        engine = SimulatedEngine(config, placement)
+        engine = SimulatedEngine(config, placement, last)
         agents = [Agent(bus, subjects, rank, who, agent_config) for rank in engine.ranks]
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
@@ -117,7 +119,8 @@ async def serve(
     )
     bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=order.engine)
     try:
-        async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds) as host:
+        last = await last_life(bus, subjects, order.engine) if worker.resume else None
+        async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds, last=last) as host:
             host.engine.at_death = _end_this_process
             log.info("%s serves on %s", order.engine, " ".join(order.urls))
             tell(ready)

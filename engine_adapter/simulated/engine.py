@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.engine import EngineFailed
-from engine_adapter.initial import initial
+from engine_adapter.initial import fitting, initial
 from engine_adapter.rank.facts import DecodeSteps
 from engine_adapter.simulated.config import PLACEMENTS, SimulatedConfig
 from engine_adapter.simulated.demand import Tastes, place
@@ -26,7 +26,7 @@ from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
 from engine_adapter.simulated.ranks import SimulatedRank
 from engine_adapter.simulated.routes import Routes
 from engine_adapter.simulated.words import WordTokenizer
-from fleet.placement import Placement
+from fleet.placement import Placement, PlacementRecord
 
 _CLOCK_SECONDS = 1e-4
 """so much too early a timer may fire; no need to wait again for the rest"""
@@ -43,14 +43,18 @@ class EngineDied(EngineFailed):
 class SimulatedEngine:
     """An engine of several ranks. All methods are for one event loop."""
 
-    def __init__(self, config: SimulatedConfig, placement: Placement | None = None) -> None:
-        """placement: None for the configured one; ValueError when it is not of the model's shape and the engine's ranks."""
+    def __init__(self, config: SimulatedConfig, placement: Placement | None = None, last: PlacementRecord | None = None) -> None:
+        """placement: None for the configured one; ValueError when it is not of the model's shape and the engine's ranks.
+
+        last: the epoch that the engine's life before this one ended in, which it goes on with if it fits where the first placement does.
+        """
         self.config = config
         self.failure: EngineFailed | None = None
         self.faults = Faults(config.ranks)
         self.tastes = Tastes(config)
         self.tokenizer = WordTokenizer()
-        self.placement = self._first() if placement is None else placement
+        first = self._first() if placement is None else placement
+        self.placement = first if last is None else _resumed(last, first)
         self.at_death: Callable[[], None] = _nothing
         """called when the engine is told to die, before its open requests hear of it"""
         self.steps = 0
@@ -197,6 +201,14 @@ class SimulatedEngine:
         self.flipping.fail(failure)
         for event in (self._wake, self._alarm, self._over):
             event.set()
+
+
+def _resumed(last: PlacementRecord, first: Placement) -> Placement:
+    try:
+        return fitting(last, first)
+    except ValueError as error:
+        log.warning("the engine begins with its configured placement, not with that of its last life: %s", error)
+        return first
 
 
 def _nothing() -> None:

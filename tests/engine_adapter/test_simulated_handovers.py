@@ -148,6 +148,15 @@ async def test_a_slot_whose_cell_holds_something_else_is_refused_before_it_is_se
         assert engine.placement.epoch == 0
 
 
+def test_a_new_life_goes_on_with_the_last_epoch_if_it_fits() -> None:
+    config = SimulatedConfig(ranks=2, slots_per_rank=SLOTS)
+    last = replicated(SimulatedEngine(config), epoch=7)
+    engine = SimulatedEngine(config, last=last.record())
+    assert engine.placement == last
+    assert engine.ranks[1].experts.memory.misplaced(last.on_rank(1), engine.ranks[1].experts.cells) is None
+    assert SimulatedEngine(SimulatedConfig(ranks=2), last=last.record()).placement.epoch == 0
+
+
 async def test_an_engine_that_ends_ends_what_waits_for_its_next_epoch() -> None:
     async with running(slots_per_rank=SLOTS) as engine:
         both = await prepared(engine, replicated(engine))
