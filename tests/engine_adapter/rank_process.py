@@ -95,7 +95,7 @@ def generate(job, rank, group, folder):
             placement = Placement(np.array(job["slots"]), experts=config.experts, ranks=job["ranks"], split=split)
         else:
             placement = linear(layers=config.layers, experts=config.experts, ranks=job["ranks"])
-        runner = Runner(checkpoint, placement, rank=rank, group=group, kv_pages=job["kv_pages"])
+        runner = Runner(checkpoint, placement, rank=rank, group=group, kv_pages=job["kv_pages"], cover=job.get("cover", False))
     tokens, logits = greedy(runner, job["prompts"][rank :: job["ranks"]], job["count"], exchange=counting_exchange(lockstep))
     speed = runner.measure_speed()
     np.savez(folder / f"{rank}.npz", tokens=tokens, logits=logits, step_seconds=speed.step, dispatch_seconds=speed.dispatch, pair_seconds=speed.expert_pair)

@@ -142,7 +142,9 @@ def test_ranks_in_processes_of_their_own_compute_the_same_bits_as_one(tmp_path, 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2], ids=["even", "uneven", "nodes-too"])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(None, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2], ids=["even", "uneven-and-by-whole-tokens", "nodes-too"]
+)
 def test_replicas_scattered_experts_and_how_they_share_tokens_change_no_bit(tmp_path, alone, seed):
     random = np.random.default_rng(3)
     rows = [np.concatenate([random.permutation(32)[:24], [-1] * 4]) for _ in range(4)]
@@ -151,6 +153,6 @@ def test_replicas_scattered_experts_and_how_they_share_tokens_change_no_bit(tmp_
     )
     dice = np.random.default_rng(seed)
     split = None if seed is None else [part.tolist() for part in random_split(dice, slots, 32, nodes=seed == 2)]
-    tokens, logits, _ = run_ranks(tmp_path, 2, slots=slots.tolist(), split=split, count=16)
+    tokens, logits, _ = run_ranks(tmp_path, 2, slots=slots.tolist(), split=split, cover=seed == 1, count=16)
     assert np.array_equal(tokens, alone[0][:, :16])
     assert np.array_equal(logits, alone[1][:, :16])
