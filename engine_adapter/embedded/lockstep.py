@@ -4,8 +4,9 @@
 
 **Sleep.** When the headers of a step show that no rank has work, all ranks sleep before the next step n, outside any collective
 (gloo raises or blocks for minutes there). A rank that gets work sends `wake(n)` to all the others and goes on; a sleeping rank takes
-only the wake of its own n, so that a late one of an earlier sleep does nothing. Each rank sends at most one wake per n, and drains its
-socket while it sleeps, so the socket's queue cannot fill up. Nothing polls, except for a look every second whether the peers still live.
+only the wake of its own n, so that a late one of an earlier sleep does nothing. Each rank sends at most one wake per n, and empties its
+socket whenever a sleep ends (what is in it then is of this sleep or an earlier one), so the socket's queue cannot fill up: a rank that waits
+for the others in step n has at most one wake of each in it. Nothing polls, except for a look every second whether the peers still live.
 """
 
 import select
@@ -204,11 +205,12 @@ class Lockstep:
         poller.register(self._control, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in poller.poll(1000 * _PEER_CHECK_SECONDS)}
+            woken = self._control.fileno() in ready and self._woken_for(step)
             if self._nudged.fileno() in ready:
                 _drain(self._nudged)
                 self._wake_peers(step)
                 return
-            if self._control.fileno() in ready and self._woken_for(step):
+            if woken:
                 return
             if not ready:
                 self._check_peers()
@@ -227,11 +229,13 @@ class Lockstep:
         self._path.unlink(missing_ok=True)
 
     def _woken_for(self, step: int) -> bool:
-        """Read one wake; whether it is for this sleep and not left over from an earlier one."""
+        """Read every wake that is there; whether one is for this sleep and not left over from an earlier one."""
+        found = False
         try:
-            return int.from_bytes(self._control.recv(_WAKE_BYTES), "little") == step
+            while True:
+                found |= int.from_bytes(self._control.recv(_WAKE_BYTES), "little") == step
         except BlockingIOError:
-            return False
+            return found
 
     def _wake_peers(self, step: int) -> None:
         with _outgoing() as wake:

@@ -105,6 +105,26 @@ def test_a_thousand_sleeps_with_both_ranks_nudged_at_random_lose_no_wake(pair):
         done.result(timeout=60)
 
 
+def test_ranks_that_are_both_nudged_every_time_do_not_fill_each_others_sockets(pair):
+    steps, pool = pair
+
+    def live(one):
+        for step in range(200):
+            one.nudge()
+            one.sleep(step)
+            one.exchange(StepHeader(step=step))
+
+    for done in [pool.submit(live, one) for one in steps]:
+        done.result(timeout=60)
+
+
+def test_ranks_that_serve_different_epochs_notice(pair):
+    steps, pool = pair
+    for one in [pool.submit(one.exchange, StepHeader(step=3, epoch_served=one.rank)) for one in steps]:
+        with pytest.raises(StepMismatch, match=r"serves epoch [01], the ranks \[0, 1\]"):
+            one.result(timeout=10)
+
+
 def test_sleeping_uses_no_processor(tmp_path):
     alone = Lockstep(tmp_path)
     used = []
