@@ -19,6 +19,7 @@ from bus.claims import NameClaim
 from bus.subjects import Subjects
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, Engine, Load
+from engine_adapter.handover import HandoverDesk, Staging
 from engine_adapter.kv_mirror import KvMirror
 from engine_adapter.profiling import Profiling
 from fleet.events import (
@@ -36,6 +37,8 @@ from fleet.events import (
 from fleet.popularity import ExpertCounts
 
 log = logging.getLogger(__name__)
+_NO_WAYS = Staging()
+"""other ranks cannot be read; enough where there are none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,8 @@ class Identity:
 class Agent:
     """The agent of one rank. `run` speaks until it is cancelled; `joined` is set once the engine may be used."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: Identity, config: AgentConfig) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: Identity, config: AgentConfig, staging: Staging = _NO_WAYS) -> None:
+        """staging: what experts are read with, when the engine hands them over."""
         self.joined = asyncio.Event()
         self._bus = bus
         self._subjects = subjects
@@ -78,6 +82,8 @@ class Agent:
         self._metrics = bus.publisher(subjects.kv_metrics)
         self._experts = bus.publisher(subjects.experts)
         self._profiling = self._make_profiling()
+        self.desk = None if engine.experts is None else HandoverDesk(bus, subjects, engine, identity.worker_id, staging)
+        """takes part in handovers; None: this engine's experts stay where they are"""
 
     def _make_profiling(self) -> Profiling | None:
         """None for an engine that says nothing of experts: nothing is listened to and nothing kept then."""
@@ -96,7 +102,12 @@ class Agent:
             if self._about.capabilities.kv_events:
                 subject = self._subjects.kv_snapshot(self._identity.worker_id, self._about.rank)
                 await stack.enter_async_context(self._bus.serve(subject, self._answer_snapshot))
+            if self.desk is None:
+                commands = self._subjects.handover(self._identity.worker_id, self._about.rank)
+                await stack.enter_async_context(self._bus.serve(commands, self._refuse_handover))
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            if self.desk is not None:
+                tasks.create_task(self.desk.run(), name=f"handovers of rank {self._about.rank} of {self._identity.engine}")
             tasks.create_task(self._report(), name=f"report what rank {self._about.rank} of {self._identity.engine} does")
             if self._profiling is not None:
                 tasks.create_task(self._profiling.run(), name=f"profile what ends on rank {self._about.rank} of {self._identity.engine}")
@@ -177,6 +188,9 @@ class Agent:
                     counts=ExpertCounts.of(activations.counts),
                 )
             )
+
+    async def _refuse_handover(self, request: Message) -> Message:
+        raise ValueError(f"the experts of {self._identity.engine} stay where they are: engines of its kind take no part in handovers")
 
     async def _answer_snapshot(self, request: Message) -> Message:
         if not isinstance(request, KvSnapshotRequested):

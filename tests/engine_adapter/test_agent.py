@@ -58,6 +58,7 @@ class PuppetEngine:
         )  # fmt: skip
         self.placement: Placement | None = linear(layers=2, experts=4, ranks=ranks)
         self.handover_seconds = 0.0
+        self.experts = None
         self._kv: list[KvChange | str] = []
         self._load = IDLE
         self._activations: Activations | None = None
