@@ -1,0 +1,309 @@
+"""Writes docs/asyncapi.yaml: every subject of `bus.subjects` and every message of `fleet.events`, with their fields, as AsyncAPI 3.0.
+
+    python docs/make_asyncapi.py
+
+Names, types and defaults come from the message types themselves, descriptions from their docstrings. What is said where is stated here
+(SAID, ASKED); a test compares it with the subjects and kinds that there are, and the file with what this writes.
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from bus.codec import BlobReference, Envelope
+from bus.subjects import Subjects
+from fleet import events as say
+
+FILE = Path(__file__).with_name("asyncapi.yaml")
+KV_EVENTS = "KvEvents"
+"""Our word for a batch in Dynamo's untagged form."""
+
+SAID: dict[str, tuple[tuple[type, ...], str]] = {
+    "kv_events": ((say.RoutedKvEvent,), "every rank that reports its KV cache, in batches, in Dynamo's own form"),
+    "kv_metrics": ((say.KvMetrics,), "every rank, in Dynamo's own form, when its load changes and once a second"),
+    "heartbeats": ((say.EngineHeartbeat,), "rank 0 of every engine, once a second"),
+    "experts": ((say.ExpertsActivated,), "every rank, once a second while it computes"),
+    "requests_profiled": ((say.RequestsProfiled,), "every rank, about requests that ended there"),
+    "requests_finished": ((say.RequestsFinished,), "routers"),
+    "imports": ((say.CountsImported,), "`roost popularity --learn`"),
+    "clusters": ((say.ClustersPublished,), "the tracker"),
+    "tables": ((say.TablesPublished,), "the tracker"),
+    "shifts": ((say.PopularityShifted,), "the tracker"),
+    "profiles": ((say.ProfilePublished,), "the tracker"),
+    "demand": ((say.DemandPublished,), "the tracker"),
+    "homes": ((say.HomesPublished,), "the planner"),
+    "handovers": ((say.HandoverDescribed,), "every rank that takes part in a handover, whenever it gets on"),
+    "reservations": ((say.ReservationsChanged,), "routers"),
+    "membership": ((say.EngineJoined, say.EngineLeft), "rank 0 of every engine"),
+    "placements": ((say.PlacementCommitted,), "the planner"),
+    "migrations": ((say.MigrationPlanned, say.MigrationStaged, say.MigrationCommitted, say.MigrationAborted), "the planner"),
+    "drains": ((say.RankDrained,), "`roost drain`"),
+    "config": ((say.ConfigChanged,), "routers, and `roost up`"),
+}
+"""By member of Subjects: what is published there, and by whom."""
+ASKED: dict[str, tuple[dict[type, type], str]] = {
+    "describe_engine": ({say.DescribeEngine: say.EngineJoined}, "rank 0 of the engine"),
+    "kv_snapshot": ({say.KvSnapshotRequested: say.KvSnapshot}, "the rank"),
+    "describe_profile": (
+        {
+            say.DescribeProfile: say.ProfilePublished,
+            say.DescribeClusters: say.ClustersPublished,
+            say.DescribeTables: say.TablesPublished,
+            say.DescribePopularity: say.PopularityDescribed,
+        },
+        "the tracker",
+    ),
+    "describe_plan": ({say.DescribePlan: say.PlanDescribed}, "the planner"),
+    "migrate": (dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted), "the planner that leads"),
+    "handover": (
+        dict.fromkeys((say.ProposeHandover, say.CommitHandover, say.AbortHandover, say.DescribeHandover), say.HandoverDescribed),
+        "the rank; only the planner that leads asks",
+    ),
+    "leases": ({say.LeaseExperts: say.ExpertsLeased, say.EndLease: say.LeaseEnded}, "the rank; only ranks of its engine ask"),
+    "describe_reservations": ({say.DescribeReservations: say.ReservationsDescribed}, "the router"),
+    "route": ({say.RouteRequested: say.RouteDecided}, "one of the routers"),
+    "release": ({say.RouteReleased: say.RouteReleased}, "one of the routers"),
+    "decision": ({say.DescribeDecision: say.DecisionDescribed}, "the router that made it"),
+}
+"""By member of Subjects: which question has which answer, and who answers. Any of them may be answered with RequestRefused instead."""
+PARAMETERS = {
+    "namespace": "`[bus] namespace`; roost unless it is set",
+    "engine": "the engine's name; * for all",
+    "worker_id": "u64 of one incarnation of an engine",
+    "rank": "number of a rank within its engine",
+    "drained": "number of a rank, or all",
+    "part": "which part of Roost",
+    "router": "u64 of one router process",
+    "tag": "the first letters of the ids of a router's decisions",
+}
+COMMON = {
+    "kind": "names the message",
+    "engine": "the engine's name",
+    "worker_id": "u64 of one incarnation of an engine",
+    "rank": "number within the engine",
+    "plan": "id of the plan",
+    "epoch": "of placement and layout: each handover adds one",
+}
+"""Fields that mean the same wherever nothing else is said."""
+ABOUT = """What is said on Roost's bus: NATS, with JetStream for what is stored.
+
+**Decoding.** Every message is an envelope, a msgpack map of five fields (schema Envelope, Dynamo's form). Its `payload` is msgpack again: a map
+whose `kind` names the message (schemas below), except on the two topics of Dynamo's own: `kv-events` carries an array of RoutedKvEvent,
+`kv_metrics` a KvMetrics, both without `kind`. A `topic` of `roost-blob` says that the payload was too large: it is a BlobReference then, and what it
+names lies under its digest in the object store `<namespace>-parcels`. Where a schema says `format: binary`, the wire has msgpack's bin type.
+Integers may need 64 bits, unsigned.
+
+**Reading on.** Fields and kinds that are not known are to be ignored: there will be more. `sequence` counts a publisher's messages from 0 and
+tells of losses; a new `publisher_id` is a restart.
+
+**Stored.** Channels marked `x-stored` are kept in the stream `<namespace>-stored`: an ordinary JetStream consumer replays them, and whoever
+subscribes hears them as well. Everything else is telemetry, said once.
+
+**Requests.** NATS request and reply; the answer is an envelope like any other. `RequestRefused` says why there is none.
+"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Longer text in blocks, and nothing by reference to an earlier line."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def document() -> dict[str, Any]:
+    """The whole file."""
+    kinds = sorted(_kinds(), key=lambda kind: kind.__name__)
+    return {
+        "asyncapi": "3.0.0",
+        "info": {"title": "Roost", "version": version("roost"), "description": ABOUT, "license": {"name": "Apache-2.0"}},
+        "defaultContentType": "application/msgpack",
+        "servers": {"nats": {"host": "127.0.0.1:4222", "protocol": "nats", "description": "a NATS server with JetStream; `roost status` says which"}},
+        "channels": {**{name: _said(name) for name in SAID}, **{name: _asked(name) for name in ASKED}, "answers": _answers()},
+        "operations": {
+            **{f"hear_{name}": _hearing(name) for name in SAID},
+            **{kind.__name__: _asking(name, kind) for name in ASKED for kind in ASKED[name][0]},
+        },
+        "components": {
+            "messages": {_name(kind): _message(kind) for kind in kinds},
+            "schemas": dict(sorted(_schemas((*kinds, Envelope, BlobReference)).items())),
+        },
+    }
+
+
+def text() -> str:
+    """The file's content."""
+    head = "# Written by docs/make_asyncapi.py from fleet/events.py and bus/subjects.py; change those.\n"
+    return head + yaml.dump(document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
+
+
+# Channels and operations
+
+
+def _said(name: str) -> dict[str, Any]:
+    kinds, by = SAID[name]
+    stored = {"x-stored": True} if all(kind in say.STORED for kind in kinds) else {}
+    return {**_channel(name, kinds, f"Said by {by}."), **stored}
+
+
+def _asked(name: str) -> dict[str, Any]:
+    questions, by = ASKED[name]
+    return _channel(name, questions, f"Answered by {by}.")
+
+
+def _channel(name: str, kinds: Iterable[type], more: str) -> dict[str, Any]:
+    member = getattr(Subjects, name)
+    about = inspect.cleandoc(member.__doc__ or "")
+    address, parameters = _address(name)
+    return {
+        "address": address,
+        "description": " ".join(part for part in (about, more) if part),
+        "messages": {_name(kind): _ref("messages", _name(kind)) for kind in kinds},
+        "parameters": {one: {"description": PARAMETERS[one]} for one in parameters},
+    }
+
+
+def _address(name: str) -> tuple[str, list[str]]:
+    """With {parameters} in it, and their names."""
+    subjects, given = Subjects("namespace-here"), _given(name)
+    member = getattr(subjects, name)
+    subject = member(*(value for value, _ in given)) if given else member
+    tokens = subject.split(".")
+    named = {"namespace-here": "namespace", **{str(value): parameter for value, parameter in given}}
+    filled = (f"{{{named[token]}}}" if token in named else token for token in tokens)
+    return ".".join(filled), ["namespace", *(parameter for _, parameter in given)]
+
+
+def _given(name: str) -> list[tuple[Any, str]]:
+    """Values to call a member of Subjects with, and what they stand for in its address."""
+    if isinstance(getattr(Subjects, name), property):
+        return []
+    parameters = list(inspect.signature(getattr(Subjects, name)).parameters)[1:]
+    numbers = {"worker_id": 7_000_001, "rank": 7_000_002, "router": 7_000_003}
+    return [(numbers.get(one, f"{one}-here"), "drained" if (name, one) == ("drains", "rank") else one) for one in parameters]
+
+
+def _answers() -> dict[str, Any]:
+    kinds = sorted({answer for questions, _ in ASKED.values() for answer in questions.values()} | {say.RequestRefused}, key=lambda kind: kind.__name__)
+    return {
+        "address": None,
+        "description": "The inbox that a NATS request names for its reply.",
+        "messages": {_name(kind): _ref("messages", _name(kind)) for kind in kinds},
+    }
+
+
+def _hearing(name: str) -> dict[str, Any]:
+    return {"action": "receive", "channel": {"$ref": f"#/channels/{name}"}, "messages": [_in_channel(name, kind) for kind in SAID[name][0]]}
+
+
+def _asking(name: str, kind: type) -> dict[str, Any]:
+    answers = (ASKED[name][0][kind], say.RequestRefused)
+    return {
+        "action": "send",
+        "channel": {"$ref": f"#/channels/{name}"},
+        "messages": [_in_channel(name, kind)],
+        "reply": {
+            "address": {"location": "$message.header#/reply", "description": "NATS's reply subject"},
+            "channel": {"$ref": "#/channels/answers"},
+            "messages": [_in_channel("answers", answer) for answer in answers],
+        },
+    }
+
+
+def _in_channel(channel: str, kind: type) -> dict[str, str]:
+    return {"$ref": f"#/channels/{channel}/messages/{_name(kind)}"}
+
+
+# Messages and their fields
+
+
+def _kinds() -> set[type]:
+    return {*say.AnyEvent.__args__, say.KvMetrics, say.RoutedKvEvent}
+
+
+def _name(kind: type) -> str:
+    return KV_EVENTS if kind is say.RoutedKvEvent else kind.__name__
+
+
+def _message(kind: type) -> dict[str, Any]:
+    if kind is say.RoutedKvEvent:
+        payload: dict[str, Any] = {"type": "array", "items": _ref("schemas", kind.__name__)}
+    else:
+        payload = _ref("schemas", kind.__name__)
+    about = " ".join(inspect.cleandoc(kind.__doc__ or "").split())
+    stored = {"x-stored": True} if kind in say.STORED else {}
+    return {"name": _name(kind), "summary": about.split(". ")[0].removesuffix(".") + ".", "payload": payload, **stored}
+
+
+def _schemas(kinds: Iterable[type]) -> dict[str, Any]:
+    """As AsyncAPI has them: JSON Schema of draft 7, fields described, bytes as binary."""
+    _, found = msgspec.json.schema_components(tuple(kinds), ref_template="#/components/schemas/{name}")
+    return {name: _described(name, _plain(schema)) for name, schema in found.items()}
+
+
+def _plain(schema: Any) -> Any:
+    """Without what draft 7 does not know."""
+    if isinstance(schema, list):
+        return [_plain(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _plain(value) for key, value in schema.items() if key not in ("title", "contentEncoding", "prefixItems")}
+    if "contentEncoding" in schema:
+        plain["format"] = "binary"
+    if "prefixItems" in schema:
+        plain |= {"items": _plain(schema["prefixItems"]), "additionalItems": False}
+    return plain
+
+
+def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    words = _documented().get(name, {})
+    fields = {field: _with(about, words.get(field, COMMON.get(field))) for field, about in schema.get("properties", {}).items()}
+    text = " ".join(schema.get("description", "").split())
+    return {
+        **({"description": text} if text else {}),
+        **{key: value for key, value in schema.items() if key != "description"},
+        **({"properties": fields} if fields else {}),
+    }
+
+
+def _with(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
+    """A reference bears no description of its own in draft 7."""
+    if words is None:
+        return schema
+    return {"description": words, **({"allOf": [schema]} if "$ref" in schema else schema)}
+
+
+@cache
+def _documented() -> dict[str, dict[str, str]]:
+    """What stands behind each field of each class, by class and field."""
+    shown = (*vars(say).values(), Envelope)
+    modules = {sys.modules[one.__module__] for one in shown if inspect.isclass(one) and one.__module__.startswith(("fleet.", "bus."))}
+    return {node.name: dict(_fields(node)) for module in modules for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ClassDef)}
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, words in zip(node.body, node.body[1:], strict=False):
+        described = isinstance(words, ast.Expr) and isinstance(words.value, ast.Constant) and isinstance(words.value.value, str)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and described:
+            yield field.target.id, " ".join(words.value.value.split())
+
+
+def _ref(kind: str, name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/{kind}/{name}"}
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")

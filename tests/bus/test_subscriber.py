@@ -1,0 +1,46 @@
+"""The subscriber in docs/events.md, as a reader would run it: it knows nothing of Roost."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from fleet.events import MigrationAborted, MigrationPlanned
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def program() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "events.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+def test_it_has_ten_lines_and_needs_no_roost() -> None:
+    assert len([line for line in program().splitlines() if line.strip()]) <= 10
+    assert not re.search(r"import.*\b(bus|fleet|deploy)\b", program())
+
+
+async def test_it_prints_what_was_stored_before_it_came_and_what_comes(nats_url: str) -> None:
+    subjects = Subjects("subscriber")
+    bus = await NatsBus.connect(nats_url, subjects, BusConfig(url=nats_url, namespace="subscriber"))
+    before = MigrationPlanned(
+        engine="e0", worker_id=2**64 - 1, plan="cafe", origin="operator", base_epoch=3, handovers=1, copies=2, bytes=34, reason="asked for"
+    )
+    after = MigrationAborted(engine="e0", worker_id=2**64 - 1, plan="cafe", handover=5, number=0, epoch=4, reason="no room", fault="room")
+    await bus.record(subjects.migrations("e0"), before)
+    code = program().replace("nats://127.0.0.1:4222", nats_url).replace("namespace.roost.", "namespace.subscriber.")
+    reader = await asyncio.create_subprocess_exec(sys.executable, "-u", "-I", "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert reader.stdout is not None
+    try:
+        async with asyncio.timeout(20):
+            assert await reader.stdout.readline() == b"MigrationPlanned e0 cafe copies=2 bytes=34 reason=asked for\n"
+            await bus.record(subjects.migrations("e0"), after)
+            assert await reader.stdout.readline() == b"MigrationAborted e0 cafe epoch=4 seconds=0.0 reason=no room\n"
+    finally:
+        reader.kill()
+        await reader.wait()
+        await bus.close()
