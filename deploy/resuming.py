@@ -38,7 +38,7 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
             committed = await _latest(bus, subjects.placements(engine))
             migration = await _latest(bus, subjects.migrations(engine))
     except (BusError, TimeoutError) as error:
-        log.warning("%s begins with its configured placement: what it served last cannot be read: %s", engine, error or "the bus did not answer")
+        log.warning("%s begins with its configured placement: what it served last cannot be read: %s", engine, str(error) or "the bus did not answer")
         return None
     record = last_decided(
         committed if isinstance(committed, PlacementCommitted) else None,
