@@ -1,9 +1,10 @@
 """Beside one rank of an engine: says on the bus what the rank did, and, on rank 0, that the engine is there.
 
 Every rank publishes its KV events, its load, its activated experts and what each ended request activated (`profiling`), each under a
-publisher identity of its own, and answers requests for a snapshot of its KV cache. Rank 0 alone speaks membership: it claims the engine's name, records the
-join, beats, answers descriptions, and leaves. The bus may go away and come back at any time: publishing goes on (the
-sequence numbers show what was lost, and readers repair it by a snapshot), and what was promised is recorded again.
+publisher identity of its own, answers requests for a snapshot of its KV cache, and takes part in handovers (`handover`). Rank 0 alone
+speaks membership: it claims the engine's name, records the join, beats, answers descriptions, and leaves. The bus may go away and come
+back at any time: publishing goes on (the sequence numbers show what was lost, and readers repair it by a snapshot), and what was
+promised is recorded again.
 """
 
 import asyncio
@@ -78,6 +79,8 @@ class Agent:
         self._load_at = float("-inf")
         self._activations: Activations | None = None
         self._experts_at = float("-inf")
+        self._looked_at = float("-inf")
+        self._experts_epoch = self._epoch
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
         self._experts = bus.publisher(subjects.experts)
@@ -120,17 +123,17 @@ class Agent:
 
     async def _report(self) -> None:
         clock = asyncio.get_running_loop().time
-        self._experts_at = clock()
+        self._experts_at = self._looked_at = clock()
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(min(self._load_at + self._config.load_seconds, self._experts_at + self._config.experts_seconds)):
                     await self._engine.wait_facts()
-            facts, now = self._engine.take_facts(), clock()
+            facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
             await self._say_kv(facts.kv)
             await self._say_load(facts.load, now)
-            await self._say_experts(facts.activations, now)
+            await self._say_experts(facts.activations, 0 if placement is None else placement.epoch, now)
             if self._profiling is not None and (facts.ended or facts.ended_lost):
-                self._profiling.take(facts.ended, facts.ended_lost, self._engine.placement)
+                self._profiling.take(facts.ended, facts.ended_lost, placement)
             await asyncio.sleep(self._config.facts_seconds)
 
     async def _say_kv(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:
@@ -167,13 +170,21 @@ class Agent:
         if due:
             self._load, self._load_at = load, now
 
-    async def _say_experts(self, new: Activations | None, now: float) -> None:
+    async def _say_experts(self, new: Activations | None, epoch: int, now: float) -> None:
+        if epoch != self._experts_epoch:  # a report is of one epoch: what was counted before the flip goes without waiting
+            await self._report_experts(self._looked_at)
+            self._experts_epoch = epoch
         if new is not None:
             self._activations = new if self._activations is None else _sum(self._activations, new)
-        seconds = now - self._experts_at
-        if seconds < self._config.experts_seconds:
+        self._looked_at = now
+        if now - self._experts_at >= self._config.experts_seconds:
+            await self._report_experts(now)
+
+    async def _report_experts(self, until: float) -> None:
+        seconds = until - self._experts_at
+        if seconds <= 0:
             return
-        activations, self._activations, self._experts_at = self._activations, None, now
+        activations, self._activations, self._experts_at = self._activations, None, until
         if activations is not None and (activations.tokens or activations.cached_tokens) and self._about.capabilities.experts:
             await self._experts.publish(
                 ExpertsActivated(
@@ -181,7 +192,7 @@ class Agent:
                     worker_id=self._identity.worker_id,
                     rank=self._about.rank,
                     model=self._about.model,
-                    epoch=self._epoch,
+                    epoch=self._experts_epoch,
                     seconds=seconds,
                     tokens=activations.tokens,
                     cached_tokens=activations.cached_tokens,

@@ -13,7 +13,7 @@ from fleet.events import ExpertCopy, ProposeHandover
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, Placement
 
-LONGEST_SECONDS = 3600.0
+LONGEST_SECONDS = 86_400.0
 """that staging may be given"""
 
 

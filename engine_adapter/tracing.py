@@ -1,4 +1,5 @@
-"""Spans of a request's time inside a rank: queue, prefill, decode, as children of the caller's `traceparent`.
+"""Spans of a request's time inside a rank: queue, prefill, decode, as children of the caller's `traceparent`; and of what a handover's staging
+consists of on a rank: pull, verify, prepare, as children of the handover's.
 
 Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/tracing.py`). The spans
 are made after the fact, from the moments the step thread noted anyway, so that a request which is not traced costs one check.
@@ -37,6 +38,26 @@ class EngineTracing:
                 _end(span, outcome)
                 return
             span.end(end)
+
+
+class HandoverTracing:
+    """Makes the spans of one rank's part in handovers."""
+
+    def __init__(self, *, engine: str, rank: int) -> None:
+        self._tracer = trace.get_tracer("roost.engine")
+        self._propagator = TraceContextTextMapPropagator()
+        self._about: Attributes = {"roost.engine": engine, "roost.rank": rank}
+
+    def stage(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str) -> None:
+        """A part of staging that ended now. began: nanoseconds of the wall clock; failure: empty where it went well."""
+        context = self._propagator.extract({"traceparent": traceparent})
+        span = self._tracer.start_span(f"roost.handover.{name}", context, start_time=began)
+        if not span.is_recording():
+            return
+        span.set_attributes(self._about | attributes)
+        if failure:
+            span.set_status(trace.Status(trace.StatusCode.ERROR, failure))
+        span.end()
 
 
 def _stages(outcome: Outcome) -> tuple[tuple[str, int, int, Attributes], ...]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from bus import Message, Received, Subscription
+from bus import Declined, Message, Received, Subscription
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
@@ -21,6 +21,7 @@ from fleet.events import (
     ClustersPublished,
     DescribeClusters,
     DescribeEngine,
+    DescribeHandover,
     EngineHeartbeat,
     EngineJoined,
     EngineLeft,
@@ -64,6 +65,8 @@ class PuppetEngine:
         self._activations: Activations | None = None
         self._ended: tuple[EndedRequest, ...] = ()
         self._new = asyncio.Event()
+        self.seen = asyncio.Event()
+        """what it did last was looked at"""
         self.looks = 0
 
     def did(self, *kv: KvChange | str, load: Load | None = None, activations: Activations | None = None, ended: tuple[EndedRequest, ...] = ()) -> None:
@@ -71,6 +74,7 @@ class PuppetEngine:
         self._ended += ended
         self._load = load or self._load
         self._activations = activations
+        self.seen.clear()
         self._new.set()
 
     async def start(self) -> None: ...
@@ -80,6 +84,7 @@ class PuppetEngine:
 
     def take_facts(self) -> Facts:
         self._new.clear()
+        self.seen.set()
         self.looks += 1
         facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended)  # type: ignore[arg-type]
         self._kv, self._activations, self._ended = [], None, ()
@@ -225,6 +230,19 @@ async def test_activated_experts_of_an_interval_are_summed_and_silence_says_noth
                 await next_of(heard, ExpertsActivated)
 
 
+async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_early(broker: MemoryBroker) -> None:
+    engine, per_token = PuppetEngine(), np.ones((2, 4), np.int64)
+    second = Placement(linear(layers=2, experts=4, ranks=1).expert_of_slot, experts=4, ranks=1, epoch=1)
+    async with MemoryBus(broker).subscribe(SUBJECTS.experts) as heard, running(broker, engine):
+        engine.did(activations=Activations(counts=per_token, tokens=1, cached_tokens=0))
+        await engine.seen.wait()
+        engine.placement = second
+        engine.did(activations=Activations(counts=2 * per_token, tokens=2, cached_tokens=0))
+        reports = [(await next_of(heard, ExpertsActivated)).message for _ in range(2)]
+    assert [(one.epoch, one.tokens) for one in reports] == [(0, 1), (1, 2)]  # type: ignore[union-attr]
+    assert all(one.seconds > 0 for one in reports)  # type: ignore[union-attr]
+
+
 @asynccontextmanager
 async def tracking(broker: MemoryBroker) -> AsyncIterator[list[Message]]:
     """A tracker that knows clusters of 2 layers x 4 experts; what it was asked."""
@@ -296,6 +314,30 @@ async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ou
             before, after = await first_of(bus.replay(SUBJECTS.membership()), 2)
     assert before.message == after.message
     assert [type(message) for message in await history(broker)] == [EngineJoined, EngineJoined, EngineLeft]
+
+
+async def test_an_engine_that_announces_itself_again_names_the_placement_that_it_serves_by_then(broker: MemoryBroker) -> None:
+    engine, bus = PuppetEngine(), MemoryBus(broker)
+    assert engine.placement is not None
+    async with running(broker, engine):
+        broker.reachable = False
+        await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
+        engine.placement = Placement(engine.placement.expert_of_slot[:, ::-1], experts=4, ranks=1, epoch=3)
+        broker.reachable = True
+        async with asyncio.timeout(5):
+            _, again = await first_of(bus.replay(SUBJECTS.membership()), 2)
+        async with bus.subscribe(SUBJECTS.heartbeats) as heard:
+            beat = await next_of(heard, EngineHeartbeat)
+    assert isinstance(again.message, EngineJoined)
+    assert again.message.placement == engine.placement.record()
+    assert beat.message.epoch == 3  # type: ignore[union-attr]
+
+
+async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_a_sentence(broker: MemoryBroker) -> None:
+    bus = MemoryBus(broker)
+    async with running(broker, PuppetEngine()):
+        with pytest.raises(Declined, match="the experts of a stay where they are"):
+            await bus.request(SUBJECTS.handover(WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
 
 
 async def test_leaving_is_bounded_when_the_bus_is_gone(broker: MemoryBroker) -> None:
