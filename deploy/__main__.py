@@ -16,7 +16,7 @@ from deploy.parts import run_part
 from deploy.process import FINAL, print_error
 from deploy.reload import router_settings
 from deploy.settings import WorkerConfig, named_engine, read_settings
-from engine_adapter.config import AgentConfig
+from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.simulated.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
@@ -45,14 +45,32 @@ def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
         return bus, settings.part(MigrationConfig), ready
     if order.part == "simulated":
         doors = [adopt(descriptor) for descriptor in order.descriptors]
-        return doors, order.rank, bus, settings.part(SimulatedConfig), settings.part(AgentConfig), settings.part(WorkerConfig), ready
+        return (
+            doors,
+            order.rank,
+            bus,
+            settings.part(SimulatedConfig),
+            settings.part(AgentConfig),
+            settings.part(TransferConfig),
+            settings.part(WorkerConfig),
+            ready,
+        )
     if order.descriptor is None:
         raise CannotListen(f"the order of a {order.part} names no listening socket")
     if order.part == "router":
         private = None if order.private is None else adopt(order.private)
         read = router_settings(settings, lambda: read_settings(Path(order.config), {}, Path.cwd()))
         return adopt(order.descriptor), bus if order.bus else None, settings.part(RouterConfig), ready, private, read
-    return adopt(order.descriptor), order.rank, bus, named_engine(settings), settings.part(AgentConfig), settings.part(WorkerConfig), ready
+    return (
+        adopt(order.descriptor),
+        order.rank,
+        bus,
+        named_engine(settings),
+        settings.part(AgentConfig),
+        settings.part(TransferConfig),
+        settings.part(WorkerConfig),
+        ready,
+    )
 
 
 if __name__ == "__main__":

@@ -45,11 +45,16 @@ NATS_SECONDS = 5.0
 NATS_START_SECONDS = 30.0
 
 
+NIXL_VARIABLES = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "ERROR"}
+"""Read when NIXL is loaded: a bound for what UCX may leak of the memory that it has registered; and only what went wrong in the log."""
+
+
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """For children: settings come by file, our packages are found first, and one thread computes (the engine's rule)."""
+    """For children: settings come by file, our packages are found first, one thread computes (the engine's rule), and NIXL has what it should
+    unless the user has said otherwise."""
     ours = str(Path(__file__).resolve().parent.parent)
     path = ":".join(part for part in (ours, environment.get("PYTHONPATH", "")) if part)
-    return {**without_settings(environment), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**NIXL_VARIABLES, **without_settings(environment), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)

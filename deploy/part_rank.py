@@ -16,21 +16,32 @@ from deploy.resuming import agree
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
-from engine_adapter.config import AgentConfig, EmbeddedConfig
+from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
+from engine_adapter.handover import Staging
 from engine_adapter.rank.server import RankApp
-from engine_adapter.tracing import EngineTracing
+from engine_adapter.tracing import EngineTracing, HandoverTracing
+from engine_adapter.transfer import TransferError
+from engine_adapter.transfer.agents import agent_name
+from engine_adapter.transfer.choice import open_transfers
 
 EXPECTED = (BusError, EngineFailed)
-FINAL = (NameTaken,)
+FINAL = (NameTaken, TransferError)
 log = logging.getLogger(__name__)
 
 
 async def serve(
-    door: socket.socket, order: RankOrder, bus_config: BusConfig, config: EmbeddedConfig, agent_config: AgentConfig, worker: WorkerConfig, ready: Path
+    door: socket.socket,
+    order: RankOrder,
+    bus_config: BusConfig,
+    config: EmbeddedConfig,
+    agent_config: AgentConfig,
+    transfer: TransferConfig,
+    worker: WorkerConfig,
+    ready: Path,
 ) -> None:
-    """Serve until cancelled. EngineFailed, BusError, NameTaken (perhaps in a group) when that is impossible."""
+    """Serve until cancelled. EngineFailed, BusError, NameTaken, TransferError (perhaps in a group) when that is impossible."""
     name, subjects = f"{order.engine}/{order.rank}", Subjects(bus_config.namespace)
     who = Identity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
     async with AsyncExitStack() as stack:
@@ -41,7 +52,7 @@ async def serve(
             await agree(bus, subjects, order.engine, order.rank, Path(order.meet), config.join_timeout_seconds)
         engine = EmbeddedEngine(config, order.rank, Path(order.meet))
         await engine.start()
-        agent = Agent(bus, subjects, engine, who, agent_config)
+        agent = Agent(bus, subjects, engine, who, agent_config, await _staging(stack, engine, who, order.rank, transfer))
         stepping = await stack.enter_async_context(alongside(_run(engine, agent), f"steps of {name}"))
         app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model))
         face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds))
@@ -51,6 +62,16 @@ async def serve(
         log.info("%s serves on %s", name, order.urls[order.rank])
         tell(ready)
         await first_failure([stepping, serving, speaking])
+
+
+async def _staging(stack: AsyncExitStack, engine: EmbeddedEngine, who: Identity, rank: int, config: TransferConfig) -> Staging:
+    """What the rank reads experts with; closed after its agent has ended."""
+    if engine.experts is None:
+        return Staging(config=config)
+    ways = await open_transfers(config, engine.experts.memory, agent_name(who.engine, rank), one_machine=not who.nodes)
+    for way in ways:
+        stack.push_async_callback(way.close)
+    return Staging(ways=ways, config=config, tracing=HandoverTracing(engine=who.engine, rank=rank))
 
 
 async def _run(engine: EmbeddedEngine, agent: Agent) -> None:

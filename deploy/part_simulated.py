@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -20,17 +21,19 @@ from deploy.resuming import last_life
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from engine_adapter.agent import Agent, Identity
-from engine_adapter.config import AgentConfig
+from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
+from engine_adapter.handover import Staging
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.door import SimulatedDoor
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
-from engine_adapter.tracing import EngineTracing
+from engine_adapter.tracing import EngineTracing, HandoverTracing
 from fleet.placement import Placement, PlacementRecord
 
 EXPECTED = (BusError, EngineFailed)
 FINAL = (NameTaken,)
+TRANSFER = TransferConfig()
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +80,7 @@ async def hosted(
     drain_seconds: float,
     placement: Placement | None = None,
     last: PlacementRecord | None = None,
+    transfer: TransferConfig = TRANSFER,
 ) -> AsyncIterator[Host]:
     """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
     (perhaps in a group) when that is impossible. placement, last: see `SimulatedEngine`."""
@@ -84,7 +88,14 @@ async def hosted(
         for door in doors:
             stack.enter_context(door)
         engine = SimulatedEngine(config, placement, last)
-        agents = [Agent(bus, subjects, rank, who, agent_config) for rank in engine.ranks]
+        threads = ThreadPoolExecutor(1, "checksums")
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        agents = [
+            Agent(bus, subjects, rank, who, agent_config, Staging(ways=(rank.transfer,), config=transfer, tracing=tracing, executor=threads))
+            for rank, tracing in zip(engine.ranks, (HandoverTracing(engine=who.engine, rank=rank) for rank in range(config.ranks)), strict=True)
+        ]
+        for rank in engine.ranks:
+            stack.push_async_callback(rank.transfer.close)
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
         app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings)
@@ -104,6 +115,7 @@ async def serve(
     bus_config: BusConfig,
     config: SimulatedConfig,
     agent_config: AgentConfig,
+    transfer: TransferConfig,
     worker: WorkerConfig,
     ready: Path,
 ) -> None:
@@ -120,7 +132,7 @@ async def serve(
     bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=order.engine)
     try:
         last = await last_life(bus, subjects, order.engine) if worker.resume else None
-        async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds, last=last) as host:
+        async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds, last=last, transfer=transfer) as host:
             host.engine.at_death = _end_this_process
             log.info("%s serves on %s", order.engine, " ".join(order.urls))
             tell(ready)

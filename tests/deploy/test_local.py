@@ -81,6 +81,11 @@ def test_children_get_their_settings_by_file_and_our_packages_first() -> None:
     assert (found["PATH"], found["OTEL_SERVICE_NAME"], found["OMP_NUM_THREADS"]) == ("/bin", "x", "1")
 
 
+def test_children_that_load_nixl_find_it_bounded_and_quiet_unless_the_user_says_otherwise() -> None:
+    found = child_environment({"NIXL_LOG_LEVEL": "DEBUG"})
+    assert (found["UCX_RCACHE_MAX_UNRELEASED"], found["NIXL_LOG_LEVEL"]) == ("1024", "DEBUG")
+
+
 @pytest.mark.parametrize(("set_to", "expected"), [(None, "tracker.state"), ("/elsewhere/tracker", "/elsewhere/tracker")])
 async def test_a_tracker_that_is_started_again_finds_what_it_knew(set_to: str | None, expected: str, tmp_path: Path) -> None:
     environment = {} if set_to is None else {"ROOST_TRACKER_STATE_FILE": set_to}
