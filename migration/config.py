@@ -59,6 +59,19 @@ class MigrationConfig:
     contention: float = 0.3
     """share of a copy's time by which the steps meanwhile take longer"""
 
+    stage_seconds: float = 10.0
+    """ranks get so long to bring in what a handover needs, and the time of its bytes on top; then it is given up"""
+    stage_bytes_per_second: float = 250e6
+    """the slowest that a rank may take bytes in"""
+    commit_seconds: float = 5.0
+    """a handover that is decided, and is not served by every rank after so long, is worth a warning"""
+    repeat_seconds: float = 0.5
+    """a command that a rank does not answer is sent again after so long"""
+    silent_seconds: float = 3.0
+    """an engine whose heartbeat is not heard for so long counts as dead"""
+    lease_seconds: float = 3.0
+    """a migration service that is not heard of for so long leads no more; another takes over"""
+
     most_cells: int = 1 << 24
     """ranks x layers x experts of all engines together whose demand is kept: up to 44 bytes each"""
     most_questions: int = 8

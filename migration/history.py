@@ -8,6 +8,7 @@ All of it follows from the placements that were committed, in their order, so it
 log does not say is the demand; the first that is seen afterwards takes its place (`seen`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,17 @@ class History:
         layer, slot = np.nonzero(table != EMPTY)
         held[layer, slot // (table.shape[1] // self.ranks), table[layer, slot]] = True
         return held
+
+
+def retraced(worker_id: int, life: Sequence[tuple[Placement, str | None, float]]) -> History | None:
+    """The history of a life from what the log says of it: (placement, id of its plan, when), in the log's order. None: it says nothing, or nonsense."""
+    history: History | None = None
+    for placement, plan, at in life:
+        try:
+            history = History.begin(worker_id, placement) if history is None else history.committed(placement, plan, at)
+        except ValueError:
+            return None
+    return history
 
 
 def counted(rates: NDArray[Any], pairs: NDArray[Any]) -> Counts:

@@ -55,7 +55,8 @@ class Inquiries:
                 self._waiting -= 1
         except ValueError as error:
             return RequestRefused(reason=str(error))
-        return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record))
+        plan = b"" if decided.plan is None or decided.plan.refused else await asyncio.to_thread(msgspec.json.encode, decided.plan)
+        return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record), plan=plan)
 
     async def decide(self, entry: Entry, question: Question) -> Decided:
         """What to do with one engine. Refused when too little is known to say anything."""

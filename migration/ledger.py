@@ -1,7 +1,8 @@
 """Which placement each engine serves, at which epoch. Pure.
 
-Epoch 0 is the engine's own (it says it in EngineJoined) and is recorded here; every later epoch is ours. An *incarnation* is
-one life of an engine, named by its worker_id: a restarted engine begins again at epoch 0 under a new one.
+The first epoch of a life is the engine's own (it says it in EngineJoined) and is recorded here; every later epoch is ours. An *incarnation* is
+one life of an engine, named by its worker_id: a restarted engine begins, under a new one, with the last epoch that was decided for the one before,
+or, where that does not fit it, at epoch 0.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,6 @@ class Fault(StrEnum):
     SHAPE = "shape"
     """it does not fit the model, or the placement before"""
     LAYOUT = "layout"
-    EPOCH = "epoch"
     CONTRADICTION = "contradiction"
     """another placement than the one known under this epoch, or another engine or model than the one that joined"""
     UNKNOWN = "unknown"
@@ -76,7 +76,7 @@ class Ledger:
         return {engine: self._entries[worker_id] for engine, worker_id in self._present.items() if worker_id in self._entries}
 
     def joined(self, joined: EngineJoined) -> PlacementCommitted | None:
-        """An engine is there: returns the epoch 0 that must be recorded for it, or None when there is nothing (more) to record.
+        """An engine is there: returns the first epoch that must be recorded for it, or None when there is nothing (more) to record.
 
         Hearing the same join again changes nothing, and asks for the same record until `committed` has seen it. Refused when its
         placement cannot be; the engine then counts as present without one.
@@ -91,8 +91,6 @@ class Ledger:
         if known is not None:
             _agree(known, placement)
             return None
-        if placement.epoch != 0:
-            raise Refused(Fault.EPOCH, f"engine {joined.engine!r} joins with epoch {placement.epoch}, but nothing is recorded of it; a new life begins at 0")
         return PlacementCommitted(engine=joined.engine, worker_id=joined.worker_id, layout=layout, placement=joined.placement)
 
     def left(self, worker_id: int) -> None:

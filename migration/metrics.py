@@ -1,12 +1,19 @@
 """The migration service's Prometheus families."""
 
+from collections.abc import Sequence
+from time import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from fleet.events import HandoverDescribed, MigrationAborted, MigrationCommitted, MigrationStaged
+from migration.coordinator import Move, Proceeding
 from migration.ledger import Entry
 from migration.record import PlanRecord
 
 _RECORDING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _THINKING = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_CELLS = ("free", "quarantined", "draining")
+_HANDING = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class MigrationMetrics:
@@ -36,6 +43,22 @@ class MigrationMetrics:
         }
         self.stored_bytes = Gauge("roost_planner_stored_bytes", "What is kept of demand", registry=registry)
         self._engines: set[str] = set()
+        self.leader = Gauge("roost_migration_leader", "1 while this service leads, 0 while it stands by", registry=registry)
+        self._ended = Counter("roost_migration_handovers", "Handovers that are over, by outcome and whose fault", ["outcome", "fault"], registry=registry)
+        self._bytes = Counter("roost_migration_moved_bytes", "Weights that ranks took over in handovers that were committed", registry=registry)
+        self._seconds = Histogram("roost_migration_handover_seconds", "What handovers took, by phase", ["phase"], buckets=_HANDING, registry=registry)
+        self._success = Gauge("roost_migration_last_success_timestamp_seconds", "Unix time of the last committed handover", ["engine"], registry=registry)
+        self._watchdog = {
+            name: Gauge(f"roost_migration_{name}", text, ["engine"], registry=registry)
+            for name, text in (
+                ("plan_age_seconds", "Since the plan that is under way was taken up; 0: none is"),
+                ("handovers_pending", "Handovers that the plan under way has left"),
+                ("layers_pending", "Layers that they change"),
+                ("commit_overdue", "1 while a decided handover is not served by every rank after planner.commit_seconds"),
+            )
+        }
+        self._cells = Gauge("roost_migration_cells", "Cells of expert memory that serve nothing, of all ranks", ["engine", "state"], registry=registry)
+        self._oldest = Gauge("roost_migration_cells_oldest_seconds", "Age of the oldest cell that drains or is in quarantine", ["engine"], registry=registry)
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()
@@ -64,11 +87,54 @@ class MigrationMetrics:
     def serving(self, engines: dict[str, Entry]) -> None:
         """The engines that are present, and what they serve."""
         for engine in self._engines - engines.keys():
-            for gauge in (self._epoch, *self._figures.values()):
+            for gauge in (self._epoch, self._success, self._oldest, *self._figures.values(), *self._watchdog.values()):
                 gauge.remove(engine)
+            for state in _CELLS:
+                self._cells.remove(engine, state)
         for engine, entry in engines.items():
             self._epoch.labels(engine).set(entry.epoch)
         self._engines = set(engines)
+
+    # Plans that are carried out
+
+    def moved(self, after: Proceeding, move: Move, now: float) -> None:
+        """A handover made a move."""
+        for entry in move.records:
+            match entry:
+                case MigrationStaged():
+                    self._seconds.labels("staging").observe(entry.seconds)
+                case MigrationCommitted():
+                    self._ended.labels("committed", "").inc()
+                    self._bytes.inc(entry.bytes)
+                    self._seconds.labels("commit").observe(entry.commit_seconds)
+                    self._set(self._success, entry.engine, time())
+                case MigrationAborted():
+                    self._ended.labels("aborted", entry.fault).inc()
+        self.overdue(after.what.engine, after.overdue(now))
+
+    def dropped(self, fault: str) -> None:
+        """The rest of a plan was given up with no handover open."""
+        self._ended.labels("dropped", fault).inc()
+
+    def overdue(self, engine: str, overdue: bool) -> None:
+        self._set(self._watchdog["commit_overdue"], engine, float(overdue))
+
+    def pending(self, engine: str, age: float, handovers: int, layers: int) -> None:
+        """The plan of an engine that is under way, or that there is none."""
+        for name, value in (("plan_age_seconds", age), ("handovers_pending", handovers), ("layers_pending", layers)):
+            self._set(self._watchdog[name], engine, value)
+
+    def cells(self, engine: str, told: Sequence[HandoverDescribed]) -> None:
+        """What the ranks of an engine said last."""
+        if engine in self._engines:
+            for state in _CELLS:
+                self._cells.labels(engine, state).set(sum(getattr(said, state) for said in told))
+            self._oldest.labels(engine).set(max((said.oldest_seconds for said in told), default=0.0))
+
+    def _set(self, gauge: Gauge, engine: str, value: float) -> None:
+        """Only of engines that are present: the series of others are dropped."""
+        if engine in self._engines:
+            gauge.labels(engine).set(value)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

@@ -111,7 +111,7 @@ class _Shares:
         """Of layers that are not done: each expert as before, or as in the end, where its holders are those; else evenly."""
         now, begin, end = table[rows], self._begin[rows], self._end[rows]
         meanwhile = even_split(now, self._experts)
-        as_end, as_begin = _same_holders(now, end, self._experts), _same_holders(now, begin, self._experts)
+        as_end, as_begin = same_holders(now, end, self._experts), same_holders(now, begin, self._experts)
         return Split(
             *(
                 np.where(as_begin, first[rows], np.where(as_end, final[rows], even)).astype(np.uint16)
@@ -120,7 +120,7 @@ class _Shares:
         )
 
 
-def _same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
+def same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
     """bool [layers, slots]: whether the expert of this slot is in the same slots of both tables."""
     same = np.ones((len(table), experts + 1), bool)
     layer, slot = np.nonzero(table != other)

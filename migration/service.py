@@ -1,6 +1,8 @@
-"""The migration service: keeps the durable record of which placement each engine serves, and thinks over which one would serve better.
+"""The migration service: keeps the durable record of which placement each engine serves, thinks over which one would serve better, and has
+engines go over to it when it is asked to.
 
-In this form plans are told to whoever asks (`roost plan`), and carried out by nobody yet.
+Plans are told to whoever asks (`roost plan`), and carried out for whoever asks for that (`migration.requests`, `migration.conducting`). Of
+several services one leads and does all this; the others stand by.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from bus import Bus, BusError, Received, Subscription
+from bus.claims import LeaseTaken
 from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
@@ -23,13 +26,19 @@ from fleet.events import (
     PlacementCommitted,
     TablesPublished,
 )
+from fleet.placement import Placement
 from fleet.signatures import ClusterModel
+from migration.conducting import Conductor
 from migration.config import MigrationConfig
+from migration.history import retraced
 from migration.homesteads import Homesteads
 from migration.inquiries import Inquiries
+from migration.leadership import Leadership
 from migration.ledger import Entry, Fault, Ledger, Refused
 from migration.metrics import MigrationMetrics
+from migration.requests import Requests
 from migration.situation import Question
+from migration.tracing import Tracing
 from migration.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -44,8 +53,8 @@ _TABLES_WAITING = 64
 class MigrationService:
     """Runs until cancelled, once. `ready` is set once the log is read and epoch 0 of every engine present is recorded.
 
-    One such service per namespace: it records each incarnation's epoch 0 exactly once, also across its own restarts, because it
-    reads the log before it writes and again whenever it does not know whether a write arrived.
+    One such service of a namespace leads (`migration.leadership`); others wait, and are `ready` as well. It records each incarnation's first epoch
+    exactly once, also across its own restarts, because it reads the log before it writes and again whenever it does not know whether a write arrived.
 
     clock: seconds that never go back. thinking: see `Inquiries`.
     """
@@ -67,28 +76,53 @@ class MigrationService:
         self._sequences = Sequences()
         self._warned: dict[Fault, float] = {}
         """when the log last told of a refusal"""
+        self._lead = Leadership(bus, subjects.coordinator, config.lease_seconds, clock)
+        self._tracing = Tracing.create()
 
     async def run(self) -> None:
-        """Read, then follow. BusError when the bus cannot be reached at the start."""
-        subjects = self._subjects
+        """Wait for the lead; read, then follow. BusError when the bus cannot be reached at the start."""
         try:
-            async with (
-                self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
-                self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
-                self._bus.serve(subjects.describe_plan, self._inquiries.answer),
-            ):
-                await self._read_back(subjects.placements())
-                async for received in self._bus.replay(subjects.membership(), latest=True, follow=False):
-                    await self._member(received)
-                self.ready.set()
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._follow_members(), name="records the placement of engines that join")
-                    tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
-                    tasks.create_task(self._listen(heard), name="hears demand and load")
-                    tasks.create_task(self._listen(foretold), name="hears which kinds of requests there are, and how well they are foretold")
-                    tasks.create_task(self._cycle(), name="thinks over every engine, and says where requests are at home")
+            while True:
+                await self._lead.take(self.ready.set)
+                self.metrics.leader.set(1)
+                try:
+                    await self._leading()
+                except* LeaseTaken as taken:
+                    logger.warning("leading no more: %s", taken.exceptions[0])
+                finally:
+                    self.metrics.leader.set(0)
         finally:
             self._inquiries.close()
+            await self._lead.give_up()
+
+    async def _leading(self) -> None:
+        """Until cancelled. LeaseTaken, in a group, once another service leads."""
+        subjects, conductor = self._subjects, self._conductor()
+        requests = Requests(self._bus, subjects, self.ledger, self.watch, conductor)
+        async with (
+            self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
+            self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(self._lead.hold(), name="holds the lead among migration services")
+            await self._read_back(subjects.placements())
+            async for received in self._bus.replay(subjects.membership(), latest=True, follow=False):
+                await self._member(received)
+            await self._retrace()
+            conducting = asyncio.Event()
+            tasks.create_task(conductor.run(conducting.set), name="carries plans out")
+            await conducting.wait()
+            tasks.create_task(self._follow_members(), name="records the placement of engines that join")
+            tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
+            tasks.create_task(self._listen(heard), name="hears demand and load")
+            tasks.create_task(self._listen(foretold), name="hears which kinds of requests there are, and how well they are foretold")
+            tasks.create_task(self._cycle(), name="thinks over every engine, and says where requests are at home")
+            async with self._bus.serve(subjects.describe_plan, self._inquiries.answer), self._bus.serve(subjects.migrate, requests.answer):
+                self.ready.set()
+                await asyncio.get_running_loop().create_future()
+
+    def _conductor(self) -> Conductor:
+        return Conductor(self._bus, self._subjects, self._config, self.ledger, self.metrics, self._lead, self._recorded, self._clock, self._tracing)
 
     # Who is there, and what they serve
 
@@ -99,6 +133,17 @@ class MigrationService:
     async def _follow_placements(self) -> None:
         async for received in self._bus.replay(self._subjects.placements(), latest=True):
             self._placement(received)
+
+    async def _retrace(self) -> None:
+        """What was moved lately, from the log."""
+        lives: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in self.ledger.engines().values()}
+        now, wall = self._clock(), time.time()
+        async for received in self._bus.replay(self._subjects.placements(), follow=False):
+            said = received.message
+            if isinstance(said, PlacementCommitted) and said.worker_id in lives:
+                lives[said.worker_id].append((Placement.from_record(said.placement), said.plan, now - max(wall - received.published_at, 0.0)))
+        for worker_id, life in lives.items():
+            self.watch.retraced(worker_id, retraced(worker_id, life))
 
     async def _read_back(self, subject: str) -> None:
         async for received in self._bus.replay(subject, follow=False):
@@ -118,6 +163,15 @@ class MigrationService:
         entry = self.ledger.entry(committed.worker_id) if self.ledger.committed(committed) else None
         if entry is not None:
             self.watch.placed(entry.worker_id, entry.placement, committed.plan, self._clock())
+
+    def _recorded(self, committed: PlacementCommitted) -> None:
+        """An epoch that we have made, or found in the log."""
+        try:
+            self._committed(committed)
+        except Refused as refusal:
+            self.metrics.rejected(refusal.fault.value)
+            logger.warning("epoch %d of engine %s: %s", committed.placement.epoch, committed.engine, refusal)
+        self.metrics.serving(self.ledger.engines())
 
     async def _member(self, received: Received) -> None:
         match received.message:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.events import DemandPublished, EngineJoined, KvMetrics
+from fleet.experts import ModelShape
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
@@ -157,6 +158,24 @@ class Watch:
     def left(self, worker_id: int) -> None:
         """An incarnation is gone."""
         self._engines.pop(worker_id, None)
+
+    def machines(self, worker_id: int) -> tuple[ModelShape, NDArray[np.intp]] | None:
+        """What an engine serves, and the number of each rank's node [ranks]; None: it is not watched."""
+        engine = self._engines.get(worker_id)
+        return None if engine is None or engine.joined.shape is None else (engine.joined.shape, engine.node)
+
+    def wanted(self, worker_id: int) -> NDArray[np.float32] | None:
+        """float32 [ranks, layers, experts]: pairs per second that each rank's requests want, by the last word of each; None: nobody has said."""
+        engine = self._engines.get(worker_id)
+        if engine is None or not any(rank.wants for rank in engine.ranks):
+            return None
+        return np.stack([rank.rates for rank in engine.ranks])
+
+    def retraced(self, worker_id: int, history: History | None) -> None:
+        """What the log tells of an engine, in the place of a history that begins today. What does not lead to what is served changes nothing."""
+        engine = self._engines.get(worker_id)
+        if engine is not None and history is not None and history.epoch == engine.history.epoch and np.array_equal(history.table, engine.history.table):
+            engine.history = history
 
     # What is said of them
 

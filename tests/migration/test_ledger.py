@@ -60,6 +60,17 @@ def test_a_restarted_engine_begins_again_at_epoch_0() -> None:
     assert entry.epoch == 1
 
 
+def test_a_restarted_engine_may_go_on_with_the_epoch_of_its_life_before() -> None:
+    ledger = Ledger()
+    ledger.joined(joined(1))
+    ledger.committed(committed(FIRST))
+    ledger.committed(committed(later(3, 1)))
+    assert ledger.joined(joined(2, placement=later(3, 1))) == committed(later(3, 1), 2)
+    ledger.committed(committed(later(3, 1), 2))
+    assert ledger.engines()["a"].epoch == 3
+    assert ledger.joined(joined(2, placement=later(3, 1))) is None
+
+
 def test_epochs_only_grow_and_repetitions_are_no_news() -> None:
     ledger = Ledger()
     news = [ledger.committed(committed(later(epoch, epoch))) for epoch in (0, 1, 1, 0, 2, 5, 2, 5)]
@@ -124,7 +135,6 @@ def test_a_tensor_parallel_engine_is_one_target_with_the_placement_to_return_to(
         ({"shape": msgspec.structs.replace(SHAPE, experts=7)}, Fault.SHAPE),
         ({"layout": Layout(attention="tp", boundary=0)}, Fault.LAYOUT),
         ({"layout": Layout(attention="dp", boundary=9)}, Fault.LAYOUT),
-        ({"placement": later(3)}, Fault.EPOCH),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"")}, Fault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\0" * 40)}, Fault.PLACEMENT),
         ({"placement": msgspec.structs.replace(FIRST.record(), slots=b"\xff" * 40)}, Fault.PLACEMENT),

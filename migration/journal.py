@@ -1,0 +1,154 @@
+"""What is durable of plans and handovers: the log, written once in effect; the key of each engine's open handover; the plans themselves.
+
+Nothing is known of a write whose answer was lost, so what is stored is read before it is repeated.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from bus import BlobLost, Bus, BusError, Claim, ClaimLost
+from bus.subjects import Subjects
+from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlacementCommitted
+from migration.chronicle import Chronicle
+from migration.coordinator import OpenHandover
+from migration.ledger import Ledger
+from migration.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+MOST_PLAN_BYTES = 16 * 1024 * 1024
+"""JSON of the largest plan that is kept"""
+
+Recorded = MigrationPlanned | MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
+
+
+class Superseded(Exception):
+    """Somebody else has changed what is durable of an engine's handover; look again."""
+
+
+class Found(NamedTuple):
+    """What stands under an engine's key."""
+
+    open: OpenHandover | None
+    """None: nothing yet, or nothing that can be read"""
+    revision: int | None
+
+
+class Journal:
+    """Used on one event loop. committed: told of every placement that was recorded. retry: seconds between attempts."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, ledger: Ledger, committed: Callable[[PlacementCommitted], None], retry: float) -> None:
+        self.chronicle = Chronicle()
+        self._bus = bus
+        self._subjects = subjects
+        self._ledger = ledger
+        self._committed = committed
+        self._retry = retry
+
+    # The log
+
+    async def read(self, engine: str = "*") -> None:
+        """Read what is stored of plans. BusError when it cannot be read."""
+        async for received in self._bus.replay(self._subjects.migrations(engine), follow=False):
+            if isinstance(received.message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted):
+                self.chronicle.heard(received.message)
+
+    async def record(self, entry: Recorded) -> None:
+        """Write an entry, unless it is there; until it is."""
+        subject = (self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations)(entry.engine)
+        while not self._has(entry):
+            try:
+                await self._bus.record(subject, entry)
+            except BusError as error:
+                logger.warning("a %s of engine %s is not recorded yet: %s", type(entry).__name__, entry.engine, error)
+                await self._find_out(entry)
+            else:
+                self._heard(entry)
+
+    def _has(self, entry: Recorded) -> bool:
+        if not isinstance(entry, PlacementCommitted):
+            return self.chronicle.has(entry)
+        known = self._ledger.entry(entry.worker_id)
+        return known is not None and known.epoch >= entry.placement.epoch
+
+    def _heard(self, entry: Recorded) -> None:
+        if isinstance(entry, PlacementCommitted):
+            self._committed(entry)
+        else:
+            self.chronicle.heard(entry)
+
+    async def _find_out(self, entry: Recorded) -> None:
+        """Read what is stored, once the bus can be read again."""
+        while True:
+            await asyncio.sleep(self._retry)
+            try:
+                if not isinstance(entry, PlacementCommitted):
+                    return await self.read(entry.engine)
+                async for received in self._bus.replay(self._subjects.placements(entry.engine), follow=False):
+                    if isinstance(received.message, PlacementCommitted):
+                        self._committed(received.message)
+            except BusError as error:
+                logger.warning("the log of engine %s cannot be read: %s", entry.engine, error)
+            else:
+                return None
+
+    # The key
+
+    async def look(self, engine: str) -> Found:
+        """What is durable of an engine's handover. BusError when it cannot be read."""
+        claim = await self._bus.read_claim(self._subjects.handover_key(engine))
+        if claim is None:
+            return Found(None, None)
+        try:
+            return Found(msgspec.json.decode(claim.value, type=OpenHandover), claim.revision)
+        except msgspec.DecodeError as error:
+            logger.warning("what is stored of the handover of engine %s cannot be read, and is written anew: %s", engine, error)
+            return Found(None, claim.revision)
+
+    async def keep(self, engine: str, state: OpenHandover, revision: int | None) -> int:
+        """Make a state durable in the place of a revision; the new one. Superseded when that is not there any more. Waits for the bus."""
+        key, value = self._subjects.handover_key(engine), msgspec.json.encode(state)
+        while True:
+            try:
+                return await self._bus.claim(key, value, revision)
+            except BusError as error:
+                lost = isinstance(error, ClaimLost)
+                if not lost:
+                    logger.warning("the handover of engine %s is not stored yet: %s", engine, error)
+            now = await self._claim_of(key, at_once=lost)
+            if now is not None and now.value == value:
+                return now.revision
+            if now is None:
+                revision = None  # the server has lost its store
+            elif now.revision != revision:
+                raise Superseded(f"the handover of engine {engine!r} was changed by somebody else at revision {now.revision}")
+
+    async def _claim_of(self, key: str, *, at_once: bool) -> Claim | None:
+        while True:
+            if not at_once:
+                await asyncio.sleep(self._retry)
+            try:
+                return await self._bus.read_claim(key)
+            except BusError as error:
+                at_once = False
+                logger.warning("%s cannot be read: %s", key, error)
+
+    # Plans
+
+    async def store(self, plan: Plan) -> str:
+        """The digest under which a plan is kept. BusError when it cannot be; ValueError when it is too large."""
+        content = msgspec.json.encode(plan)
+        if len(content) > MOST_PLAN_BYTES:
+            raise ValueError(f"a plan of {len(content)} bytes; {MOST_PLAN_BYTES} are the most. Carry it out in parts")
+        return await self._bus.put_blob(content)
+
+    async def plan(self, digest: str) -> Plan:
+        """A plan that was stored. BlobLost when it is not there (any more), or is none; BusError when the bus fails."""
+        try:
+            return msgspec.json.decode(await self._bus.get_blob(digest), type=Plan)
+        except msgspec.DecodeError as error:
+            raise BlobLost(f"blob {digest} is no plan: {error}") from error

@@ -1,0 +1,101 @@
+"""Of several migration services one leads and the others stand by: by a lease, whose token fences off whoever led before."""
+
+import asyncio
+import logging
+import platform
+import secrets
+from collections.abc import Callable
+
+from bus import Bus, BusError
+from bus.claims import LOOK_SECONDS, Lease, LeaseTaken
+
+logger = logging.getLogger(__name__)
+
+REFRESHES = 3
+"""in the time of one lease"""
+_FAREWELL_SECONDS = 1.0
+
+
+class Leadership:
+    """One service's share in it. Used on one event loop. seconds: of a lease; clock: seconds that never go back."""
+
+    def __init__(self, bus: Bus, key: str, seconds: float, clock: Callable[[], float]) -> None:
+        self._lease = Lease(bus, key, worker_id=secrets.randbits(64), node=platform.node() or "an unnamed machine", lease=seconds)
+        self._seconds = seconds
+        self._clock = clock
+        self._changing = asyncio.Lock()
+        self._until = float("-inf")
+        """until when nobody else can have taken the lead"""
+        self._fresh = asyncio.Event()
+
+    @property
+    def token(self) -> int:
+        return self._lease.token
+
+    @property
+    def leads(self) -> bool:
+        """Whether nobody else can lead at this moment."""
+        return self._lease.held and self._clock() < self._until
+
+    async def take(self, standing_by: Callable[[], None]) -> None:
+        """Wait for the lead, and take it. standing_by: called when another leads. BusError when the bus fails at the first attempt."""
+        first = True
+        while True:
+            began = self._clock()
+            try:
+                await self._lease.take()
+            except LeaseTaken as taken:
+                if first:
+                    logger.info("standing by: %s", taken)
+                standing_by()
+            except BusError:
+                if first:
+                    raise
+            else:
+                self._renewed(began)
+                logger.info("leading, with token %d", self.token)
+                return
+            first = False
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def hold(self) -> None:
+        """Renew the lease until cancelled. LeaseTaken when somebody else leads. While the bus is away nobody knows; `standing` waits then."""
+        while True:
+            await asyncio.sleep(self._seconds / REFRESHES)
+            try:
+                await self._renew()
+            except BusError as error:
+                logger.warning("the lead cannot be renewed: %s", error)
+
+    async def standing(self) -> None:
+        """Wait until nobody else can lead; at once, as a rule."""
+        while not self.leads:
+            self._fresh.clear()
+            await self._fresh.wait()
+
+    async def outbid(self, token: int) -> int:
+        """A token above one that a rank has heard of. LeaseTaken when that was of somebody who leads; BusError when the bus fails."""
+        async with self._changing:
+            began = self._clock()
+            await self._lease.outbid(token)
+            self._renewed(began)
+        return self.token
+
+    async def give_up(self) -> None:
+        """Let another lead at once."""
+        self._until = float("-inf")
+        try:
+            async with asyncio.timeout(_FAREWELL_SECONDS):
+                await self._lease.release()
+        except (BusError, TimeoutError) as error:
+            logger.warning("the lead could not be given up, and ends by itself: %s", error)
+
+    async def _renew(self) -> None:
+        async with self._changing:
+            began = self._clock()
+            await self._lease.refresh()
+            self._renewed(began)
+
+    def _renewed(self, began: float) -> None:
+        self._until = began + self._seconds
+        self._fresh.set()
