@@ -2,7 +2,8 @@
 
 {"start": {rank, run_directory, settings}} loads a rank, meets the others and says {"ready": true}. Then {"ask": {prompts, max_tokens}}
 says {"begun": true} at the first id and {"answers": [{ids, cached, preemptions}, ...]} at the end of all, which ran together;
-{"work": true} says what the forward passes since the start were asked to do; {"cpu": seconds} the share of a core used meanwhile;
+{"ready_for": epoch} says that it waits to serve what it serves under that epoch, and {"epoch": true} which one it serves then, or why it never
+will; {"work": true} says what the forward passes since the start were asked to do; {"cpu": seconds} the share of a core used meanwhile;
 {"stop": true} leaves the engine and says {"stopped": true}. An engine that cannot start or go on says {"failed": reason}.
 """
 
@@ -21,6 +22,7 @@ from engine_adapter.embedded.machine import ForwardPass, Machine, build_machine
 from engine_adapter.embedded.runner import Forward, Work
 from engine_adapter.engine import EngineFailed
 from engine_adapter.rank.answers import Delta, GenerationRequest
+from fleet.placement import Placement
 
 LINE_BYTES = 2**20
 
@@ -66,6 +68,7 @@ class RankUnderOrders:
         self._engine: EmbeddedEngine | None = None
         self._running: asyncio.Task[None] | None = None
         self._seen = Seen()
+        self._adopting: asyncio.Task[None] | None = None
 
     async def obey(self, order: dict[str, Any]) -> None:
         ((name, details),) = order.items()
@@ -101,6 +104,21 @@ class RankUnderOrders:
             return {"ids": whole.token_ids, "cached": whole.outcome.cached_tokens, "preemptions": whole.outcome.preemptions}
 
         say(answers=await asyncio.gather(*(one(prompt) for prompt in wanted["prompts"])))
+
+    async def ready_for(self, epoch: int) -> None:
+        assert self._engine is not None
+        experts, served = self._engine.experts, self._engine.placement
+        assert experts is not None
+        wanted = Placement(served.expert_of_slot, experts=served.experts, ranks=served.ranks, epoch=epoch)
+        self._adopting = asyncio.create_task(experts.adopt(await experts.prepare(wanted, experts.cells)), name=f"epoch {epoch}")
+        await asyncio.sleep(0)
+        say(waits=self._engine.placement.epoch)
+
+    async def epoch(self, _: object) -> None:
+        assert self._engine is not None
+        assert self._adopting is not None
+        await self._adopting
+        say(epoch=self._engine.placement.epoch)
 
     async def work(self, _: object) -> None:
         say(work=asdict(self._seen))

@@ -238,7 +238,7 @@ def test_twenty_prompts_together_continue_for_64_tokens_as_transformers_does(poo
         assert all(rank["most_tokens"] == BUDGET and rank["unfinished"] > 10 for rank in work)
 
 
-def test_two_ranks_serve_sleep_and_fail_as_one(pool: RankPool, oracle: Oracle) -> None:
+def test_two_ranks_serve_sleep_go_over_to_an_epoch_and_fail_as_one(pool: RankPool, oracle: Oracle) -> None:
     with pool.engine(2, kv_blocks=256) as (first, second):
         # only rank 1 has work; rank 0 takes part with empty batches
         (_,) = told([second], "begun", ask=[{"prompts": [PROMPTS[9]], "max_tokens": NEW}])
@@ -246,10 +246,17 @@ def test_two_ranks_serve_sleep_and_fail_as_one(pool: RankPool, oracle: Oracle) -
         # nobody has work
         for share in told([first, second], "cpu", cpu=[1.5, 1.5]):
             assert share < 0.03
-        # one is lost
+        # both go over to the next epoch, one after the other says that it is ready
+        assert told([first], "waits", ready_for=[1]) == [0]
+        assert told([second], "waits", ready_for=[1]) == [0]
+        assert told([first, second], "epoch", epoch=[None, None]) == [1, 1]
+        # one is ready for the next, the other is lost
+        assert told([second], "waits", ready_for=[2]) == [1]
         told([second], "begun", ask=[{"prompts": [PROMPTS[2]], "max_tokens": 2000}])
         first.process.kill()
         began = time.monotonic()
         assert "rank 1" in second.hear("failed")
         assert time.monotonic() - began < 1.0
+        second.order(epoch=None)
+        assert "rank 1" in second.hear("failed")
         first.process.wait(10)
