@@ -33,6 +33,8 @@ class Nixl:
     """all that its calls raise by themselves"""
     gone: type[Exception]
     """the one of them that says that a peer is not there any more"""
+    unreadable: tuple[type[Exception], ...]
+    """those of them that say that what describes a peer is nonsense"""
 
 
 def load_nixl() -> Nixl:
@@ -48,7 +50,8 @@ def load_nixl() -> Nixl:
         bindings = api.nixlBind
         errors = tuple(one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception))
         _log.info("nixl: the variant is %s", variant)
-        return Nixl(variant, api.nixl_agent, api.nixl_agent_config, errors, bindings.nixlRemoteDisconnectError)
+        unreadable = (bindings.nixlMismatchError, bindings.nixlInvalidParamError)
+        return Nixl(variant, api.nixl_agent, api.nixl_agent_config, errors, bindings.nixlRemoteDisconnectError, unreadable)
     raise NixlMissing(f"NIXL cannot be loaded ({'; '.join(reasons)}): install Roost with the extra `nixl`, or set the transfer's way to shared")
 
 

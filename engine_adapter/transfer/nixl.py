@@ -119,8 +119,11 @@ class _NixlWay:
             raise AddressRefused(f"agent {address.agent!r} is our own")
         try:
             added = self._agent.add_remote_agent(address.metadata)
-        except self._nixl.errors as error:
+        except self._nixl.unreadable as error:
             raise AddressRefused(f"metadata of agent {address.agent!r} is not NIXL's ({error}): run one version of NIXL on all ranks") from error
+        except self._nixl.errors as error:
+            self.disconnect(address)
+            raise PeerGone(f"agent {address.agent} cannot be connected ({error}): it is dead, or out of reach; read another replica") from error
         name = added.decode(errors="replace") if isinstance(added, bytes) else str(added)
         if name != address.agent:
             self._agent.remove_remote_agent(name)

@@ -1,0 +1,151 @@
+"""A process that is one rank of transfers; driven over stdin and stdout, a JSON object a line.
+
+Its argument is a JSON object: {way: shared or nixl, cells, cell_bytes, agent, ...TransferConfig}. It says {"address": MemoryAddress} and then obeys orders,
+each with an `id` that its answers repeat:
+
+- pull {address, pulls, seconds}: {"pulled": bytes, "ticks": turns of the event loop meanwhile}; or {"failed": class, "detail"}; or {"overdue": detail}, and
+  later {"settled": true}. With {"cancel": seconds} it is cancelled after so long.
+- fill {cell, seed}; put {cell, offset, value}; sums {cell}: {"sums": checksums of its tensors}; zeros {cell}: {"zeros": share of its bytes that are zero}
+- busy {active}; forget {address}; held: {"held": [descriptors, mappings of expert memory, threads]}; cpu {seconds}: {"cpu": share of a core}
+- close: {"closed": true}
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from engine_adapter.checksums import checksums
+from engine_adapter.config import TransferConfig
+from engine_adapter.transfer import Overdue, Pull, Transfer, TransferError
+from engine_adapter.transfer.cells import MappedCells, laid_out
+from engine_adapter.transfer.nixl import NixlTransfer
+from engine_adapter.transfer.reading import own_address
+from engine_adapter.transfer.shared import SharedTransfer
+from fleet.events import MemoryAddress
+
+
+def tensors_of(cell_bytes: int) -> Any:
+    """Weights, and scales that are 64 of the cell's bytes."""
+    return laid_out([("weights", "uint8", (cell_bytes - 64,)), ("weights.scale", "float32", (16,))])
+
+
+def filled(cell_bytes: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(1, 256, cell_bytes, np.uint8)
+
+
+class RankUnderOrders:
+    def __init__(self, job: dict[str, Any]) -> None:
+        way, agent = job.pop("way"), job.pop("agent")
+        self.memory = MappedCells(tensors_of(job["cell_bytes"]), job.pop("cells"))
+        self.cell_bytes = job.pop("cell_bytes")
+        config = TransferConfig(way=way, **job)
+        self.transfer: Transfer = SharedTransfer(self.memory, config) if way == "shared" else NixlTransfer(self.memory, config, agent)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        if isinstance(self.transfer, NixlTransfer):
+            await self.transfer.open()
+        say(address=msgspec.to_builtins(self.transfer.address(own_address(self.memory)), str_keys=True))
+
+    def obey(self, order: dict[str, Any]) -> None:
+        number = order.pop("id")
+        task = asyncio.create_task(self._obey(number, getattr(self, order.pop("do")), order), name=f"order {number}")
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _obey(self, number: int, what: Any, order: dict[str, Any]) -> None:
+        try:
+            answer = await what(**order)
+        except TransferError as error:
+            say(id=number, failed=type(error).__name__, detail=str(error))
+        except Overdue as error:
+            say(id=number, overdue=str(error))
+            await error.settled
+            say(id=number, settled=True)
+        else:
+            say(id=number, **(answer or {"done": True}))
+
+    async def pull(self, address: dict[str, Any], pulls: list[list[int]], seconds: float, cancel: float | None = None) -> dict[str, Any]:
+        reading = asyncio.create_task(self.transfer.pull(addressed(address), [Pull(*one) for one in pulls], seconds), name="a pull")
+        if cancel is not None:
+            await asyncio.sleep(cancel)
+            reading.cancel()
+        ticks = 0
+        while not reading.done():
+            await asyncio.wait((reading,), timeout=0.001)
+            ticks += 1
+        return {"pulled": (await reading).bytes, "ticks": ticks}
+
+    async def fill(self, cell: int, seed: int) -> None:
+        self.memory.cell(cell)[:] = filled(self.memory.cell_bytes, seed) if seed else 0
+
+    async def put(self, cell: int, offset: int, value: int) -> None:
+        self.memory.cell(cell)[offset] = value
+
+    async def sums(self, cell: int) -> dict[str, Any]:
+        return {"sums": checksums(self.memory.cell(cell), self.memory.tensors)}
+
+    async def zeros(self, cell: int) -> dict[str, Any]:
+        return {"zeros": float(np.mean(self.memory.cell(cell) == 0))}
+
+    async def busy(self, active: bool) -> None:
+        self.transfer.busy(active)
+
+    async def forget(self, address: dict[str, Any]) -> None:
+        self.transfer.forget(addressed(address))
+
+    async def held(self) -> dict[str, Any]:
+        return {"held": held()}
+
+    async def cpu(self, seconds: float) -> dict[str, Any]:
+        began, used = time.monotonic(), time.process_time()
+        await asyncio.sleep(seconds)
+        return {"cpu": (time.process_time() - used) / (time.monotonic() - began)}
+
+    async def close(self) -> dict[str, Any]:
+        await self.transfer.close()
+        return {"closed": True}
+
+
+def held() -> list[int]:
+    maps = sum("memfd:roost-experts" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return [len(os.listdir("/proc/self/fd")), maps, threading.active_count()]
+
+
+def addressed(address: dict[str, Any]) -> MemoryAddress:
+    return msgspec.convert(address, MemoryAddress)
+
+
+def say(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message, default=str) + "\n")
+    sys.stdout.flush()
+
+
+async def main() -> None:
+    rank = RankUnderOrders(json.loads(sys.argv[1]))
+    try:
+        await rank.start()
+    except TransferError as error:
+        say(failed=str(error))
+        return
+    orders = asyncio.StreamReader(2**20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    while line := await orders.readline():
+        rank.obey(json.loads(line))
+    for task in tuple(rank.tasks):
+        task.cancel()
+    with suppress(TransferError):
+        await rank.transfer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
