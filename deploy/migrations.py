@@ -38,7 +38,7 @@ class NoSuchEngine(Exception):
     """There is no such engine, or more than one; the text says what there is."""
 
 
-class Declined(Exception):
+class NotAccepted(Exception):
     """The planner will not do it; its own words."""
 
 
@@ -121,7 +121,7 @@ class Course:
 async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[Course], None], say: Say) -> Course:
     """Ask for it, and with `wait` return when it is over, whichever way. began: told once it is accepted; say: told of each thing that happens.
 
-    Declined when the planner refuses, or does not answer.
+    NotAccepted when the planner refuses, or does not answer.
     """
     known = {_identity(one) async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)}
     async with bus.subscribe(subjects.handovers) as heard:
@@ -137,11 +137,11 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order) -> MigrationAcce
     try:
         answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
     except BusTimeout as error:
-        raise Declined(f"the planner does not answer ({error}); is it running?") from error
+        raise NotAccepted(f"the planner does not answer ({error}); is it running?") from error
     except BusError as error:
-        raise Declined(str(error)) from error
+        raise NotAccepted(str(error)) from error
     if not isinstance(answer, MigrationAccepted):
-        raise Declined(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
+        raise NotAccepted(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
     return answer
 
 

@@ -14,7 +14,7 @@ from bus import Bus
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, in_json, note, show
-from deploy.migrations import Course, Declined, NoSuchEngine, Order, carried_out, engine_named
+from deploy.migrations import Course, NotAccepted, NoSuchEngine, Order, carried_out, engine_named
 from deploy.process import FAILURE, print_error
 from deploy.view_fleet import on_bus
 from deploy.view_plan import in_units, many
@@ -107,7 +107,7 @@ def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]
 
     try:
         on_bus(bus_config, work)
-    except (NoSuchEngine, Declined) as error:
+    except (NoSuchEngine, NotAccepted) as error:
         fail(str(error))
     if shown.course is not None:
         _tell(shown.course, manner, left=shown.left, also=also or {})

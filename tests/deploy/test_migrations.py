@@ -18,7 +18,7 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy import migrations
 from deploy.commands_views import FAMILIES, KINDS
-from deploy.migrations import Course, Declined, NoSuchEngine, carried_out, engine_named
+from deploy.migrations import Course, NotAccepted, NoSuchEngine, carried_out, engine_named
 from deploy.view_migration import as_record, present
 from fleet.events import (
     ApplyPlan,
@@ -176,10 +176,10 @@ async def test_a_refusal_is_told_in_the_planners_words_and_silence_as_silence(bu
         return RequestRefused(reason="rank 1 holds expert 1/3 already")
 
     async with bus.serve(SUBJECTS.migrate, refuse):
-        with pytest.raises(Declined, match="holds expert 1/3 already"):
+        with pytest.raises(NotAccepted, match="holds expert 1/3 already"):
             await carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=print)
     monkeypatch.setattr(migrations, "ASK_SECONDS", 0.05)
-    with pytest.raises(Declined, match="the planner does not answer"):
+    with pytest.raises(NotAccepted, match="the planner does not answer"):
         await carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=print)
 
 
