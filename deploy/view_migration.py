@@ -14,7 +14,7 @@ from bus import Bus
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, in_json, note, show
-from deploy.migrations import Course, NotAccepted, NoSuchEngine, Order, carried_out, engine_named
+from deploy.migrations import Course, NoSuchEngine, NotAccepted, Order, carried_out, engine_named
 from deploy.process import FAILURE, print_error
 from deploy.view_fleet import on_bus
 from deploy.view_plan import in_units, many

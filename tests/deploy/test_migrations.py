@@ -18,7 +18,7 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy import migrations
 from deploy.commands_views import FAMILIES, KINDS
-from deploy.migrations import Course, NotAccepted, NoSuchEngine, carried_out, engine_named
+from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
 from deploy.view_migration import as_record, present
 from fleet.events import (
     ApplyPlan,
