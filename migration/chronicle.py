@@ -30,6 +30,8 @@ class Chronicle:
     def __init__(self) -> None:
         self._courses: dict[str, Course] = {}
         self._ids: dict[str, OrderedDict[str, None]] = {}
+        self._seconds: dict[str, dict[str, MigrationPlanned]] = {}
+        """by engine and id: plans that were recorded while another was under way, by somebody who thought to lead"""
 
     def heard(self, said: Entry) -> bool:
         """One entry of the log, in its order; whether it is news."""
@@ -40,7 +42,12 @@ class Chronicle:
             ids[said.plan] = None
             while len(ids) > MOST_IDS:
                 ids.popitem(last=False)
-            self._courses[said.engine] = Course(said)
+            if self.under_way(said.engine) is None:
+                self._courses[said.engine] = Course(said)
+            else:
+                self._seconds.setdefault(said.engine, {})[said.plan] = said
+            return True
+        if isinstance(said, MigrationAborted) and self._seconds.get(said.engine, {}).pop(said.plan, None) is not None:
             return True
         course = self._courses.get(said.engine)
         if course is None or course.planned.plan != said.plan:
@@ -60,6 +67,8 @@ class Chronicle:
         """Whether the log says this already."""
         if isinstance(entry, MigrationPlanned):
             return entry.plan in self._ids.get(entry.engine, ())
+        if entry.plan in self._seconds.get(entry.engine, {}):
+            return False
         course = self._courses.get(entry.engine)
         return course is not None and course.planned.plan == entry.plan and _named(entry) in course.entries
 
@@ -71,6 +80,10 @@ class Chronicle:
         """The plan that has no end yet."""
         course = self._courses.get(engine)
         return course if course is not None and course.end is None else None
+
+    def second(self, engine: str) -> MigrationPlanned | None:
+        """A plan that was recorded while another was under way, and has no end yet."""
+        return next(iter(self._seconds.get(engine, {}).values()), None)
 
     def known(self) -> tuple[str, ...]:
         """Engines that had a plan."""

@@ -3,14 +3,10 @@
 `Proceeding` is a value. What ranks say (`heard`, `declined`), the time and the end of the engine (`gone`) make a new one; what it calls for is
 read from it: commands to ranks (`due`), and the next move (`move`), which is what to record, in order, and what then to make durable. Whoever
 carries it out does exactly that, and in that order; so a successor who finds only what is durable can go on from it (`taken_over`).
-
-A rank only ever gets further with one handover: nothing, staging, staged or failed, ready, serving or over. So what it says is merged by
-taking the furthest, and late, repeated and reordered answers change nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
@@ -26,52 +22,14 @@ from fleet.events import (
     MigrationStaged,
     PlacementCommitted,
     ProposeHandover,
-    PullTold,
 )
-from fleet.handover import CONDUCTING, Conducting, Cue, RankState, Verdict, moved
+from fleet.handover import CONDUCTING, Conducting, Cue, moved
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
+from migration.progress import DECLINED, ENGINE_GONE, OVERDUE, REPLACED, Failure, Progress, Told, hopeless, listed, reached
 
 Command = ProposeHandover | CommitHandover | AbortHandover | DescribeHandover
 Record = MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
-
-ENGINE_GONE = "engine-gone"
-OVERDUE = "overdue"
-DECLINED = "declined"
-REPLACED = "coordinator"
-"""faults in a word, beside those that ranks tell"""
-
-
-class Progress(IntEnum):
-    """How far a rank is with one handover; it only grows."""
-
-    UNHEARD = 0
-    STAGING = 1
-    FAILED = 2
-    STAGED = 3
-    READY = 4
-    OVER = 5
-    """concluded without a flip"""
-    SERVING = 6
-
-
-class Failure(NamedTuple):
-    """Why a handover is given up."""
-
-    reason: str
-    """whose fault, and what to do"""
-    fault: str
-    rank: int | None = None
-
-
-class Told(NamedTuple):
-    """What is known of one rank."""
-
-    progress: Progress = Progress.UNHEARD
-    asked_at: float = float("-inf")
-    declined: bool = False
-    """it refuses to take part, and has never said that it does"""
-    pulls: tuple[PullTold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,6 +112,8 @@ class Proceeding:
     failure: Failure | None = None
     left: str = ""
     """why the engine is gone; empty: it is not"""
+    silent: bool = False
+    """its heart beats no more; it may yet come back, and then hears of an abort before anything else is proposed to it"""
     heard_token: int = 0
     """the highest that any rank has seen"""
 
@@ -164,14 +124,13 @@ class Proceeding:
         if said.worker_id != self.what.worker_id or not 0 <= said.rank < self.what.ranks:
             return self
         before = self.told[said.rank]
-        reached = _reached(said, self.what.handover)
-        progress = max(before.progress, reached)
+        progress = max(before.progress, reached(said, self.what.handover))
         pulls = said.pulls if said.handover == self.what.handover and said.pulls else before.pulls
         told = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is Progress.UNHEARD)
         after = replace(self, told=_put(self.told, said.rank, told), heard_token=max(self.heard_token, said.token))
         if self.state is not Conducting.PROPOSING or self.failure is not None:
             return after
-        return replace(after, failure=_failure(said, reached, self.what))
+        return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
 
     def declined(self, rank: int, reason: str) -> "Proceeding":
         """After a rank refused to take a command at all."""
@@ -184,6 +143,11 @@ class Proceeding:
     def gone(self, why: str) -> "Proceeding":
         """After the engine left, died or came back as another incarnation. why: a clause."""
         return self if self.left else replace(self, left=why)
+
+    def listened(self, *, silent: bool) -> "Proceeding":
+        """After listening for the engine's heart. Silence proves nothing, so it ends only an abort: what is decided must be heard, and what is not has a
+        deadline."""
+        return self if silent is self.silent else replace(self, silent=silent)
 
     def asked(self, ranks: Sequence[int], now: float) -> "Proceeding":
         """After commands were sent to these ranks."""
@@ -263,7 +227,7 @@ class Proceeding:
             case Conducting.COMMITTING:
                 return told.progress is Progress.SERVING
             case Conducting.ABORTING:
-                return told.progress >= Progress.OVER or told.declined
+                return told.progress >= Progress.OVER or told.declined or self.silent
         return True
 
     def _cue(self, now: float) -> Cue | None:
@@ -316,7 +280,7 @@ class Proceeding:
     def _too_late(self) -> Failure:
         silent = [rank for rank in self.waiting_for if self.told[rank].progress is Progress.UNHEARD]
         who, did = (silent, "did not answer") if silent else (self.waiting_for, "did not stage")
-        named = f"rank {who[0]}" if len(who) == 1 else f"ranks {_listed(who)}"
+        named = f"rank {who[0]}" if len(who) == 1 else f"ranks {listed(who)}"
         return Failure(f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise planner.stage_seconds", OVERDUE, who[0])
 
     # What is recorded
@@ -415,40 +379,3 @@ def taken_over(what: Undertaking, found: OpenHandover, token: int, pace: Pace, n
 
 def _put(told: tuple[Told, ...], rank: int, one: Told) -> tuple[Told, ...]:
     return (*told[:rank], one, *told[rank + 1 :])
-
-
-_STATES = {
-    RankState.STAGING: Progress.STAGING,
-    RankState.FAILED: Progress.FAILED,
-    RankState.STAGED: Progress.STAGED,
-    RankState.READY: Progress.READY,
-}
-
-
-def _reached(said: HandoverDescribed, handover: int) -> Progress:
-    """How far a rank says to be with a handover; the numbers only grow, so a later one that it has flipped to says nothing against this."""
-    if said.flipped == handover:
-        return Progress.SERVING
-    if said.concluded >= handover:
-        return Progress.OVER
-    if said.handover != handover or said.state not in tuple(RankState):
-        return Progress.UNHEARD
-    return _STATES.get(RankState(said.state), Progress.UNHEARD)
-
-
-def _failure(said: HandoverDescribed, reached: Progress, what: Undertaking) -> Failure | None:
-    """What a rank says that leaves no hope for a proposal; None: nothing."""
-    rank = said.rank
-    if reached is Progress.FAILED:
-        return Failure(said.failure or f"rank {rank} could not stage and does not say why; see its log", said.fault or "unknown", rank)
-    if reached is Progress.OVER:
-        return Failure(f"rank {rank} has been told to give it up by somebody else; ask for it again", REPLACED, rank)
-    if said.verdict == Verdict.BUSY and reached is Progress.UNHEARD:
-        return Failure(f"rank {rank} is in the middle of handover {said.handover}; ask again when that is over", "busy", rank)
-    if said.verdict == Verdict.PAST and reached is Progress.UNHEARD:
-        return Failure(f"rank {rank} serves epoch {said.served}, which epoch {what.epoch} does not follow; plan anew", "epoch", rank)
-    return None
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -13,10 +13,11 @@ from bus import Bus, BusError, BusTimeout, Declined
 from bus.subjects import Subjects
 from fleet.events import DescribeHandover, HandoverDescribed
 from fleet.handover import Conducting
-from migration.coordinator import DECLINED, OVERDUE, Command, Failure, Move, Proceeding
+from migration.coordinator import Command, Move, Proceeding
 from migration.journal import Journal
 from migration.leadership import Leadership
 from migration.metrics import MigrationMetrics
+from migration.progress import DECLINED, OVERDUE, Failure
 from migration.tracing import HandoverTrace
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,10 @@ MOST_NUMBER = 1 << 53
 """No number that a rank tells is above it, if it is sane."""
 _ATTEMPTS = 3
 
-Gone = Callable[[str, int, Conducting], str]
-"""(engine, worker_id, state) -> why the engine is gone, as far as that state cares; empty: it is there"""
+Gone = Callable[[str, int], str]
+"""(engine, worker_id) -> why that life of the engine is over; empty: nothing proves that it is"""
+MOST_WORDS = 4096
+"""Words of ranks that wait to be taken in; each is asked again if one is lost."""
 
 
 class Refusal(NamedTuple):
@@ -50,7 +53,8 @@ class Unfit(Exception):
 
 
 class Handing:
-    """Used on one event loop. answer_seconds: wait for one answer of a rank; clock: seconds that never go back."""
+    """Used on one event loop. silent: whether a worker_id's heart beats no more. answer_seconds: wait for one answer of a rank. clock: seconds that never
+    go back."""
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Handing:
         lead: Leadership,
         metrics: MigrationMetrics,
         gone: Gone,
+        silent: Callable[[int], bool],
         answer_seconds: float,
         clock: Callable[[], float],
     ) -> None:
@@ -69,6 +74,7 @@ class Handing:
         self._lead = lead
         self._metrics = metrics
         self._gone = gone
+        self._silent = silent
         self._answer_seconds = answer_seconds
         self._clock = clock
         self._inboxes: dict[int, asyncio.Queue[Word]] = {}
@@ -76,7 +82,7 @@ class Handing:
 
     def hear(self, said: HandoverDescribed) -> None:
         """What a rank says of its own accord."""
-        if (inbox := self._inboxes.get(said.worker_id)) is not None:
+        if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
             inbox.put_nowait(said)
 
     async def survey(self, worker_id: int, ranks: int) -> tuple[HandoverDescribed, ...]:
@@ -109,8 +115,10 @@ class Handing:
     async def _looked(self, proceeding: Proceeding) -> Proceeding:
         """With what is to be seen from here: whether the engine is there, and whether a rank has heard of a higher token."""
         what = proceeding.what
-        if why := self._gone(what.engine, what.worker_id, proceeding.state):
+        if why := self._gone(what.engine, what.worker_id):
             proceeding = proceeding.gone(why)
+        else:
+            proceeding = proceeding.listened(silent=self._silent(what.worker_id))
         if proceeding.heard_token > proceeding.token:
             try:
                 proceeding = proceeding.with_token(await self._lead.outbid(proceeding.heard_token))
@@ -147,17 +155,17 @@ class Handing:
         try:
             answer = await self._ask(command, rank)
         except Declined as refusal:
-            inbox.put_nowait(Refusal(rank, str(refusal)))
+            await inbox.put(Refusal(rank, str(refusal)))
         except BusError as error:
             logger.debug("rank %d does not answer a %s: %s", rank, type(command).__name__, error)
         else:
-            inbox.put_nowait(answer)
+            await inbox.put(answer)
 
     async def _ask(self, command: Command, rank: int) -> HandoverDescribed:
         answer = await self._bus.request(self._subjects.handover(command.worker_id, rank), command, self._answer_seconds)
         if not isinstance(answer, HandoverDescribed) or (answer.worker_id, answer.rank) != (command.worker_id, rank):
             raise Declined(f"its answer is a {type(answer).__name__} of something else; do both sides run the same version?")
-        if max(answer.handover, answer.concluded, answer.token) > MOST_NUMBER:
+        if not sane(answer):
             raise Declined(f"it tells of handover {answer.handover} and token {answer.token}, which cannot be; restart its engine")
         return answer
 
@@ -175,8 +183,8 @@ class Handing:
 
     @contextmanager
     def _inbox(self, worker_id: int) -> Iterator[asyncio.Queue[Word]]:
-        """What is said of this engine meanwhile; as many words as ranks can say, since each waits for an answer before it is asked again."""
-        inbox: asyncio.Queue[Word] = asyncio.Queue()
+        """What is said of this engine meanwhile."""
+        inbox: asyncio.Queue[Word] = asyncio.Queue(MOST_WORDS)
         self._inboxes[worker_id] = inbox
         try:
             yield inbox
@@ -200,6 +208,11 @@ async def _asking() -> AsyncIterator[Callable[[Coroutine[Any, Any, None], str], 
         for task in tuple(asked):
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+
+def sane(said: HandoverDescribed) -> bool:
+    """Whether its numbers can be: tokens and numbers of handovers are made from them."""
+    return all(0 <= number <= MOST_NUMBER for number in (said.handover, said.concluded, said.flipped, said.token, said.served, said.rank))
 
 
 def stray(told: Sequence[HandoverDescribed]) -> tuple[int, Conducting] | None:

@@ -5,7 +5,7 @@ Nothing is known of a write whose answer was lost, so what is stored is read bef
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
@@ -39,15 +39,25 @@ class Found(NamedTuple):
 
 
 class Journal:
-    """Used on one event loop. committed: told of every placement that was recorded. retry: seconds between attempts."""
+    """Used on one event loop. committed: told of every placement that was recorded. retry: seconds between attempts. standing: waits until nobody else
+    can lead, so that what was interrupted by an outage is not gone on with by somebody who was replaced meanwhile."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, ledger: Ledger, committed: Callable[[PlacementCommitted], None], retry: float) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        ledger: Ledger,
+        committed: Callable[[PlacementCommitted], None],
+        retry: float,
+        standing: Callable[[], Awaitable[None]],
+    ) -> None:
         self.chronicle = Chronicle()
         self._bus = bus
         self._subjects = subjects
         self._ledger = ledger
         self._committed = committed
         self._retry = retry
+        self._standing = standing
 
     # The log
 
@@ -61,13 +71,15 @@ class Journal:
         """Write an entry, unless it is there; until it is."""
         subject = (self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations)(entry.engine)
         while not self._has(entry):
+            await self._standing()
             try:
                 await self._bus.record(subject, entry)
             except BusError as error:
                 logger.warning("a %s of engine %s is not recorded yet: %s", type(entry).__name__, entry.engine, error)
                 await self._find_out(entry)
             else:
-                self._heard(entry)
+                return self._heard(entry)
+        return None
 
     def _has(self, entry: Recorded) -> bool:
         if not isinstance(entry, PlacementCommitted):
@@ -113,6 +125,7 @@ class Journal:
         """Make a state durable in the place of a revision; the new one. Superseded when that is not there any more. Waits for the bus."""
         key, value = self._subjects.handover_key(engine), msgspec.json.encode(state)
         while True:
+            await self._standing()
             try:
                 return await self._bus.claim(key, value, revision)
             except BusError as error:
@@ -140,15 +153,13 @@ class Journal:
     # Plans
 
     async def store(self, plan: Plan) -> str:
-        """The digest under which a plan is kept. BusError when it cannot be; ValueError when it is too large."""
-        content = msgspec.json.encode(plan)
-        if len(content) > MOST_PLAN_BYTES:
-            raise ValueError(f"a plan of {len(content)} bytes; {MOST_PLAN_BYTES} are the most. Carry it out in parts")
-        return await self._bus.put_blob(content)
+        """The digest under which a plan is kept; empty: it is too large, and a successor cannot go on with it. BusError when it cannot be kept."""
+        content = await asyncio.to_thread(msgspec.json.encode, plan)
+        return "" if len(content) > MOST_PLAN_BYTES else await self._bus.put_blob(content)
 
     async def plan(self, digest: str) -> Plan:
         """A plan that was stored. BlobLost when it is not there (any more), or is none; BusError when the bus fails."""
         try:
-            return msgspec.json.decode(await self._bus.get_blob(digest), type=Plan)
+            return await asyncio.to_thread(msgspec.json.decode, await self._bus.get_blob(digest), type=Plan)
         except msgspec.DecodeError as error:
             raise BlobLost(f"blob {digest} is no plan: {error}") from error

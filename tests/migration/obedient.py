@@ -17,7 +17,7 @@ from fleet.events import (
     PullTold,
     RequestRefused,
 )
-from fleet.handover import RankState, Standing, Verdict, aborted, committed, flipped, heed_abort, heed_commit, heed_propose, proposed, staged
+from fleet.handover import RankState, Standing, Verdict, aborted, committed, flipped, heard, heed_abort, heed_commit, heed_propose, proposed, staged
 from fleet.placement import Placement
 
 
@@ -81,6 +81,8 @@ class Ranks:
         return answer
 
     def _heed(self, rank: int, message: Message) -> Message:
+        if isinstance(message, ProposeHandover | CommitHandover | AbortHandover):
+            self.standing[rank] = heard(self.standing[rank], message.token)
         now = self.standing[rank]
         match message:
             case ProposeHandover():
