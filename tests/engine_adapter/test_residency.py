@@ -68,17 +68,18 @@ class Cells(RuleBasedStateMachine):
         self.wanted: dict[int, tuple[int, int, int]] = {}
         self.promised: dict[int, tuple[Lease, dict[int, Content]]] = {}
 
-    @rule(target=writing, layer=st.integers(0, LAYERS - 1), slot=st.integers(0, SLOTS - 1), expert=st.integers(0, EXPERTS - 1))
-    def reserve(self, layer: int, slot: int, expert: int) -> object:
-        if expert in self.residency.held[layer] or any(
+    def _wants(self, layer: int, slot: int, expert: int) -> bool:
+        """Whether a placement could want this, beside what is on its way."""
+        return expert not in self.residency.held[layer] and not any(
             (one[0], one[1]) == (layer, slot) or (one[0], one[2]) == (layer, expert) for one in self.wanted.values()
-        ):
-            return multiple()
+        )
+
+    def _reserve(self, layer: int, slot: int, expert: int) -> int | None:
         try:
             cell = self.residency.reserve((layer, slot, expert), self.now)
         except NoRoom:
             assert self.residency.count(Cell.FREE) == 0
-            return multiple()
+            return None
         assert cell not in self.writers
         assert cell not in self.residency.table
         assert not any(cell in promises for _, promises in self.promised.values())
@@ -87,13 +88,29 @@ class Cells(RuleBasedStateMachine):
         self.memory[cell] = (-1, cell)
         return cell
 
+    @rule(target=writing, layer=st.integers(0, LAYERS - 1), slot=st.integers(0, SLOTS - 1), expert=st.integers(0, EXPERTS - 1))
+    def reserve(self, layer: int, slot: int, expert: int) -> object:
+        cell = self._reserve(layer, slot, expert) if self._wants(layer, slot, expert) else None
+        return multiple() if cell is None else cell
+
+    @rule(layer=st.integers(0, LAYERS - 1), slot=st.integers(0, SLOTS - 1), expert=st.integers(0, EXPERTS - 1))
+    def bring(self, layer: int, slot: int, expert: int) -> None:
+        """All the way, for flips to happen often."""
+        cell = self._reserve(layer, slot, expert) if self._wants(layer, slot, expert) else None
+        if cell is not None:
+            self.land(cell)
+            self.compare(cell, True)
+
     @rule(target=landed, cell=consumes(writing))
-    def land(self, cell: int) -> int:
+    def arrive(self, cell: int) -> int:
+        self.land(cell)
+        return cell
+
+    def land(self, cell: int) -> None:
         self.residency.landed(cell, self.now)
         self.writers.discard(cell)
         layer, _, expert = self.wanted[cell]
         self.memory[cell] = (layer, expert)
-        return cell
 
     @rule(cell=consumes(writing))
     def break_off(self, cell: int) -> None:
@@ -114,6 +131,9 @@ class Cells(RuleBasedStateMachine):
         self.writers.discard(cell)
 
     @rule(cell=consumes(landed), good=st.booleans())
+    def verify(self, cell: int, good: bool) -> None:
+        self.compare(cell, good)
+
     def compare(self, cell: int, good: bool) -> None:
         layer, slot, expert = self.wanted[cell]
         if good:
@@ -212,7 +232,7 @@ class Cells(RuleBasedStateMachine):
 
 
 TestCells = Cells.TestCase
-TestCells.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+TestCells.settings = settings(max_examples=80, stateful_step_count=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @pytest.mark.slow
