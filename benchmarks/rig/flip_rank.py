@@ -1,0 +1,165 @@
+"""A rank of the embedded engine in a process of its own, under closed load, that writes down when each token came and what each step did.
+
+    python -m benchmarks.rig.flip_rank JOB RANK
+
+It is put together as `roost worker` does it (engine, agent, ways of reading other ranks), without the HTTP face: requests come from this process. JOB is a
+file with `Job` as JSON. It says `ready` on standard output once it serves and has joined; when standard input ends it stops, and leaves RANK.npz beside JOB.
+"""
+
+import asyncio
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.demo_model import checkpoint_path
+from deploy.process import alongside, until_ready
+from engine_adapter.agent import Agent, Identity
+from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
+from engine_adapter.embedded.engine import EmbeddedEngine
+from engine_adapter.embedded.machine import Machine, MovableExperts, build_machine
+from engine_adapter.embedded.runner import Forward, Prepared, Work
+from engine_adapter.engine import ExpertMemory
+from engine_adapter.handover import Staging
+from engine_adapter.rank.answers import GenerationRequest
+from engine_adapter.transfer.agents import agent_name
+from engine_adapter.transfer.choice import open_transfers
+from fleet.placement import Placement
+
+PROMPT = 8
+NEW = 240
+
+
+class Job(msgspec.Struct, frozen=True):
+    nats: str
+    engine: str
+    worker_id: int
+    ranks: int
+    slots: int
+    """per rank and layer"""
+    ballast_bytes: int
+    sequences: int
+    """that each rank serves at once"""
+    transfer: dict[str, int | str | None]
+
+
+@dataclass(slots=True)
+class Diary:
+    """What happened, in seconds of the clock that all processes of the machine share."""
+
+    token: list[float] = field(default_factory=list)
+    """when a token came"""
+    gap: list[float] = field(default_factory=list)
+    """since the one before it of the same answer"""
+    step: list[float] = field(default_factory=list)
+    """when a forward pass ended"""
+    collectives: list[int] = field(default_factory=list)
+    """made by then"""
+    epoch: list[int] = field(default_factory=list)
+    """that it served"""
+    flip: list[float] = field(default_factory=list)
+    """when the step thread went over to an epoch"""
+    flip_seconds: list[float] = field(default_factory=list)
+    """what that took"""
+
+    def save(self, path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in self.__slots__:
+                with archive.open(f"{name}.npy", "w") as entry:
+                    np.save(entry, np.asarray(getattr(self, name)))
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedSteps:
+    """A forward pass that writes the diary."""
+
+    machine: Machine
+    experts: MovableExperts
+    diary: Diary
+
+    @property
+    def arena(self) -> ExpertMemory:
+        return self.experts.arena
+
+    @property
+    def cells(self) -> NDArray[np.int32]:
+        return self.experts.cells
+
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+        return self.experts.prepare(placement, cells)
+
+    def adopt(self, prepared: Prepared) -> None:
+        began = time.monotonic()
+        self.experts.adopt(prepared)
+        self.diary.flip.append(began)
+        self.diary.flip_seconds.append(time.monotonic() - began)
+
+    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+        found = self.machine.runner.forward(work, tokens_by_rank)
+        self.diary.step.append(time.monotonic())
+        self.diary.collectives.append(self.machine.lockstep.collectives)
+        self.diary.epoch.append(len(self.diary.flip))
+        return found
+
+
+async def stream(engine: EmbeddedEngine, diary: Diary, seed: int) -> None:
+    """One answer after another, for ever."""
+    dice = np.random.default_rng(seed)
+    while True:
+        last = 0.0
+        request = GenerationRequest(prompt=dice.integers(32, 127, PROMPT).tolist(), max_tokens=NEW + int(dice.integers(NEW)), ignore_eos=True)
+        async for _ in await engine.submit(request):
+            now = time.monotonic()
+            if last:
+                diary.token.append(now)
+                diary.gap.append(now - last)
+            last = now
+
+
+async def serve(job: Job, folder: Path, rank: int) -> None:
+    subjects, diary = Subjects(), Diary()
+
+    def build(config: EmbeddedConfig, number: int, run_directory: Path | None) -> Machine:
+        machine = build_machine(config, number, run_directory)
+        assert machine.experts is not None
+        watched = WatchedSteps(machine, machine.experts, diary)
+        return replace(machine, runner=watched, experts=watched)
+
+    config = EmbeddedConfig(checkpoint=checkpoint_path(), ranks=job.ranks, slots_per_rank=job.slots, ballast_bytes=job.ballast_bytes, kv_blocks=512)
+    who = Identity(engine=job.engine, worker_id=job.worker_id, node="here", urls=tuple(f"http://127.0.0.1:{1 + number}" for number in range(job.ranks)))
+    transfer = TransferConfig(**job.transfer)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        bus = await NatsBus.connect(job.nats, subjects, BusConfig(), name=f"{job.engine}/{rank}")
+        stack.push_async_callback(bus.close)
+        engine = EmbeddedEngine(config, rank, folder, build=build)
+        await engine.start()
+        assert engine.experts is not None
+        ways = await open_transfers(transfer, engine.experts.memory, agent_name(job.engine, rank), one_machine=True)
+        for way in ways:
+            stack.push_async_callback(way.close)
+        agent = Agent(bus, subjects, engine, who, AgentConfig(), Staging(ways=ways, config=transfer))
+        running = await stack.enter_async_context(alongside(engine.run(), f"steps of rank {rank}"))
+        speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of rank {rank}"))
+        await until_ready(agent.joined, running, speaking)
+        for number in range(job.sequences):
+            await stack.enter_async_context(alongside(stream(engine, diary, 1000 * rank + number), f"stream {number} of rank {rank}"))
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        with suppress(EOFError):
+            await asyncio.to_thread(sys.stdin.read)
+        diary.save(folder / f"{rank}.npz")
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    asyncio.run(serve(msgspec.json.decode(path.read_bytes(), type=Job), path.parent, int(sys.argv[2])))
