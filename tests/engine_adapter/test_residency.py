@@ -237,7 +237,7 @@ TestCells.settings = settings(max_examples=80, stateful_step_count=40, suppress_
 
 @pytest.mark.slow
 class TestManyCells(Cells.TestCase):
-    settings = settings(max_examples=2000, stateful_step_count=80, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+    settings = settings(max_examples=300, stateful_step_count=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 def test_a_slot_takes_the_cell_that_was_staged_for_it_and_its_old_one_is_room_again() -> None:
