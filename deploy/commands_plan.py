@@ -85,7 +85,7 @@ def plan(
         from deploy.view_migration import Manner, show_applied
 
         also = {"asked": msgspec.json.decode(answer.record)} if as_json else {}
-        show_applied(bus, answer.engine, answer.plan, Manner(as_json=as_json), also)
+        show_applied(bus, answer.engine, answer.plan, Manner(as_json=as_json, steps=False), also)
 
 
 def in_bytes(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from bus import Bus, BusError, BusTimeout, Message, Received, Subscription
+from bus import Bus, BusTimeout, Declined, Message, Received, Subscription
 from bus.subjects import Subjects
 from deploy.process import alongside
 from deploy.view_fleet import members
@@ -138,7 +138,7 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order) -> MigrationAcce
         answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
     except BusTimeout as error:
         raise NotAccepted(f"the planner does not answer ({error}); is it running?") from error
-    except BusError as error:
+    except Declined as error:
         raise NotAccepted(str(error)) from error
     if not isinstance(answer, MigrationAccepted):
         raise NotAccepted(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")

@@ -57,7 +57,8 @@ def _provider(service: str, wanted: Sequence[str], file: Path | None) -> TracerP
 class SpanFile(SpanExporter):
     """Appends spans to a file, one JSON object per line. Several processes may share the file: a batch is one write.
 
-    Fields: service, trace_id, span_id, parent_id (hex), name, kind, start_ns and end_ns (unix time), ms, status, attributes, events.
+    Fields: service, trace_id, span_id, parent_id (hex), name, kind, start_ns and end_ns (unix time), ms, status, attributes, links (to
+    spans of other traces), events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,5 +91,6 @@ def as_record(span: ReadableSpan) -> dict[str, Any]:
         "ms": (end - start) / 1e6,
         "status": span.status.status_code.name.lower(),
         "attributes": dict(span.attributes or {}),
+        "links": [{"trace_id": trace.format_trace_id(to.context.trace_id), "span_id": trace.format_span_id(to.context.span_id)} for to in span.links],
         "events": [{"name": event.name, "at_ns": event.timestamp, "attributes": dict(event.attributes or {})} for event in span.events],
     }

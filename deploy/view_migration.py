@@ -35,6 +35,8 @@ class Manner(NamedTuple):
 
     wait: bool = True
     as_json: bool = False
+    steps: bool = True
+    """in words, before it begins"""
 
 
 def show_migration(
@@ -130,7 +132,7 @@ class _Shown:
         accepted = course.accepted
         copied = f"{many(accepted.copies, 'copy', 'copies')} ({in_units(accepted.bytes)})" if accepted.copies else "no bytes"
         console().print(f"plan [bold]{accepted.plan}[/bold] of {accepted.engine}: {copied} in {many(accepted.handovers, 'handover')}")
-        for step in accepted.what:
+        for step in accepted.what if self._manner.steps else ():
             console().print(f"- {step}", markup=False)
         if self._manner.wait and console().is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[moved]}"), TimeElapsedColumn())

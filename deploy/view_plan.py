@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus import Bus, BusError, BusTimeout
+from bus import Bus, BusTimeout, Declined
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, note, show, table
@@ -62,7 +62,7 @@ def _write(answer: PlanDescribed, out: Path) -> None:
 
 
 async def described(bus: Bus, subjects: Subjects, asked: Asked) -> PlanDescribed:
-    """The planner's own words. BusTimeout when it does not answer; ends the command when it says that it knows too little."""
+    """The planner's own words. Ends the command when it says that it knows too little, or says nothing."""
     try:
         joined = await engine_named(bus, subjects, asked.engine)
     except NoSuchEngine as error:
@@ -78,8 +78,8 @@ async def described(bus: Bus, subjects: Subjects, asked: Asked) -> PlanDescribed
     try:
         answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
     except BusTimeout:
-        raise
-    except BusError as refused:  # the planner's own words, which need no advice about NATS
+        fail(f"the planner said nothing for {ASK_SECONDS:g} s: it is not running, or has other plans to think over; its log, and roost status, tell which")
+    except Declined as refused:  # the planner's own words, which need no advice about NATS
         fail(str(refused))
     if not isinstance(answer, PlanDescribed):
         fail(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
