@@ -14,16 +14,27 @@ second phase ends in a *flip*: all ranks serve the new epoch from one and the sa
    headers, so all flip at the first step in which the least of *ready* exceeds *served*. No message can make them differ.
 4. Before the decision, a refusal, a failure, a silence beyond the deadline or a new coordinator leads to `abort`: ranks drop what they staged.
 
-Three rules keep late, repeated and reordered messages harmless:
+Four rules keep late, repeated and reordered messages harmless:
 
+- *Identity.* A handover has a number that only grows, and is for one life of the engine. A rank remembers the highest number that it has concluded
+  (or been told to abort, even before it was proposed) and takes no proposal of that number or below. A commit is for one number, never for "the epoch".
+- *Compare-and-set.* Who decides has seen the very state that is replaced. So there is one decision, however many believe to lead.
 - *Fencing.* Every command carries the token of the coordinator's lease, which only grows. A rank remembers the highest and refuses lower ones.
-- *Identity.* A handover has a number that only grows. A rank remembers the highest that it has concluded (or been told to abort, even before
-  it was proposed) and takes no proposal of that number or below. A commit is for one number, never for "the epoch".
+  While the store is consistent the two rules above suffice, and this one is a second line: it keeps out whoever was replaced while the store was away.
 - *Settlement.* A cell that bytes may still land in, or that somebody may still read, is not free: not after a time-out (a transfer cannot be
   called back), not after an abort, not after a flip. It is quarantined, or drains, until the transfer has settled.
 
 A rank that has staged cannot give up by itself: the decision may have been taken. It waits for the coordinator or for its successor,
-and serves its old epoch meanwhile. An engine that dies begins a new life with the last epoch that was decided.
+and serves its old epoch meanwhile. Nor can a coordinator give a decision up because it hears nothing: silence is not death, and a rank that is heard
+again would be left with a handover that nobody ends. Only an abort may end while ranks are silent, if whoever is found with it open later is told
+again: a handover that is open at a rank and over by the key was never decided.
+
+An engine that dies begins a new life with the last epoch that was decided: that of the handover under the engine's key, if the key says COMMITTING
+(its placement was recorded as staged before), else of the last placement that was recorded as committed (recorded before the key says IDLE). That it
+was recorded as staged is no decision. Who looks reads the key first, then the log.
+
+`docs/handover.md` draws the tables; `tests/fleet/test_handover_model.py` walks through everything that can happen, and shows what goes wrong without
+each of the rules.
 """
 
 from collections.abc import Mapping

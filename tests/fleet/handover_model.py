@@ -1,0 +1,591 @@
+"""All parties of a handover as one model, for `exploration.explore`: the rules and tables are those of `fleet.handover`, the world around them is here.
+
+The world
+---------
+- *Ranks* stand in a ring: in each handover every rank reads its expert of the next epoch from the rank before it, so every rank is reader and
+  source at once, and its own expert is evicted. The ring may be turned: states that differ by that alone are one state.
+- *Cells.* A rank has one slot and some further cells. `flows` is what truly is under way, whatever the books say: bytes that land in a cell here and
+  are read from a cell there. A flow ends when it lands, when it settles, or with a process.
+- *Messages* lie in a set that only grows, and anybody may find one there at any time, many times or never: so loss, duplication and reordering need
+  no events of their own. Commands are addressed to one life of the engine. Of answers, only the facts that they tell are kept, which stay true.
+- *The store* holds the key, changed by compare-and-set, and the log. A number is used once, so (state, number) stands for the key's revision.
+- *Coordinators.* Each new one has a higher token, and its predecessors may live on and go on sending for ever; one that crashed is one that does
+  nothing any more. The worst is assumed of them: all read whatever is durable at once, so that whatever any of them could send at any time is sent,
+  and each may be found to have read nothing for ages. So who did what need not be told apart, but by the token of what is sent.
+- *Deaths.* A rank dies alone; its peers go on hearing commands and reading, but no step is made without it. Then the engine is restarted as a
+  whole, and begins a new life with what the store says was decided last.
+
+What must happen at last (DUE) is what ranks do by themselves, transfers, restarts, what some coordinator does that knows what is durable, and what
+the newest one sends.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fleet.handover import (
+    CELL,
+    CONDUCTING,
+    Cell,
+    CellEvent,
+    Conducting,
+    Cue,
+    RankState,
+    Standing,
+    Verdict,
+    aborted,
+    committed,
+    flipped,
+    flips,
+    heard,
+    heed_abort,
+    heed_commit,
+    heed_propose,
+    moved,
+    proposed,
+    staged,
+)
+from tests.fleet.exploration import Kind, Step, Told
+
+PROPOSE, COMMIT, ABORT = range(3)
+NAMES = ("the proposal", "the commit", "the abort")
+STAGED, FLIPPED, GIVEN_UP = range(3)
+"""facts that ranks tell"""
+COMMITTED_BIT, ABORTED_BIT = 1, 2
+State = tuple[int, ...]
+"""number of the world, then of each rank"""
+
+
+class Faults(NamedTuple):
+    """How many there may be."""
+
+    leaders: int = 0
+    """coordinators that come after the first"""
+    deaths: int = 0
+    overdue: int = 0
+    corrupted: int = 0
+
+
+class Size(NamedTuple):
+    ranks: int
+    handovers: int
+    cells: int
+    """of a rank, the slot's among them"""
+    faults: Faults
+    verified_at_once: bool = False
+    """that bytes land and that they are verified is one step: fewer states"""
+
+
+class World(NamedTuple):
+    """All but the ranks."""
+
+    key: tuple[Conducting, int]
+    """durable: the state, and the handover that it is about, or was about last"""
+    handovers: tuple[tuple[int, int], ...]
+    """of each that was begun: the life it is for, and the epoch that it makes"""
+    coordinators: int
+    """how many there have been, and so the highest token"""
+    sent: int
+    """bits: which command, token and handover"""
+    staged: int
+    """bits: of which handovers the log says that they were staged"""
+    placed: int
+    """last handover of which the log says that its placement was committed; 0: none"""
+    decided: tuple[int, ...]
+    """bits, of each handover"""
+    life: int
+    left: Faults
+
+
+class Rank(NamedTuple):
+    """One rank. A dead one has neither standing nor cells."""
+
+    standing: Standing | None
+    steps: int
+    """epoch that its steps serve; the agent hears of a flip later"""
+    made: int
+    """the handover that made it; 0: none"""
+    cells: tuple[tuple[Cell, int], ...]
+    """what each is in use for, and the epoch for whose sake"""
+    flows: tuple[tuple[int, int], ...]
+    """under way: (cell here, cell of the rank before)"""
+    said: int
+    """bits: which fact of which handover"""
+
+
+class Own(NamedTuple):
+    """Something that a rank, its transfers or its cells do."""
+
+    kind: Kind
+    told: str
+    after: Rank
+    fault: str = ""
+    """which of the allowed faults it is"""
+
+
+def _facts(fact: int, handover: int) -> int:
+    return 1 << (3 * handover + fact)
+
+
+class Handovers:
+    """The model. Methods that say what a party may do are there to be broken by tests."""
+
+    decides_blindly = False
+    """whether the decision is made without compare-and-set"""
+    silence_ends_aborts = False
+    """whether an abort is over when ranks are silent for long; who is found with it open later is told again"""
+    clears_strays = False
+    """whether coordinators tell ranks to abort that have a handover open which is over"""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self._worlds: list[World] = []
+        self._ranks: list[Rank] = []
+        self._number_of_world: dict[World, int] = {}
+        self._number_of_rank: dict[Rank, int] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+        """what was worked out before: ranks are the same in most states"""
+
+    # --- the rules, as the real parties keep them ---
+
+    def meant(self, rank: Standing, kind: int, handover: int, epoch: int) -> int:
+        """Which handover a rank takes a command to be about."""
+        return handover
+
+    def heed(self, rank: Standing, kind: int, token: int, handover: int, epoch: int) -> Verdict:
+        if kind == PROPOSE:
+            return heed_propose(rank, token, handover, epoch)
+        return heed_commit(rank, token, handover) if kind == COMMIT else heed_abort(rank, token, handover)
+
+    def fenced(self, rank: Standing, token: int) -> int:
+        """The token that a rank takes a command to have."""
+        return token
+
+    def addressed(self, world: World, kind: int, handover: int) -> bool:
+        """Whether a command of a handover reaches the ranks that live now."""
+        return world.handovers[handover - 1][0] == world.life
+
+    def cell_after(self, state: Cell, event: CellEvent) -> Cell:
+        return moved(CELL, state, event)
+
+    def drained(self, readers: int, cell: int) -> bool:
+        """Whether a cell that is served no more is free. readers: bits of the cells in which leases are."""
+        return not readers >> cell & 1
+
+    def flipping(self, ranks: list[Rank]) -> list[int]:
+        """Which ranks go over at this step: each decides by itself, from the same headers."""
+        ready = tuple(self.ready(rank) for rank in ranks)
+        return [at for at, rank in enumerate(ranks) if flips(rank.steps, ready)]
+
+    def gone(self, world: World, handover: int) -> bool:
+        """Whether the life that a handover is for is over, as the coordinator knows it."""
+        return world.handovers[handover - 1][0] != world.life
+
+    def last_decided(self, world: World) -> int:
+        """The handover whose placement a new life begins with; 0: none."""
+        state, number = world.key
+        return number if state is Conducting.COMMITTING else world.placed
+
+    def gives_up(self, rank: Rank, standing: Standing) -> Rank | None:
+        """What becomes of a rank that has staged and hears nothing; None: it waits."""
+        return None
+
+    def with_room(self, rank: Rank) -> Rank:
+        """What a rank does to have a cell for what it is about to read."""
+        return rank
+
+    # --- the model's interface ---
+
+    def start(self) -> State:
+        world = World((Conducting.IDLE, 0), (), 1, 0, 0, 0, (), 1, self.size.faults)
+        return (self._world(world), *[self._rank(self._born(0, 0, 0))] * self.size.ranks)
+
+    def canonical(self, state: State) -> State:
+        world, *ranks = state
+        least = min(ranks)
+        turned = (tuple(ranks[at:] + ranks[:at]) for at, rank in enumerate(ranks) if rank == least)
+        return (world, *min(turned))
+
+    def ended(self, state: State) -> bool:
+        world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
+        at_rest = all(
+            rank.standing is not None
+            and rank.standing.state is RankState.SERVING
+            and not rank.flows
+            and sorted(use for use, _ in rank.cells) == sorted([Cell.LIVE] + [Cell.FREE] * (self.size.cells - 1))
+            for rank in ranks
+        )
+        return at_rest and world.key[0] is Conducting.IDLE
+
+    def steps(self, state: State) -> Iterator[Step[State]]:
+        world_number, ranks = state[0], state[1:]
+        world = self._worlds[world_number]
+        yield from self._conducted(world_number, world, ranks)
+        for at in range(len(ranks)):
+            yield from self._commanded(state, at)
+            yield from self._by_itself(state, at)
+        yield from self._together(state)
+
+    # --- coordinators ---
+
+    def _conducted(self, number: int, world: World, ranks: tuple[int, ...]) -> Iterator[Step[State]]:
+        said = self._ranks[ranks[0]].said
+        for rank in ranks[1:]:
+            said &= self._ranks[rank].said
+        known = self._known.get(("conducted", number, said))
+        if known is None:
+            known = self._known["conducted", number, said] = [(kind, told, self._world(after)) for kind, told, after in self._coordinators(world, said)]
+        for kind, told, after in known:
+            yield Step(kind, told, (after, *ranks))
+        alive = all(self._ranks[rank].standing is not None for rank in ranks)
+        if world.key[0] is Conducting.IDLE and len(world.handovers) < self.size.handovers and alive:
+            told, after = self._begun(world, self._ranks[ranks[0]].steps + 1)
+            yield Step(Kind.MAY, told, (self._world(after), *ranks))
+
+    def _begun(self, world: World, epoch: int) -> tuple[Told, World]:
+        handover = len(world.handovers) + 1
+        begun = world._replace(handovers=(*world.handovers, (world.life, epoch)), decided=(*world.decided, 0))
+        told = "a coordinator makes handover {} to epoch {} durable, and proposes it", (handover, epoch)
+        return told, self._stored(begun, moved(CONDUCTING, Conducting.IDLE, Cue.BEGIN), handover)
+
+    def _coordinators(self, world: World, said: int) -> Iterator[tuple[Kind, Told, World]]:
+        """said: the facts that all ranks have told."""
+        if world.left.leaders:
+            left = world.left._replace(leaders=world.left.leaders - 1)
+            told = "coordinator {} takes over; the one before has crashed, or does not know it yet", (world.coordinators + 1,)
+            yield Kind.FAULT, told, self._sending(world._replace(coordinators=world.coordinators + 1, left=left), world.coordinators + 1)
+        state, handover = world.key
+        if state is not Conducting.IDLE:
+            yield from ((Kind.DUE, told, after) for told, after in self._next(world, said, state, handover))
+        for earlier in range(1, len(world.handovers) + 1):
+            if (state, handover) != (Conducting.PROPOSING, earlier):
+                yield from ((Kind.MAY, told, after) for told, after in self._belated(world, said, earlier))
+
+    def _next(self, world: World, said: int, state: Conducting, handover: int) -> Iterator[tuple[Told, World]]:
+        """What a coordinator does that knows what is durable."""
+        gone = self.gone(world, handover)
+        if state is Conducting.PROPOSING and said & _facts(STAGED, handover) and not world.staged & 1 << handover:
+            yield self._recording(world, handover)
+        if state is Conducting.COMMITTING and (said & _facts(FLIPPED, handover) or gone) and world.placed < handover:
+            yield ("a coordinator records the placement of handover {}", (handover,)), world._replace(placed=handover)
+        for cue in self._cues(world, said, state, handover, gone):
+            after = moved(CONDUCTING, state, cue)
+            told = "a coordinator, {} handover {}: {}; it makes durable: {}", (state.value, handover, cue.value, after.value)
+            yield told, self._stored(self._decided(world, handover, state, after), after, handover)
+
+    def _belated(self, world: World, said: int, handover: int) -> Iterator[tuple[Told, World]]:
+        """What one does that has not read for long, and thinks that this handover is still proposed."""
+        if not said & _facts(STAGED, handover):
+            return
+        if not world.staged & 1 << handover:
+            (text, gaps), after = self._recording(world, handover)
+            yield (text + ", late", gaps), after
+        if self.decides_blindly:
+            told = "a coordinator that was asleep since handover {} was proposed decides to commit it", (handover,)
+            yield told, self._stored(self._decided(world, handover, Conducting.PROPOSING, Conducting.COMMITTING), Conducting.COMMITTING, handover)
+
+    def _recording(self, world: World, handover: int) -> tuple[Told, World]:
+        return ("a coordinator records that handover {} is staged", (handover,)), world._replace(staged=world.staged | 1 << handover)
+
+    def _cues(self, world: World, said: int, state: Conducting, handover: int, gone: bool) -> Iterator[Cue]:
+        recorded = world.staged & 1 << handover if state is Conducting.PROPOSING else world.placed >= handover
+        match state:
+            case Conducting.PROPOSING:
+                if said & _facts(STAGED, handover) and recorded:
+                    yield Cue.ALL_STAGED
+                yield Cue.FAILED
+            case Conducting.COMMITTING if said & _facts(FLIPPED, handover) and recorded:
+                yield Cue.ALL_SERVING
+            case Conducting.ABORTING if self.silence_ends_aborts or said & _facts(GIVEN_UP, handover):
+                yield Cue.ALL_ABORTED
+        if gone and (recorded or state is not Conducting.COMMITTING):
+            yield Cue.ENGINE_GONE
+
+    def _decided(self, world: World, handover: int, state: Conducting, after: Conducting) -> World:
+        bit = COMMITTED_BIT if after is Conducting.COMMITTING else ABORTED_BIT if state is Conducting.PROPOSING else 0
+        decided = list(world.decided)
+        decided[handover - 1] |= bit
+        return world._replace(decided=tuple(decided))
+
+    def _stored(self, world: World, state: Conducting, handover: int) -> World:
+        world = world._replace(key=(state, handover))
+        for token in range(1, world.coordinators + 1):
+            world = self._sending(world, token)
+        return world
+
+    def _sending(self, world: World, token: int) -> World:
+        """A coordinator that reads what is durable sends what belongs there, and aborts to whom it finds with an earlier handover."""
+        (state, handover), sent = world.key, world.sent
+        if state is not Conducting.IDLE:
+            kind = {Conducting.PROPOSING: PROPOSE, Conducting.COMMITTING: COMMIT, Conducting.ABORTING: ABORT}[state]
+            sent |= 1 << self._bit(kind, token, handover)
+        for over in range(1, (handover + (state is Conducting.IDLE)) if self.clears_strays else 0):
+            sent |= 1 << self._bit(ABORT, token, over)
+        return world._replace(sent=sent)
+
+    def _bit(self, kind: int, token: int, handover: int) -> int:
+        return (token * (self.size.handovers + 1) + handover) * 3 + kind
+
+    # --- ranks and commands ---
+
+    def _commanded(self, state: State, at: int) -> Iterator[Step[State]]:
+        rank = state[1 + at]
+        if self._ranks[rank].standing is None:
+            return
+        for due, kind, token, handover, epoch in self._letters(state[0]):
+            after = self._after_command(rank, kind, token, handover, epoch, self._offer(state[1 + (at - 1) % self.size.ranks]))
+            if after != rank:
+                told = "rank {} hears {} of handover {} from coordinator {}", (at, NAMES[kind], handover, token)
+                yield Step(due, told, (*state[: 1 + at], after, *state[2 + at :]))
+
+    def _letters(self, number: int) -> list[tuple[Kind, int, int, int, int]]:
+        """Commands that may be delivered: when, what, token, handover, epoch."""
+        known = self._known.get(("letters", number))
+        if known is None:
+            world = self._worlds[number]
+            newest = world.coordinators
+            known = self._known["letters", number] = [
+                (Kind.DUE if token == newest else Kind.MAY, kind, token, handover, epoch)
+                for handover, (_, epoch) in enumerate(world.handovers, 1)
+                for token in range(1, newest + 1)
+                for kind in (PROPOSE, COMMIT, ABORT)
+                if world.sent >> self._bit(kind, token, handover) & 1 and self.addressed(world, kind, handover)
+            ]
+        return known
+
+    def _after_command(self, number: int, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]) -> int:
+        key = ("command", number, kind, token, handover, epoch, offer)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._rank(self._obeyed(self._ranks[number], kind, token, handover, epoch, offer))
+        return known
+
+    def _obeyed(self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]) -> Rank:
+        standing = rank.standing
+        assert standing is not None
+        handover, token = self.meant(standing, kind, handover, epoch), self.fenced(standing, token)
+        verdict = self.heed(standing, kind, token, handover, epoch)
+        if verdict is Verdict.FENCED:
+            return rank
+        said = rank.said | (_facts(GIVEN_UP, handover) if kind == ABORT and verdict in (Verdict.TAKE, Verdict.REPEAT) else 0)
+        rank = rank._replace(standing=heard(standing, token), said=said)
+        if verdict is not Verdict.TAKE:
+            return rank
+        if kind == PROPOSE:
+            return self._reading(rank._replace(standing=proposed(standing, token, handover)), offer)
+        if kind == COMMIT:
+            return rank._replace(standing=committed(standing, token))
+        return (self.dropped(rank) if handover == standing.handover else rank)._replace(standing=aborted(standing, token, handover))
+
+    def dropped(self, rank: Rank) -> Rank:
+        given_up = {Cell.PULLING: CellEvent.OVERDUE, Cell.VERIFYING: CellEvent.OVERDUE, Cell.STAGED: CellEvent.DROPPED}
+        cells = tuple((self.cell_after(use, given_up[use]), 0) if use in given_up else (use, epoch) for use, epoch in rank.cells)
+        return rank._replace(cells=cells)
+
+    # --- what ranks and transfers do by themselves ---
+
+    def _by_itself(self, state: State, at: int) -> Iterator[Step[State]]:
+        world, count = self._worlds[state[0]], self.size.ranks
+        before, behind = state[1 + (at - 1) % count], state[1 + (at + 1) % count]
+        key = ("own", state[1 + at], self._offer(before), self._readers(behind))
+        known = self._known.get(key)
+        if known is None:
+            rank = self._ranks[state[1 + at]]
+            own = [] if rank.standing is None else list(self._own(rank, rank.standing, self._offer(before), self._readers(behind)))
+            known = self._known[key] = [(one, self._rank(one.after)) for one in own]
+        for one, after in known:
+            new = state[0]
+            if one.fault:
+                allowed = getattr(world.left, one.fault)
+                if not allowed:
+                    continue
+                new = self._world(world._replace(left=world.left._replace(**{one.fault: allowed - 1})))
+            yield Step(one.kind, (one.told, (at, (at - 1) % count)), (new, *state[1 : 1 + at], after, *state[2 + at :]))
+
+    def _offer(self, number: int) -> tuple[int, int]:
+        """What a rank offers to be read: (cell, epoch); (-1, -1): nothing, it is dead."""
+        live = [(cell, epoch) for cell, (use, epoch) in enumerate(self._ranks[number].cells) if use is Cell.LIVE]
+        return live[0] if live else (-1, -1)
+
+    def _readers(self, number: int) -> int:
+        """Bits of the cells that a rank reads of the one before it."""
+        return sum({1 << there for _, there in self._ranks[number].flows})
+
+    def _own(self, rank: Rank, standing: Standing, offer: tuple[int, int], readers: int) -> Iterator[Own]:
+        if standing.state is RankState.READY and rank.steps > standing.served:
+            yield Own(Kind.DUE, "the agent of rank {} hears that it flipped: the old cell drains", self._adopted(rank, standing, readers))
+        if standing.state is RankState.STAGED:
+            alone = self.gives_up(rank, standing)
+            if alone is not None:
+                yield Own(Kind.MAY, "rank {} has waited long enough, and gives up", alone)
+        if standing.state is RankState.STAGING and not any(use in (Cell.PULLING, Cell.VERIFYING) for use, _ in rank.cells):
+            yield from self._beginning(rank, standing, offer)
+        for cell, (use, _) in enumerate(rank.cells):
+            yield from self._transferring(rank, standing, cell, use, alive=offer[0] >= 0)
+            if use is Cell.DRAINING and self.drained(readers, cell):
+                yield Own(Kind.DUE, f"nobody reads cell {cell} of rank {{}} any more: it is free", self._used(rank, cell, CellEvent.SETTLED))
+
+    def _beginning(self, rank: Rank, standing: Standing, offer: tuple[int, int]) -> Iterator[Own]:
+        uses = [use for use, _ in rank.cells]
+        reading = self._reading(rank, offer)
+        if reading is not rank:
+            yield Own(Kind.DUE, "rank {} tries again, and reads its expert of rank {}", reading)
+        if reading is rank or Cell.QUARANTINED in uses:
+            yield Own(Kind.DUE, "rank {} cannot stage, and says so", rank._replace(standing=staged(standing, failed=True)))
+
+    def _reading(self, rank: Rank, offer: tuple[int, int]) -> Rank:
+        """Begins to read, if there is what and where to; else unchanged."""
+        rank = self.with_room(rank)
+        uses = [use for use, _ in rank.cells]
+        assert rank.standing is not None
+        if Cell.FREE not in uses or offer[1] != rank.standing.served:
+            return rank
+        cell = uses.index(Cell.FREE)
+        return self._used(rank, cell, CellEvent.RESERVED, rank.standing.served + 1)._replace(flows=(*rank.flows, (cell, offer[0])))
+
+    def _transferring(self, rank: Rank, standing: Standing, cell: int, use: Cell, *, alive: bool) -> Iterator[Own]:
+        under_way = any(here == cell for here, _ in rank.flows)
+        settled = rank._replace(flows=tuple(flow for flow in rank.flows if flow[0] != cell))
+        match use:
+            case Cell.PULLING if alive:
+                landed = self._used(settled, cell, CellEvent.LANDED)
+                if self.size.verified_at_once:
+                    yield from self._transferring(landed, standing, cell, Cell.VERIFYING, alive=True)
+                else:
+                    yield Own(Kind.DUE, f"all bytes have landed in cell {cell} of rank {{}}", landed)
+                overdue = self._used(rank, cell, CellEvent.OVERDUE)
+                yield Own(Kind.FAULT, f"the read into cell {cell} of rank {{}} is overdue, and given up", overdue, "overdue")
+            case Cell.PULLING:
+                yield Own(Kind.DUE, f"the read into cell {cell} of rank {{}} breaks", self._used(settled, cell, CellEvent.BROKEN))
+            case Cell.VERIFYING:
+                verified = self._used(rank, cell, CellEvent.VERIFIED)._replace(standing=staged(standing))
+                yield Own(Kind.DUE, f"rank {{}} has verified cell {cell}, and says that it has staged", self._telling(verified, STAGED, standing.handover))
+                refused = self._used(rank, cell, CellEvent.REFUSED)
+                yield Own(Kind.FAULT, f"the checksums of cell {cell} of rank {{}} are not those promised", refused, "corrupted")
+            case Cell.QUARANTINED:
+                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", self._used(settled, cell, CellEvent.SETTLED))
+            case _ if under_way:
+                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
+
+    def _adopted(self, rank: Rank, standing: Standing, readers: int) -> Rank:
+        """The old cell drains, and is free at once where nobody reads it."""
+        swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
+        cells = tuple((self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch) for use, epoch in rank.cells)
+        rank = self._telling(rank._replace(standing=flipped(standing), cells=cells), FLIPPED, standing.handover)
+        for cell, (use, _) in enumerate(cells):
+            if use is Cell.DRAINING and self.drained(readers, cell):
+                rank = self._used(rank, cell, CellEvent.SETTLED)
+        return rank
+
+    def _telling(self, rank: Rank, fact: int, handover: int) -> Rank:
+        return rank._replace(said=rank.said | _facts(fact, handover))
+
+    def _used(self, rank: Rank, cell: int, event: CellEvent, epoch: int | None = None) -> Rank:
+        use, of = rank.cells[cell]
+        after = self.cell_after(use, event)
+        kept = 0 if after is Cell.FREE else of if epoch is None else epoch
+        return rank._replace(cells=(*rank.cells[:cell], (after, kept), *rank.cells[cell + 1 :]))
+
+    # --- what the engine does as a whole ---
+
+    def _together(self, state: State) -> Iterator[Step[State]]:
+        world, ranks = self._worlds[state[0]], [self._ranks[number] for number in state[1:]]
+        if any(rank.standing is None for rank in ranks):
+            yield Step(Kind.DUE, *self._restarted(world, ranks))
+        elif flipping := self._flipping(state[1:], ranks):
+            after = [
+                self._rank(rank._replace(steps=rank.steps + 1, made=rank.standing.handover)) if at in flipping and rank.standing else state[1 + at]
+                for at, rank in enumerate(ranks)
+            ]
+            yield Step(Kind.DUE, ("the step begins: {} over to the next epoch", (_names(flipping),)), (state[0], *after))
+        if world.left.deaths:
+            left = self._world(world._replace(left=world.left._replace(deaths=world.left.deaths - 1)))
+            for at, rank in enumerate(ranks):
+                if rank.standing is not None:
+                    dead = self._rank(Rank(None, 0, 0, (), (), rank.said))
+                    yield Step(Kind.FAULT, ("rank {} dies", (at,)), (left, *state[1 : 1 + at], dead, *state[2 + at :]))
+
+    def _flipping(self, numbers: tuple[int, ...], ranks: list[Rank]) -> list[int]:
+        return self.flipping(ranks) if any(self.ready(rank) > rank.steps for rank in ranks) else []
+
+    def ready(self, rank: Rank) -> int:
+        """What its step headers say."""
+        standing = rank.standing
+        return standing.served + 1 if standing is not None and standing.state is RankState.READY else rank.steps
+
+    def _restarted(self, world: World, ranks: list[Rank]) -> tuple[Told, State]:
+        made = self.last_decided(world)
+        epoch = world.handovers[made - 1][1] if made else 0
+        born = [self._rank(self._born(epoch, made, rank.said)) for rank in ranks]
+        return ("the engine begins a new life, with epoch {}", (epoch,)), (self._world(world._replace(life=world.life + 1)), *born)
+
+    def _born(self, epoch: int, made: int, said: int) -> Rank:
+        cells = ((Cell.LIVE, epoch), *[(Cell.FREE, 0)] * (self.size.cells - 1))
+        return Rank(Standing(RankState.SERVING, epoch), epoch, made, cells, (), said)
+
+    # --- promises ---
+
+    def wrong(self, state: State) -> str:
+        key = ("ranks", *state[1:])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._wrong_ranks([self._ranks[number] for number in state[1:]])
+        if known:
+            return str(known)
+        world = self._worlds[state[0]]
+        if COMMITTED_BIT | ABORTED_BIT in world.decided:
+            return "a handover is both committed and aborted"
+        served = {rank.made for rank in (self._ranks[number] for number in state[1:]) if rank.made and rank.standing is not None}
+        if any(not world.decided[made - 1] & COMMITTED_BIT for made in served):
+            return "an epoch is served that was never decided"
+        return ""
+
+    def _wrong_ranks(self, ranks: list[Rank]) -> str:
+        alive = [rank for rank in ranks if rank.standing is not None]
+        if len({rank.steps for rank in alive}) > 1:
+            return "ranks serve different epochs in one step"
+        for at, rank in enumerate(ranks):
+            landing = [here for here, _ in rank.flows]
+            if len(set(landing)) < len(landing):
+                return "a cell is used again while bytes of an earlier read still land in it"
+            if any(rank.cells[here][0] not in (Cell.PULLING, Cell.QUARANTINED, Cell.FREE) for here in landing):
+                return "bytes land in a cell that is in use"
+            if set(landing) & {there for _, there in ranks[(at + 1) % len(ranks)].flows}:
+                return "a cell is used again while another rank still reads from it"
+        if len(alive) == len(ranks):
+            held = {(at - epoch) % len(ranks) for at, rank in enumerate(ranks) for use, epoch in rank.cells if use in (Cell.LIVE, Cell.STAGED)}
+            if len(held) < len(ranks):
+                return "the last verified copy of an expert is gone"
+        return ""
+
+    def wrong_step(self, before: State, after: State) -> str:
+        if self._worlds[before[0]].life != self._worlds[after[0]].life:
+            return ""
+        for earlier, later in zip(before[1:], after[1:], strict=True):
+            if earlier != later and self._shrunk(self._ranks[earlier], self._ranks[later]):
+                return "within a life, an epoch or a token went back"
+        return ""
+
+    def _shrunk(self, earlier: Rank, later: Rank) -> bool:
+        if earlier.standing is None or later.standing is None:
+            return False
+        return later.steps < earlier.steps or any(now < then for now, then in zip(later.standing[1:3], earlier.standing[1:3], strict=True))
+
+    # --- numbers for values, so that states are small ---
+
+    def _world(self, world: World) -> int:
+        number = self._number_of_world.get(world)
+        if number is None:
+            number = self._number_of_world[world] = len(self._worlds)
+            self._worlds.append(world)
+        return number
+
+    def _rank(self, rank: Rank) -> int:
+        number = self._number_of_rank.get(rank)
+        if number is None:
+            number = self._number_of_rank[rank] = len(self._ranks)
+            self._ranks.append(rank)
+        return number
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} goes" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} go"
