@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 """The longest that nothing is looked at: whether the engine is there, whether we lead."""
+LEAST_SECONDS = 0.001
+"""The shortest: clocks are not exact, and waiting for no time at all waits for ever."""
 MOST_NUMBER = 1 << 53
 """No number that a rank tells is above it, if it is sane."""
 _ATTEMPTS = 3
@@ -141,7 +143,7 @@ class Handing:
         now = self._clock()
         self._metrics.overdue(proceeding.what.engine, proceeding.overdue(now))
         try:
-            async with asyncio.timeout(min(proceeding.next_look(now) - now, LOOK_SECONDS)):
+            async with asyncio.timeout(min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)):
                 words = [await inbox.get()]
         except TimeoutError:
             return proceeding

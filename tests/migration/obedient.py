@@ -46,6 +46,7 @@ class Ranks:
         self._failures: dict[int, tuple[str, str]] = {}
         self._proposed: dict[int, Placement] = {}
         self._staging: dict[int, asyncio.Task[None]] = {}
+        self._awaited: tuple[type[Message], asyncio.Event] | None = None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Ranks"]:
@@ -58,6 +59,11 @@ class Ranks:
             finally:
                 for task in (beating, *self._staging.values()):
                     task.cancel()
+
+    async def told_to(self, command: type[Message]) -> None:
+        """Return once a rank was told so."""
+        self._awaited = (command, asyncio.Event())
+        await self._awaited[1].wait()
 
     def kill(self) -> None:
         """Nothing is ever heard of it again."""
@@ -72,10 +78,13 @@ class Ranks:
     def _answering(self, rank: int) -> Answer:
         async def answer(message: Message) -> Message:
             if rank in self.silent or not self.alive:
-                await asyncio.Event().wait()
+                await asyncio.sleep(5)
+                return self.described(rank)  # to nobody: whoever asked has waited long enough
             if self.unable:
                 return RequestRefused(reason=self.unable)
             self.commands.append((rank, message))
+            if self._awaited is not None and isinstance(message, self._awaited[0]):
+                self._awaited[1].set()
             return self._heed(rank, message)
 
         return answer
