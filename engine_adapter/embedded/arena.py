@@ -8,8 +8,6 @@ one layer more, the *hole*, are free: room for experts on their way in.
 Cells begin at multiples of 64 bytes: matrix products may add up in another order where their operands lie otherwise.
 """
 
-import contextlib
-import mmap
 import os
 import weakref
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, ExpertWeights
 from engine_adapter.engine import CellTensor
+from engine_adapter.transfer.cells import mapped
 from fleet.experts import ModelShape
 from fleet.placement import EMPTY, Placement
 
@@ -103,26 +102,12 @@ class Arena:
 
 
 def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
-    """A memory file and uint8 [size] in the mapping of it, zeroed; -1 and plain memory where the system has no such files.
-
-    The file has no name: nothing is left of it when the processes that map it are gone.
-    """
-    if not hasattr(os, "memfd_create"):
-        memory = torch.zeros(size, dtype=torch.uint8).numpy()  # torch's memory is aligned, numpy's is not
-        descriptor = -1
-    else:
-        descriptor = os.memfd_create("roost-experts")
-        try:
-            os.ftruncate(descriptor, size)
-            mapping = mmap.mmap(descriptor, size)
-        except OSError:
-            os.close(descriptor)
-            raise
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # experts are read from end to end: fewer pages are fewer misses
-        memory = np.frombuffer(mapping, np.uint8)
-    memory[:] = 0  # whoever reads or writes here later, perhaps from another process, must not wait for pages
-    return descriptor, memory
+    """A memory file and uint8 [size] in the mapping of it, zeroed and touched; -1 and plain memory where the system has no such files."""
+    if hasattr(os, "memfd_create"):
+        return mapped("roost-experts", size)
+    memory = torch.zeros(size, dtype=torch.uint8).numpy()  # torch's memory is aligned, NumPy's is not
+    memory[:] = 0
+    return -1, memory
 
 
 def load_arena(checkpoint: Checkpoint, placement: Placement, rank: int, dtype: str, ballast_bytes: int = 0) -> Arena:

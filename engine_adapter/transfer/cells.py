@@ -3,6 +3,7 @@
 The memory is of a file without a name (memfd), which goes with the last process that has it open or mapped: nothing is left behind, however one ends.
 """
 
+import fcntl
 import mmap
 import os
 from collections.abc import Iterable
@@ -29,10 +30,11 @@ def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[CellT
 
 def mapped(name: str, size: int) -> tuple[int, NDArray[np.uint8]]:
     """A file without a path and its memory: (descriptor, uint8 [size]), zeros, every page there already. The descriptor is the caller's to close; the memory
-    goes when nothing refers to the array any more. OSError when there is not so much."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    goes when nothing refers to the array any more. Its size is sealed: whoever maps it can rely on it. OSError when there is not so much."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
     except BaseException:
         os.close(descriptor)

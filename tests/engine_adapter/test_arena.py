@@ -90,6 +90,14 @@ def test_others_map_the_same_memory_through_its_descriptor_until_the_arena_is_go
         os.fstat(descriptor)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
+def test_the_size_of_the_memory_is_sealed():
+    arena = Arena(SHAPE, slots=4)
+    for size in (0, 2 * arena.nbytes):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.descriptor, size)
+
+
 def test_where_there_are_no_memory_files_the_arena_is_plain_memory(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     arena = Arena(SHAPE, slots=4)
