@@ -7,7 +7,6 @@ from engine_adapter.engine import ExpertMemory
 from engine_adapter.transfer import Transfer, TransferError
 from engine_adapter.transfer.nixl import NixlTransfer
 from engine_adapter.transfer.shared import SharedTransfer, this_host
-from fleet.events import MemoryAddress
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +46,3 @@ async def _both(shared: SharedTransfer, over_network: NixlTransfer, can_share: b
         return (shared,)
     _log.info("experts are read through shared memory where it reaches, and else over NIXL")
     return shared, over_network
-
-
-def way_to(ways: tuple[Transfer, ...], address: MemoryAddress) -> Transfer | None:
-    """The first that reaches; None: there is none."""
-    return next((way for way in ways if way.reaches(address)), None)

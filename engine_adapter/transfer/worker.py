@@ -183,7 +183,8 @@ class Worker:
         """`Transfer.pull` of numbers that were checked."""
         began = time.monotonic()
         try:
-            await asyncio.wait_for(self.open(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.open()
         except TimeoutError:
             raise TransferError(f"{self._way.name} could not be opened within {seconds:.3g} s; nothing was read") from None
         reading, pulls = Reading(), tuple(pulls)

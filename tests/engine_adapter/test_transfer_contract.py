@@ -101,28 +101,41 @@ def test_a_stopped_source_makes_reads_overdue_and_they_settle_once_it_goes_on(wa
 
 def test_a_cancelled_read_settles(pair: tuple[Rank, Rank], way: Ranks) -> None:
     source, reader = pair
-    if not way.way.hangs:
-        pytest.skip("a copy of one cell is over before it can be cancelled")
-    source.stop()
-    reading = reader.send("pull", address=source.address, pulls=[[1, 2]], seconds=60, cancel=0.1)
-    assert "cancelled" in reader.answer(reading)["overdue"]
+    if way.way.hangs:
+        source.stop()
+    reading = reader.send("pull", address=source.address, pulls=[[1, 2]], seconds=60, cancel=0.1 if way.way.hangs else 0)
+    first = reader.answer(reading)
     source.resume()
-    assert reader.answer(reading)["settled"]
+    if way.way.hangs or "overdue" in first:
+        assert "cancelled" in first["overdue"]
+        assert reader.answer(reading)["settled"]
+    else:
+        assert first["cancelled"]  # nothing was landing any more
     assert reader.ask("pull", address=source.address, pulls=[[1, 2]], seconds=20)["pulled"] == MIB
 
 
-def test_reads_from_a_killed_source_fail_and_its_next_life_is_read(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+def test_a_rank_at_rest_uses_next_to_no_processor_and_one_that_is_read_little(way: Ranks, pair: tuple[Rank, Rank]) -> None:
     source, reader = pair
-    first, second = way.start("e0-2.00000003"), way.start("e0-2.00000003")  # the same name again, of another process
+    if way.way is MEMORY:
+        return  # it has no thread
+    reader.ask("busy", active=False)
+    source.ask("busy", active=True)
+    resting, helping = reader.send("cpu", seconds=0.4), source.send("cpu", seconds=0.4)
+    assert reader.answer(resting)["cpu"] < 0.05
+    assert source.answer(helping)["cpu"] < 0.25
+    source.ask("busy", active=False)
+
+
+def test_reads_from_a_killed_source_fail_and_its_next_life_is_read(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+    """The last test, since it kills the source of all others."""
+    first, reader = pair
+    second = way.start("e0-0.00000001")  # the same name again, of another process
     assert reader.ask("pull", address=first.address, pulls=[[0, 0]], seconds=20)["pulled"] == MIB
     second.ask("fill", cell=0, seed=8)
     first.kill()
     if way.way.lively:
         assert reader.ask("pull", address=first.address, pulls=[[0, 0]], seconds=20)["failed"] == "PeerGone"
     reader.ask("forget", address=first.address)
-    answer = reader.ask("pull", address=first.address, pulls=[[0, 0]], seconds=20)
-    assert answer["failed"] in ("PeerGone", "AddressRefused"), answer
+    assert reader.ask("pull", address=first.address, pulls=[[0, 0]], seconds=20)["failed"] == "PeerGone"
     assert reader.ask("pull", address=second.address, pulls=[[0, 1]], seconds=20)["pulled"] == MIB
     assert same(second, 0, reader, 1)
-    assert reader.ask("pull", address=source.address, pulls=[[0, 0]], seconds=20)["pulled"] == MIB
-    second.kill()

@@ -3,8 +3,8 @@
 Its argument is a JSON object: {way: shared or nixl, cells, cell_bytes, agent, ...TransferConfig}. It says {"address": MemoryAddress} and then obeys orders,
 each with an `id` that its answers repeat:
 
-- pull {address, pulls, seconds}: {"pulled": bytes, "ticks": turns of the event loop meanwhile}; or {"failed": class, "detail"}; or {"overdue": detail}, and
-  later {"settled": true}. With {"cancel": seconds} it is cancelled after so long.
+- pull {address, pulls, seconds}: {"pulled": bytes, "seconds", "ticks": turns of the event loop meanwhile}; or {"failed": class, "detail"}; or
+  {"overdue": detail}, and later {"settled": true}. With {"cancel": seconds} it is cancelled after so long: {"cancelled": true}, where nothing was landing.
 - fill {cell, seed}; put {cell, offset, value}; sums {cell}: {"sums": checksums of its tensors}; zeros {cell}: {"zeros": share of its bytes that are zero}
 - busy {active}; forget {address}; held: {"held": [descriptors, mappings of expert memory, threads]}; cpu {seconds}: {"cpu": share of a core}
 - close: {"closed": true}
@@ -83,7 +83,10 @@ class RankUnderOrders:
         while not reading.done():
             await asyncio.wait((reading,), timeout=0.001)
             ticks += 1
-        return {"pulled": (await reading).bytes, "ticks": ticks}
+        if reading.cancelled():
+            return {"cancelled": True}
+        pulled = await reading
+        return {"pulled": pulled.bytes, "seconds": pulled.seconds, "ticks": ticks}
 
     async def fill(self, cell: int, seed: int) -> None:
         self.memory.cell(cell)[:] = filled(self.memory.cell_bytes, seed) if seed else 0
