@@ -8,8 +8,8 @@ second phase ends in a *flip*: all ranks serve the new epoch from one and the sa
 1. The coordinator makes the handover durable (`Conducting.PROPOSING`, by compare-and-set on the engine's key), then proposes it to every
    rank. A rank pulls the experts it lacks into free cells, compares checksums, and says `staged`. Nothing that is served has changed.
 2. When every rank has staged, the coordinator makes that durable too (PROPOSING -> COMMITTING, by compare-and-set on the same revision). This
-   is *the decision*. Before it, anybody may give the handover up; after it, nobody may. A coordinator that was replaced meanwhile loses
-   the compare-and-set, and so never sends a commit.
+   is *the decision*. Before it, any coordinator may give the handover up; after it, nobody may. One that was replaced meanwhile loses the
+   compare-and-set, and so never sends a commit.
 3. On `commit` a rank is ready: it says the new epoch as `epoch_ready` in the header that every step begins with. All ranks see the same
    headers, so all flip at the first step in which the least of *ready* exceeds *served*. No message can make them differ.
 4. Before the decision, a refusal, a failure, a silence beyond the deadline or a new coordinator leads to `abort`: ranks drop what they staged.

@@ -20,124 +20,19 @@ the newest one sends.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from fleet.handover import (
-    CELL,
-    CONDUCTING,
-    Cell,
-    CellEvent,
-    Conducting,
-    Cue,
-    RankState,
-    Standing,
-    Verdict,
-    aborted,
-    committed,
-    flipped,
-    flips,
-    heard,
-    heed_abort,
-    heed_commit,
-    heed_propose,
-    moved,
-    proposed,
-    staged,
-)
+from fleet.handover import CONDUCTING, Cell, Conducting, Cue, RankState, moved
 from tests.fleet.exploration import Kind, Step, Told
-
-PROPOSE, COMMIT, ABORT = range(3)
-NAMES = ("the proposal", "the commit", "the abort")
-STAGED, FLIPPED, GIVEN_UP = range(3)
-"""facts that ranks tell"""
-COMMITTED_BIT, ABORTED_BIT = 1, 2
-State = tuple[int, ...]
-"""number of the world, then of each rank"""
+from tests.fleet.handover_ranks import Ranks
+from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, COMMITTED_BIT, FLIPPED, GIVEN_UP, NAMES, PROPOSE, STAGED, Rank, Size, State, World, fact_of
 
 
-class Faults(NamedTuple):
-    """How many there may be."""
-
-    leaders: int = 0
-    """coordinators that come after the first"""
-    deaths: int = 0
-    overdue: int = 0
-    corrupted: int = 0
-
-
-class Size(NamedTuple):
-    ranks: int
-    handovers: int
-    cells: int
-    """of a rank, the slot's among them"""
-    faults: Faults
-    verified_at_once: bool = False
-    """that bytes land and that they are verified is one step: fewer states"""
-
-
-class World(NamedTuple):
-    """All but the ranks."""
-
-    key: tuple[Conducting, int]
-    """durable: the state, and the handover that it is about, or was about last"""
-    handovers: tuple[tuple[int, int], ...]
-    """of each that was begun: the life it is for, and the epoch that it makes"""
-    coordinators: int
-    """how many there have been, and so the highest token"""
-    sent: int
-    """bits: which command, token and handover"""
-    staged: int
-    """bits: of which handovers the log says that they were staged"""
-    placed: int
-    """last handover of which the log says that its placement was committed; 0: none"""
-    decided: tuple[int, ...]
-    """bits, of each handover"""
-    life: int
-    left: Faults
-
-
-class Rank(NamedTuple):
-    """One rank. A dead one has neither standing nor cells."""
-
-    standing: Standing | None
-    steps: int
-    """epoch that its steps serve; the agent hears of a flip later"""
-    made: int
-    """the handover that made it; 0: none"""
-    cells: tuple[tuple[Cell, int], ...]
-    """what each is in use for, and the epoch for whose sake"""
-    flows: tuple[tuple[int, int], ...]
-    """under way: (cell here, cell of the rank before)"""
-    said: int
-    """bits: which fact of which handover"""
-
-
-class Own(NamedTuple):
-    """Something that a rank, its transfers or its cells do."""
-
-    kind: Kind
-    told: str
-    after: Rank
-    fault: str = ""
-    """which of the allowed faults it is"""
-
-
-def _facts(fact: int, handover: int) -> int:
-    return 1 << (3 * handover + fact)
-
-
-class Handovers:
-    """The model. Methods that say what a party may do are there to be broken by tests."""
-
-    decides_blindly = False
-    """whether the decision is made without compare-and-set"""
-    silence_ends_aborts = False
-    """whether an abort is over when ranks are silent for long; who is found with it open later is told again"""
-    clears_strays = False
-    """whether coordinators tell ranks to abort that have a handover open which is over"""
+class Handovers(Ranks):
+    """The model."""
 
     def __init__(self, size: Size) -> None:
-        self.size = size
+        super().__init__(size)
         self._worlds: list[World] = []
         self._ranks: list[Rank] = []
         self._number_of_world: dict[World, int] = {}
@@ -145,59 +40,11 @@ class Handovers:
         self._known: dict[tuple[object, ...], Any] = {}
         """what was worked out before: ranks are the same in most states"""
 
-    # --- the rules, as the real parties keep them ---
-
-    def meant(self, rank: Standing, kind: int, handover: int, epoch: int) -> int:
-        """Which handover a rank takes a command to be about."""
-        return handover
-
-    def heed(self, rank: Standing, kind: int, token: int, handover: int, epoch: int) -> Verdict:
-        if kind == PROPOSE:
-            return heed_propose(rank, token, handover, epoch)
-        return heed_commit(rank, token, handover) if kind == COMMIT else heed_abort(rank, token, handover)
-
-    def fenced(self, rank: Standing, token: int) -> int:
-        """The token that a rank takes a command to have."""
-        return token
-
-    def addressed(self, world: World, kind: int, handover: int) -> bool:
-        """Whether a command of a handover reaches the ranks that live now."""
-        return world.handovers[handover - 1][0] == world.life
-
-    def cell_after(self, state: Cell, event: CellEvent) -> Cell:
-        return moved(CELL, state, event)
-
-    def drained(self, readers: int, cell: int) -> bool:
-        """Whether a cell that is served no more is free. readers: bits of the cells in which leases are."""
-        return not readers >> cell & 1
-
-    def flipping(self, ranks: list[Rank]) -> list[int]:
-        """Which ranks go over at this step: each decides by itself, from the same headers."""
-        ready = tuple(self.ready(rank) for rank in ranks)
-        return [at for at, rank in enumerate(ranks) if flips(rank.steps, ready)]
-
-    def gone(self, world: World, handover: int) -> bool:
-        """Whether the life that a handover is for is over, as the coordinator knows it."""
-        return world.handovers[handover - 1][0] != world.life
-
-    def last_decided(self, world: World) -> int:
-        """The handover whose placement a new life begins with; 0: none."""
-        state, number = world.key
-        return number if state is Conducting.COMMITTING else world.placed
-
-    def gives_up(self, rank: Rank, standing: Standing) -> Rank | None:
-        """What becomes of a rank that has staged and hears nothing; None: it waits."""
-        return None
-
-    def with_room(self, rank: Rank) -> Rank:
-        """What a rank does to have a cell for what it is about to read."""
-        return rank
-
     # --- the model's interface ---
 
     def start(self) -> State:
         world = World((Conducting.IDLE, 0), (), 1, 0, 0, 0, (), 1, self.size.faults)
-        return (self._world(world), *[self._rank(self._born(0, 0, 0))] * self.size.ranks)
+        return (self._world(world), *[self._rank(self.born(0, 0, 0))] * self.size.ranks)
 
     def canonical(self, state: State) -> State:
         world, *ranks = state
@@ -263,9 +110,9 @@ class Handovers:
     def _next(self, world: World, said: int, state: Conducting, handover: int) -> Iterator[tuple[Told, World]]:
         """What a coordinator does that knows what is durable."""
         gone = self.gone(world, handover)
-        if state is Conducting.PROPOSING and said & _facts(STAGED, handover) and not world.staged & 1 << handover:
+        if state is Conducting.PROPOSING and said & fact_of(STAGED, handover) and not world.staged & 1 << handover:
             yield self._recording(world, handover)
-        if state is Conducting.COMMITTING and (said & _facts(FLIPPED, handover) or gone) and world.placed < handover:
+        if state is Conducting.COMMITTING and (said & fact_of(FLIPPED, handover) or gone) and world.placed < handover:
             yield ("a coordinator records the placement of handover {}", (handover,)), world._replace(placed=handover)
         for cue in self._cues(world, said, state, handover, gone):
             after = moved(CONDUCTING, state, cue)
@@ -274,7 +121,7 @@ class Handovers:
 
     def _belated(self, world: World, said: int, handover: int) -> Iterator[tuple[Told, World]]:
         """What one does that has not read for long, and thinks that this handover is still proposed."""
-        if not said & _facts(STAGED, handover):
+        if not said & fact_of(STAGED, handover):
             return
         if not world.staged & 1 << handover:
             (text, gaps), after = self._recording(world, handover)
@@ -290,12 +137,12 @@ class Handovers:
         recorded = world.staged & 1 << handover if state is Conducting.PROPOSING else world.placed >= handover
         match state:
             case Conducting.PROPOSING:
-                if said & _facts(STAGED, handover) and recorded:
+                if said & fact_of(STAGED, handover) and recorded:
                     yield Cue.ALL_STAGED
                 yield Cue.FAILED
-            case Conducting.COMMITTING if said & _facts(FLIPPED, handover) and recorded:
+            case Conducting.COMMITTING if said & fact_of(FLIPPED, handover) and recorded:
                 yield Cue.ALL_SERVING
-            case Conducting.ABORTING if self.silence_ends_aborts or said & _facts(GIVEN_UP, handover):
+            case Conducting.ABORTING if self.silence_ends_aborts or said & fact_of(GIVEN_UP, handover):
                 yield Cue.ALL_ABORTED
         if gone and (recorded or state is not Conducting.COMMITTING):
             yield Cue.ENGINE_GONE
@@ -356,30 +203,8 @@ class Handovers:
         key = ("command", number, kind, token, handover, epoch, offer)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._rank(self._obeyed(self._ranks[number], kind, token, handover, epoch, offer))
+            known = self._known[key] = self._rank(self.obeyed(self._ranks[number], kind, token, handover, epoch, offer))
         return known
-
-    def _obeyed(self, rank: Rank, kind: int, token: int, handover: int, epoch: int, offer: tuple[int, int]) -> Rank:
-        standing = rank.standing
-        assert standing is not None
-        handover, token = self.meant(standing, kind, handover, epoch), self.fenced(standing, token)
-        verdict = self.heed(standing, kind, token, handover, epoch)
-        if verdict is Verdict.FENCED:
-            return rank
-        said = rank.said | (_facts(GIVEN_UP, handover) if kind == ABORT and verdict in (Verdict.TAKE, Verdict.REPEAT) else 0)
-        rank = rank._replace(standing=heard(standing, token), said=said)
-        if verdict is not Verdict.TAKE:
-            return rank
-        if kind == PROPOSE:
-            return self._reading(rank._replace(standing=proposed(standing, token, handover)), offer)
-        if kind == COMMIT:
-            return rank._replace(standing=committed(standing, token))
-        return (self.dropped(rank) if handover == standing.handover else rank)._replace(standing=aborted(standing, token, handover))
-
-    def dropped(self, rank: Rank) -> Rank:
-        given_up = {Cell.PULLING: CellEvent.OVERDUE, Cell.VERIFYING: CellEvent.OVERDUE, Cell.STAGED: CellEvent.DROPPED}
-        cells = tuple((self.cell_after(use, given_up[use]), 0) if use in given_up else (use, epoch) for use, epoch in rank.cells)
-        return rank._replace(cells=cells)
 
     # --- what ranks and transfers do by themselves ---
 
@@ -390,7 +215,7 @@ class Handovers:
         known = self._known.get(key)
         if known is None:
             rank = self._ranks[state[1 + at]]
-            own = [] if rank.standing is None else list(self._own(rank, rank.standing, self._offer(before), self._readers(behind)))
+            own = [] if rank.standing is None else list(self.own(rank, rank.standing, self._offer(before), self._readers(behind)))
             known = self._known[key] = [(one, self._rank(one.after)) for one in own]
         for one, after in known:
             new = state[0]
@@ -409,81 +234,6 @@ class Handovers:
     def _readers(self, number: int) -> int:
         """Bits of the cells that a rank reads of the one before it."""
         return sum({1 << there for _, there in self._ranks[number].flows})
-
-    def _own(self, rank: Rank, standing: Standing, offer: tuple[int, int], readers: int) -> Iterator[Own]:
-        if standing.state is RankState.READY and rank.steps > standing.served:
-            yield Own(Kind.DUE, "the agent of rank {} hears that it flipped: the old cell drains", self._adopted(rank, standing, readers))
-        if standing.state is RankState.STAGED:
-            alone = self.gives_up(rank, standing)
-            if alone is not None:
-                yield Own(Kind.MAY, "rank {} has waited long enough, and gives up", alone)
-        if standing.state is RankState.STAGING and not any(use in (Cell.PULLING, Cell.VERIFYING) for use, _ in rank.cells):
-            yield from self._beginning(rank, standing, offer)
-        for cell, (use, _) in enumerate(rank.cells):
-            yield from self._transferring(rank, standing, cell, use, alive=offer[0] >= 0)
-            if use is Cell.DRAINING and self.drained(readers, cell):
-                yield Own(Kind.DUE, f"nobody reads cell {cell} of rank {{}} any more: it is free", self._used(rank, cell, CellEvent.SETTLED))
-
-    def _beginning(self, rank: Rank, standing: Standing, offer: tuple[int, int]) -> Iterator[Own]:
-        uses = [use for use, _ in rank.cells]
-        reading = self._reading(rank, offer)
-        if reading is not rank:
-            yield Own(Kind.DUE, "rank {} tries again, and reads its expert of rank {}", reading)
-        if reading is rank or Cell.QUARANTINED in uses:
-            yield Own(Kind.DUE, "rank {} cannot stage, and says so", rank._replace(standing=staged(standing, failed=True)))
-
-    def _reading(self, rank: Rank, offer: tuple[int, int]) -> Rank:
-        """Begins to read, if there is what and where to; else unchanged."""
-        rank = self.with_room(rank)
-        uses = [use for use, _ in rank.cells]
-        assert rank.standing is not None
-        if Cell.FREE not in uses or offer[1] != rank.standing.served:
-            return rank
-        cell = uses.index(Cell.FREE)
-        return self._used(rank, cell, CellEvent.RESERVED, rank.standing.served + 1)._replace(flows=(*rank.flows, (cell, offer[0])))
-
-    def _transferring(self, rank: Rank, standing: Standing, cell: int, use: Cell, *, alive: bool) -> Iterator[Own]:
-        under_way = any(here == cell for here, _ in rank.flows)
-        settled = rank._replace(flows=tuple(flow for flow in rank.flows if flow[0] != cell))
-        match use:
-            case Cell.PULLING if alive:
-                landed = self._used(settled, cell, CellEvent.LANDED)
-                if self.size.verified_at_once:
-                    yield from self._transferring(landed, standing, cell, Cell.VERIFYING, alive=True)
-                else:
-                    yield Own(Kind.DUE, f"all bytes have landed in cell {cell} of rank {{}}", landed)
-                overdue = self._used(rank, cell, CellEvent.OVERDUE)
-                yield Own(Kind.FAULT, f"the read into cell {cell} of rank {{}} is overdue, and given up", overdue, "overdue")
-            case Cell.PULLING:
-                yield Own(Kind.DUE, f"the read into cell {cell} of rank {{}} breaks", self._used(settled, cell, CellEvent.BROKEN))
-            case Cell.VERIFYING:
-                verified = self._used(rank, cell, CellEvent.VERIFIED)._replace(standing=staged(standing))
-                yield Own(Kind.DUE, f"rank {{}} has verified cell {cell}, and says that it has staged", self._telling(verified, STAGED, standing.handover))
-                refused = self._used(rank, cell, CellEvent.REFUSED)
-                yield Own(Kind.FAULT, f"the checksums of cell {cell} of rank {{}} are not those promised", refused, "corrupted")
-            case Cell.QUARANTINED:
-                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", self._used(settled, cell, CellEvent.SETTLED))
-            case _ if under_way:
-                yield Own(Kind.DUE, f"nothing lands any more in cell {cell} of rank {{}}", settled)
-
-    def _adopted(self, rank: Rank, standing: Standing, readers: int) -> Rank:
-        """The old cell drains, and is free at once where nobody reads it."""
-        swap = {Cell.LIVE: CellEvent.EVICTED, Cell.STAGED: CellEvent.ADOPTED}
-        cells = tuple((self.cell_after(use, swap[use]), epoch) if use in swap else (use, epoch) for use, epoch in rank.cells)
-        rank = self._telling(rank._replace(standing=flipped(standing), cells=cells), FLIPPED, standing.handover)
-        for cell, (use, _) in enumerate(cells):
-            if use is Cell.DRAINING and self.drained(readers, cell):
-                rank = self._used(rank, cell, CellEvent.SETTLED)
-        return rank
-
-    def _telling(self, rank: Rank, fact: int, handover: int) -> Rank:
-        return rank._replace(said=rank.said | _facts(fact, handover))
-
-    def _used(self, rank: Rank, cell: int, event: CellEvent, epoch: int | None = None) -> Rank:
-        use, of = rank.cells[cell]
-        after = self.cell_after(use, event)
-        kept = 0 if after is Cell.FREE else of if epoch is None else epoch
-        return rank._replace(cells=(*rank.cells[:cell], (after, kept), *rank.cells[cell + 1 :]))
 
     # --- what the engine does as a whole ---
 
@@ -507,20 +257,11 @@ class Handovers:
     def _flipping(self, numbers: tuple[int, ...], ranks: list[Rank]) -> list[int]:
         return self.flipping(ranks) if any(self.ready(rank) > rank.steps for rank in ranks) else []
 
-    def ready(self, rank: Rank) -> int:
-        """What its step headers say."""
-        standing = rank.standing
-        return standing.served + 1 if standing is not None and standing.state is RankState.READY else rank.steps
-
     def _restarted(self, world: World, ranks: list[Rank]) -> tuple[Told, State]:
         made = self.last_decided(world)
         epoch = world.handovers[made - 1][1] if made else 0
-        born = [self._rank(self._born(epoch, made, rank.said)) for rank in ranks]
+        born = [self._rank(self.born(epoch, made, rank.said)) for rank in ranks]
         return ("the engine begins a new life, with epoch {}", (epoch,)), (self._world(world._replace(life=world.life + 1)), *born)
-
-    def _born(self, epoch: int, made: int, said: int) -> Rank:
-        cells = ((Cell.LIVE, epoch), *[(Cell.FREE, 0)] * (self.size.cells - 1))
-        return Rank(Standing(RankState.SERVING, epoch), epoch, made, cells, (), said)
 
     # --- promises ---
 

@@ -4,7 +4,8 @@ import pytest
 
 from fleet.handover import CELL, Cell, CellEvent, Standing, Verdict, aborted, flips, moved
 from tests.fleet.exploration import Broken, TooLarge, explore
-from tests.fleet.handover_model import ABORT, ABORTED_BIT, COMMIT, Faults, Handovers, Rank, Size, World
+from tests.fleet.handover_model import Handovers
+from tests.fleet.handover_world import ABORT, ABORTED_BIT, COMMIT, Faults, Rank, Size, World
 
 MOST = 1_000_000
 SMALL = Size(2, 2, 2, Faults(), verified_at_once=True)

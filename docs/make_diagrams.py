@@ -1,0 +1,45 @@
+"""Draws the handover's tables into docs/handover.md, between the markers there: python docs/make_diagrams.py
+
+Each diagram is made of its table in `fleet.handover` alone, so that the page cannot say anything else than the code.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent / "handover.md"
+sys.path.insert(0, str(PAGE.parents[1]))
+
+from fleet.handover import CELL, CONDUCTING, RANK, Cell, Conducting, RankState  # noqa: E402 the repository need not be installed
+
+TABLES: dict[str, tuple[Mapping[tuple[Any, Any], Any], StrEnum]] = {
+    "coordinator": (CONDUCTING, Conducting.IDLE),
+    "rank": (RANK, RankState.SERVING),
+    "cell": (CELL, Cell.FREE),
+}
+"""table and where it begins, by marker"""
+_PART = re.compile(r"<!-- diagram: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def diagram(table: Mapping[tuple[Any, Any], Any], first: StrEnum) -> str:
+    """A table as a state diagram, in Mermaid's words; moves with the same ends share an arrow."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, event), after in table.items():
+        arrows.setdefault((state.value, after.value), []).append(event.value)
+    lines = [f"    {of} --> {to}: {', '.join(events)}" for (of, to), events in arrows.items()]
+    return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {first.value}", *lines, "```"])
+
+
+def drawn(page: str) -> str:
+    """A page with the diagrams of the tables between its markers; ValueError for a page that lacks one, or names a table that does not exist."""
+    named = _PART.findall(page)
+    if sorted(named) != sorted(TABLES):
+        raise ValueError(f"{PAGE.name} has markers for the diagrams {named}; it needs one each for {', '.join(TABLES)}")
+    return _PART.sub(lambda part: f"<!-- diagram: {part[1]} -->\n{diagram(*TABLES[part[1]])}\n<!-- end -->", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(drawn(PAGE.read_text()))
