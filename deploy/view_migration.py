@@ -160,10 +160,12 @@ class _Shown:
 
 
 def present(course: Course) -> str:
-    """Where it is, in a few words."""
-    states = {rank: told.state for rank, told in sorted(course.ranks.items())}
-    where = "" if not states else ": " + ", ".join(f"rank {rank} {state}" for rank, state in states.items())
-    return f"handover {min(course.done + 1, course.accepted.handovers)} of {course.accepted.handovers}{where}"
+    """Where it is, in a few words, however many ranks there are."""
+    by_state: dict[str, list[int]] = {}
+    for rank, told in sorted(course.ranks.items()):
+        by_state.setdefault(told.state, []).append(rank)
+    where = ", ".join(f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}" for state, ranks in by_state.items())
+    return f"handover {min(course.done + 1, course.accepted.handovers)} of {course.accepted.handovers}" + (f": {where}" if where else "")
 
 
 def outcome(course: Course) -> str:

@@ -203,6 +203,8 @@ def test_how_far_ranks_are_is_shown_and_counted() -> None:
     course.note(HandoverDescribed(rank=0, state="staging", **{**plain, "worker_id": 8}))
     assert present(course) == "handover 1 of 2: rank 0 staged, rank 1 staging"
     assert course.pulled == 1000
+    course.note(HandoverDescribed(rank=2, state="staged", **plain))
+    assert present(course) == "handover 1 of 2: 2 ranks staged, rank 1 staging"
     course.note(committed(0))
     assert (course.pulled, present(course)) == (1000, "handover 2 of 2")
 
