@@ -90,7 +90,7 @@ class _Change:
             raise ValueError(f"rank {asked.rank} holds expert {ExpertId(asked.layer, asked.expert)} already")
         if asked.source is not None and asked.source not in holders:
             held = ", ".join(map(str, holders))
-            raise ValueError(f"rank {asked.source} does not hold expert {ExpertId(asked.layer, asked.expert)}; ranks {held} do")
+            raise ValueError(f"rank {asked.source} does not hold expert {ExpertId(asked.layer, asked.expert)}; it is on rank {held}")
         node = room.node.tolist()
         self.source: int = min(holders, key=lambda rank: (node[rank] != node[asked.rank], rank)) if asked.source is None else asked.source
         self.there = self._place(asked.expert, self.source)

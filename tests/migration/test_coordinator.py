@@ -1,0 +1,292 @@
+"""One handover as a value: what it asks for, and what lost, repeated and reordered answers change of that (nothing)."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.events import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    HandoverDescribed,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationStaged,
+    PlacementCommitted,
+    ProposeHandover,
+    PullTold,
+)
+from fleet.handover import Conducting, Cue, RankState, Verdict
+from fleet.layout import EP
+from fleet.placement import linear
+from migration.coordinator import Command, Pace, Proceeding, Undertaking, begun, taken_over
+
+PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)
+RANKS = 3
+PLACEMENT = linear(layers=1, experts=6, ranks=RANKS)
+
+
+def undertaking(**other: Any) -> Undertaking:
+    plain: dict[str, Any] = {
+        "engine": "a",
+        "worker_id": 1,
+        "ranks": RANKS,
+        "handover": 7,
+        "plan": "p",
+        "number": 0,
+        "last": True,
+        "epoch": 4,
+        "placement": PLACEMENT.record(),
+        "layout": EP,
+        "copied": 1,
+        "bytes": 100,
+        "stage_seconds": 2.0,
+    }
+    return Undertaking(**{**plain, **other})
+
+
+def proposing() -> Proceeding:
+    return begun(undertaking(), 3, PACE, 10.0)
+
+
+def said(rank: int, state: RankState = RankState.SERVING, **other: Any) -> HandoverDescribed:
+    open_ = 0 if state is RankState.SERVING else 7
+    plain: dict[str, Any] = {"served": 3, "token": 3, "handover": open_, "concluded": 6, "flipped": 6}
+    return HandoverDescribed(worker_id=1, rank=rank, state=state, **{**plain, **other})
+
+
+def all_say(proceeding: Proceeding, state: RankState, **other: Any) -> Proceeding:
+    for rank in range(RANKS):
+        proceeding = proceeding.heard(said(rank, state, **other))
+    return proceeding
+
+
+def make(proceeding: Proceeding, now: float) -> tuple[Proceeding, Cue]:
+    move = proceeding.move(now)
+    assert move is not None
+    return proceeding.moved(move, now), move.cue
+
+
+def committing() -> Proceeding:
+    return make(all_say(proposing(), RankState.STAGED), 11.0)[0]
+
+
+def aborting() -> Proceeding:
+    return make(proposing(), 13.5)[0]
+
+
+def sent(proceeding: Proceeding, now: float) -> dict[int, type[Command]]:
+    return {rank: type(command) for rank, command in proceeding.due(now)}
+
+
+# What is sent
+
+
+def test_everybody_is_proposed_to_and_again_after_a_while_until_it_answers() -> None:
+    proceeding = proposing()
+    assert sent(proceeding, 10.0) == dict.fromkeys(range(3), ProposeHandover)
+    proceeding = proceeding.asked(range(3), 10.0)
+    assert sent(proceeding, 10.4) == {}
+    assert proceeding.next_look(10.1) == 10.5
+    proceeding = proceeding.heard(said(0, RankState.STAGING)).heard(said(1, RankState.STAGED))
+    assert sent(proceeding, 10.5) == {0: DescribeHandover, 2: ProposeHandover}, "who has taken it is asked how it goes"
+
+
+def test_commits_go_to_all_and_again_to_those_that_do_not_serve_yet() -> None:
+    proceeding = committing()
+    assert sent(proceeding, 11.0) == dict.fromkeys(range(3), CommitHandover), "at once"
+    proceeding = proceeding.asked(range(3), 11.0).heard(said(0, RankState.READY)).heard(said(1, flipped=7, concluded=7))
+    assert sent(proceeding, 11.5) == dict.fromkeys((0, 2), CommitHandover)
+
+
+def test_an_abort_goes_to_all_with_its_reason_until_each_says_that_it_is_over() -> None:
+    proceeding = aborting()
+    assert all(isinstance(command, AbortHandover) and "did not answer" in command.reason for _, command in proceeding.due(13.5))
+    proceeding = proceeding.heard(said(0, concluded=7)).heard(said(1, RankState.STAGED))
+    assert sent(proceeding, 13.5) == dict.fromkeys((1, 2), AbortHandover)
+
+
+def test_after_a_higher_token_all_are_asked_again_at_once() -> None:
+    proceeding = proposing().asked(range(3), 10.0).heard(said(1, token=9, verdict=Verdict.FENCED))
+    assert (proceeding.heard_token, proceeding.token) == (9, 3)
+    after = proceeding.with_token(10)
+    assert {command.token for _, command in after.due(10.1) if isinstance(command, ProposeHandover)} == {10}
+    assert after.failure is None, "being fenced is no fault of the rank"
+
+
+# What moves it
+
+
+def test_all_staged_is_recorded_with_every_pull_and_decided() -> None:
+    pull = PullTold(source=0, transfer="nixl", experts=1, bytes=50, seconds=0.1)
+    proceeding = all_say(proposing(), RankState.STAGED, pulls=(pull,))
+    move = proceeding.move(11.0)
+    assert move is not None
+    assert (move.cue, move.after) == (Cue.ALL_STAGED, Conducting.COMMITTING)
+    (staged,) = move.records
+    assert isinstance(staged, MigrationStaged)
+    assert (staged.pulls, staged.seconds, staged.epoch, staged.handover) == ((pull,) * 3, 1.0, 4, 7)
+
+
+def test_all_serving_is_recorded_with_the_placement_first() -> None:
+    proceeding = all_say(committing(), RankState.SERVING, flipped=7, concluded=7, served=4)
+    move = proceeding.move(12.0)
+    assert move is not None
+    placed, committed = move.records
+    assert isinstance(placed, PlacementCommitted)
+    assert isinstance(committed, MigrationCommitted)
+    assert (placed.plan, committed.seconds, committed.commit_seconds, committed.last) == ("p", 2.0, 1.0, True)
+    assert move.after is Conducting.IDLE
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        (said(1, RankState.FAILED, failure="bad bytes", fault="checksum"), "checksum"),
+        (said(1, RankState.FAILED), "unknown"),
+        (said(1, RankState.STAGED, handover=6, verdict=Verdict.BUSY), "busy"),
+        (said(1, served=5, verdict=Verdict.PAST), "epoch"),
+        (said(1, concluded=7), "coordinator"),
+    ],
+)
+def test_what_leaves_no_hope_aborts_with_whose_fault_it_is(word: HandoverDescribed, fault: str) -> None:
+    proceeding, cue = make(proposing().heard(said(0, RankState.STAGED)).heard(word), 10.5)
+    assert cue is Cue.FAILED
+    assert proceeding.failure is not None
+    assert (proceeding.failure.fault, proceeding.failure.rank) == (fault, 1)
+    move = all_say(proceeding, RankState.SERVING, concluded=7).move(11.0)
+    assert move is not None
+    (aborted,) = move.records
+    assert isinstance(aborted, MigrationAborted)
+    assert (aborted.fault, aborted.rank, aborted.handover, aborted.epoch) == (fault, 1, 7, 4)
+
+
+def test_the_deadline_names_who_is_late_and_a_commit_has_none() -> None:
+    proceeding = proposing().heard(said(0, RankState.STAGED)).heard(said(1, RankState.STAGING)).heard(said(2, RankState.STAGING))
+    assert proceeding.move(12.9) is None
+    after, cue = make(proceeding, 13.0)
+    assert cue is Cue.FAILED
+    assert after.failure is not None
+    assert after.failure.reason.startswith("ranks 1, 2 did not stage within 2 s")
+    assert committing().move(1e9) is None
+    assert committing().overdue(16.1)
+    assert not committing().overdue(15.9)
+
+
+def test_a_rank_that_refuses_commands_ends_a_proposal_and_is_not_waited_for_with_the_abort() -> None:
+    proceeding = proposing().heard(said(0, RankState.STAGED)).declined(2, "no experts")
+    after, cue = make(proceeding, 10.5)
+    assert cue is Cue.FAILED
+    assert after.waiting_for == (0, 1)
+    again = committing().declined(2, "a defect")
+    assert 2 in again.waiting_for, "what is decided must be heard"
+
+
+@pytest.mark.parametrize(
+    ("begin", "records"), [(proposing, [MigrationAborted]), (committing, [PlacementCommitted, MigrationCommitted]), (aborting, [MigrationAborted])]
+)
+def test_an_engine_that_is_gone_ends_it_with_what_was_decided(begin: Any, records: list[type]) -> None:
+    proceeding = begin().gone("it has left")
+    assert proceeding.due(20.0) == ()
+    move = proceeding.move(20.0)
+    assert move is not None
+    assert (move.cue, move.after) == (Cue.ENGINE_GONE, Conducting.IDLE)
+    assert [type(entry) for entry in move.records] == records
+
+
+def test_silence_ends_an_abort_only() -> None:
+    assert proposing().listened(silent=True).move(11.0) is None
+    assert committing().listened(silent=True).move(1e6) is None
+    move = aborting().listened(silent=True).move(14.0)
+    assert move is not None
+    assert move.cue is Cue.ALL_ABORTED
+
+
+# What a successor does
+
+
+@pytest.mark.parametrize(
+    ("begin", "command", "cue"),
+    [(proposing, None, Cue.FAILED), (committing, CommitHandover, None), (aborting, AbortHandover, None)],
+)
+def test_a_successor_goes_on_from_what_is_durable(begin: Any, command: type | None, cue: Cue | None) -> None:
+    left = begin()
+    found = left.durable(left.state, 13.5)
+    heir = taken_over(left.what, found, 8, PACE, 100.0)
+    move = heir.move(100.0)
+    assert (None if move is None else move.cue) is cue
+    if command is not None:
+        assert sent(heir, 100.0) == dict.fromkeys(range(3), command)
+        assert {one.token for _, one in heir.due(100.0) if not isinstance(one, DescribeHandover)} == {8}
+    if left.failure is not None:
+        assert heir.failure is not None
+        assert heir.failure.reason == left.failure.reason
+
+
+def test_what_nothing_durable_knew_of_is_ended_without_a_record() -> None:
+    left = aborting()
+    heir = taken_over(undertaking(plan="", placement=None), left.durable(Conducting.ABORTING, 13.5), 8, PACE, 20.0)
+    move = all_say(heir, RankState.SERVING, concluded=7).move(20.0)
+    assert move is not None
+    assert move.records == ()
+
+
+# Whatever is lost, repeated and reordered
+
+
+class _Rank:
+    """The words of one rank in one handover, in the order in which they become true."""
+
+    def __init__(self, rank: int, fails: bool) -> None:
+        self.words = [said(rank), said(rank, RankState.STAGING), said(rank, RankState.FAILED if fails else RankState.STAGED)]
+        self.aborted = said(rank, concluded=7)
+        self.committed = [said(rank, RankState.READY), said(rank, flipped=7, concluded=7, served=4)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30), fails=st.sets(st.integers(0, RANKS - 1), max_size=1), heirs=st.integers(0, 2))
+def test_whatever_is_lost_repeated_and_reordered_the_end_is_that_of_the_protocol(seed: int, fails: set[int], heirs: int) -> None:
+    """Words arrive late, twice or never; a coordinator may end at any time and be followed by one that knows only what is durable."""
+    chance = random.Random(seed)
+    ranks = [_Rank(rank, rank in fails) for rank in range(RANKS)]
+    truth = [0] * RANKS
+    """how many of its words are true of each rank"""
+    said_so_far: list[HandoverDescribed] = []
+    proceeding, now, token = proposing(), 10.0, 3
+    recorded: list[type] = []
+    states = [proceeding.state]
+    while proceeding.state is not Conducting.IDLE:
+        now += 0.25
+        assert now < 200, "every run ends"
+        for rank, command in proceeding.due(now):
+            proceeding = proceeding.asked((rank,), now)
+            if chance.random() < 0.3:
+                continue
+            at = ranks[rank]
+            match command:
+                case ProposeHandover() | DescribeHandover() if proceeding.state is Conducting.PROPOSING:
+                    truth[rank] = min(truth[rank] + 1, 2)
+                    said_so_far.append(at.words[truth[rank]])
+                case CommitHandover():
+                    assert all(one == 2 for one in truth), "nobody is told to commit before all have staged"
+                    said_so_far.append(at.committed[chance.random() < 0.5])
+                case AbortHandover():
+                    assert Conducting.COMMITTING not in states, "what was decided is not given up"
+                    said_so_far.append(at.aborted)
+        for word in chance.sample(said_so_far, min(2, len(said_so_far))):
+            proceeding = proceeding.heard(word)
+        if (move := proceeding.move(now)) is not None:
+            recorded += [type(entry) for entry in move.records if type(entry) not in recorded]
+            if heirs and chance.random() < 0.3:
+                heirs, token = heirs - 1, token + 1
+                proceeding = taken_over(proceeding.what, proceeding.durable(proceeding.state, now), token, PACE, now)
+                continue
+            proceeding = proceeding.moved(move, now)
+            states.append(proceeding.state)
+    committed = Conducting.COMMITTING in states
+    assert committed == (MigrationCommitted in recorded)
+    assert committed != (MigrationAborted in recorded)
+    assert not (fails and committed)
