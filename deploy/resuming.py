@@ -4,12 +4,16 @@ import asyncio
 import logging
 from pathlib import Path
 
+import msgspec
+
 from bus import Bus, BusError, Message
 from bus.subjects import Subjects
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial import last_decided, last_is_left, leave_last
 from fleet.events import MigrationStaged, PlacementCommitted
+from fleet.handover import Conducting
 from fleet.placement import PlacementRecord
+from migration.coordinator import OpenHandover
 
 READ_SECONDS = 10.0
 """what asking may take"""
@@ -32,9 +36,13 @@ async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: P
 
 
 async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
-    """The last epoch of the engine of this name; None: there was none, or the bus cannot say. A life that begins at epoch 0 is never wrong."""
+    """The last epoch of the engine of this name; None: there was none, or the bus cannot say. A life that begins at epoch 0 is never wrong.
+
+    The key is read before the log: what is decided by the key is in the log already, and what is decided meanwhile may be taken or left.
+    """
     try:
         async with asyncio.timeout(READ_SECONDS):
+            decided = await _decided(bus, subjects, engine)
             committed = await _latest(bus, subjects.placements(engine))
             migration = await _latest(bus, subjects.migrations(engine))
     except (BusError, TimeoutError) as error:
@@ -42,7 +50,7 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
         return None
     record = last_decided(
         committed if isinstance(committed, PlacementCommitted) else None,
-        migration if isinstance(migration, MigrationStaged) else None,
+        migration if isinstance(migration, MigrationStaged) and migration.handover == decided else None,
     )
     if record is not None:
         log.info("%s goes on with epoch %d of its last life", engine, record.epoch)
@@ -52,3 +60,16 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
 async def _latest(bus: Bus, subject: str) -> Message | None:
     stored = [received.message async for received in bus.replay(subject, latest=True, follow=False)]
     return stored[-1] if stored else None
+
+
+async def _decided(bus: Bus, subjects: Subjects, engine: str) -> int | None:
+    """The open handover of an engine that was decided: what its coordinator will finish. That all ranks had staged is no decision yet."""
+    claim = await bus.read_claim(subjects.handover_key(engine))
+    if claim is None:
+        return None
+    try:
+        found = msgspec.json.decode(claim.value, type=OpenHandover)
+    except msgspec.DecodeError as error:
+        log.warning("what is stored of the handover of engine %s cannot be read, and counts as not decided: %s", engine, error)
+        return None
+    return found.handover if found.state is Conducting.COMMITTING else None

@@ -67,8 +67,8 @@ def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
 def last_decided(committed: PlacementCommitted | None, staged: MigrationStaged | None) -> PlacementRecord | None:
     """The last epoch that an engine served, or was about to serve when it ended; None: no other than its first.
 
-    committed: the last one recorded of the engine. staged: the last thing recorded of its migrations, if that was that every rank had staged:
-    nothing says then that the handover was given up, so it may have been committed.
+    committed: the last one recorded of the engine. staged: what its ranks had staged last, if it was decided to commit that, and not said yet
+    that it is done (`fleet.handover`).
     """
     if committed is None:
         return None if staged is None else staged.placement

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,8 +14,10 @@ from deploy.resuming import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial import fitting, last_decided, leave_last, resumed
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted
+from fleet.handover import Conducting
 from fleet.layout import EP
 from fleet.placement import Placement, linear
+from migration.coordinator import OpenHandover
 
 SUBJECTS = Subjects()
 FIRST = linear(layers=2, experts=4, ranks=2, slots_per_rank=3)
@@ -82,14 +85,28 @@ def test_ranks_begin_with_what_was_left_for_them_if_it_fits_and_say_so_if_not(tm
         assert "begins with its configured placement" in caplog.text
 
 
-async def test_the_bus_is_asked_for_what_was_stored_last(tmp_path: Path) -> None:
+def opened(state: Conducting, handover: int) -> bytes:
+    whole = {"plan": "p", "number": 0, "last": True, "copied": 1, "bytes": 1, "token": 1}
+    return msgspec.json.encode(OpenHandover(state=state, worker_id=1, ranks=2, handover=handover, epoch=handover, **whole))
+
+
+async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> None:
     bus = MemoryBus()
     assert await last_life(bus, SUBJECTS, "e") is None
     for epoch in (0, 1, 2):
         await bus.record(SUBJECTS.placements("e"), committed(epoch))
     await bus.record(SUBJECTS.placements("other"), committed(9))
     await bus.record(SUBJECTS.migrations("e"), staged(3))
+    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.PROPOSING, 3))
+    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.COMMITTING, 4), revision)
+    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    revision = await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.COMMITTING, 3), revision)
     assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
+    revision = await bus.claim(SUBJECTS.handover_key("e"), b"{", revision)
+    assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
+    await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.ABORTING, 3), revision)
     whole = {"engine": "e", "worker_id": 1, "plan": "p", "handover": 3, "number": 0, "epoch": 3}
     await bus.record(SUBJECTS.migrations("e"), MigrationAborted(**whole, reason="a rank was lost", fault="gone"))
     assert (await last_life(bus, SUBJECTS, "e")) == placement(2).record()
