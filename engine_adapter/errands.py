@@ -192,6 +192,10 @@ class Errands:
         except Overdue as overdue:
             self._trace(traceparent, "pull", began, attributes, str(overdue))
             await self._outlast(effect, overdue)
+        except Exception as error:
+            log.exception("rank %d cannot tell whether anything lands from rank %d any more: its cells stay quarantined", self._rank, effect.source)
+            self._trace(traceparent, "pull", began, attributes, str(error))
+            self._report(Late(effect.batch, f"reading by {way.name} failed in a way it never should: {error or type(error).__name__}; see the log"))
         else:
             self._deadlines.learn(effect.source, way.name, pulled.bytes, pulled.seconds)
             self._trace(traceparent, "pull", began, attributes)

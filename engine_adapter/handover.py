@@ -42,7 +42,7 @@ from fleet.events import (
     MemoryAddress,
     ProposeHandover,
 )
-from fleet.handover import RankState, Verdict
+from fleet.handover import Verdict
 from fleet.placement import Placement
 
 STOP_SECONDS = 0.25
@@ -81,6 +81,7 @@ class HandoverDesk:
         self._tracing = staging.tracing
         self._executor = staging.executor
         self._memory = self._experts.memory
+        self._own = own_address(self._memory)
         self._slots = engine.placement.slots_per_rank
         residency = Residency(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
         self.conduct = Conduct(
@@ -220,6 +221,8 @@ class HandoverDesk:
     def _lease_out(self, request: LeaseExperts) -> ExpertsLeased:
         if not 0 <= request.reader < self._ranks or request.reader == self._rank:
             raise ValueError(f"rank {request.reader} asks to read rank {self._rank}; this engine has ranks 0 to {self._ranks - 1}")
+        if not request.seconds > 0:
+            raise ValueError(f"a lease for {request.seconds} s: use more than 0")
         first = self._rank * self._slots
         experts = [(layer, slot - first, expert) for layer, slot, expert in request.experts]
         seconds = min(request.seconds, self._config.lease_seconds)
@@ -231,7 +234,7 @@ class HandoverDesk:
         )
 
     def _address(self) -> MemoryAddress:
-        address = own_address(self._memory)
+        address = self._own
         for way in self._ways:
             address = way.address(address)
         return address
@@ -306,10 +309,6 @@ class HandoverDesk:
         self._happened()
 
     # small things
-
-    @property
-    def state(self) -> RankState:
-        return self.conduct.standing.state
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

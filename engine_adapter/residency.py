@@ -9,6 +9,7 @@ use of a cell changes, and this is where it does. What has to hold, whatever hap
 - What is leased does not change: readers are promised the checksums of what lies there.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -98,6 +99,7 @@ class Residency:
         for layer, slot in np.ndindex(held.shape):
             cell = int(cells[layer, slot])
             self._records[cell] = _Record(Cell.LIVE, layer, slot, int(held[layer, slot]), since=now)
+        self._counts = Counter(record.use for record in self._records)
         self._leases: dict[int, Lease] = {}
         self._last_lease = 0
 
@@ -153,8 +155,9 @@ class Residency:
         in its old cell or, where another slot took that, in one that its layer has to spare. Inconsistent when an expert is neither here nor staged.
         """
         staged = {(record.layer, record.slot, record.expert): cell for cell, record in self._in_use(Cell.STAGED)}
-        table = np.full_like(self.table, -1)
-        for layer in range(len(held)):
+        table = self.table.copy()
+        for layer in np.flatnonzero((held != self.held).any(axis=1)).tolist():
+            table[layer] = -1
             cell_of = {expert: int(cell) for expert, cell in zip(self.held[layer].tolist(), self.table[layer], strict=True) if expert != EMPTY}
             for slot, expert in enumerate(held[layer].tolist()):
                 if expert != EMPTY:
@@ -166,7 +169,8 @@ class Residency:
         return table
 
     def _house_empty(self, layer: int, table: NDArray[np.int32]) -> None:
-        spare = [cell for cell in self.table[layer].tolist() if cell not in table[layer]]
+        taken = set(table[layer].tolist())
+        spare = [cell for cell in self.table[layer].tolist() if cell not in taken]
         for slot in np.flatnonzero(table[layer] < 0).tolist():
             own = int(self.table[layer, slot])
             table[layer, slot] = own if own in spare else spare[0]
@@ -175,13 +179,14 @@ class Residency:
     def adopt(self, held: NDArray[np.int16], table: NDArray[np.int32], now: float) -> None:
         """The rank serves these experts from these cells from now on (`arranged`). Cells that no slot is in any more drain, and are free as soon as nobody
         reads them."""
-        for cell in set(self.table.flat) - set(table.flat):
-            self._move(int(cell), CellEvent.EVICTED, now)
-            self._settle_drained(int(cell), now)
-        for (layer, slot), cell in np.ndenumerate(table):
+        for cell in np.setdiff1d(self.table, table).tolist():
+            self._move(cell, CellEvent.EVICTED, now)
+            self._settle_drained(cell, now)
+        for layer, slot in np.argwhere((held != self.held) | (table != self.table)).tolist():
+            cell = int(table[layer, slot])
             record = self._records[cell]
             if record.use is Cell.STAGED:
-                self._move(int(cell), CellEvent.ADOPTED, now)
+                self._move(cell, CellEvent.ADOPTED, now)
             record.layer, record.slot, record.expert = layer, slot, int(held[layer, slot])
             if record.expert == EMPTY:
                 record.checksums = ()
@@ -270,7 +275,7 @@ class Residency:
     # the books
 
     def count(self, use: Cell) -> int:
-        return sum(record.use is use for record in self._records)
+        return self._counts[use]
 
     @property
     def idle(self) -> bool:
@@ -279,7 +284,9 @@ class Residency:
 
     def oldest(self, now: float) -> float:
         """Seconds since the oldest of the quarantined and draining cells is held; 0: there is none."""
-        return max((now - record.since for record in self._records if record.use in (Cell.QUARANTINED, Cell.DRAINING)), default=0.0)
+        if not self.count(Cell.QUARANTINED) and not self.count(Cell.DRAINING):
+            return 0.0
+        return max(now - record.since for record in self._records if record.use in (Cell.QUARANTINED, Cell.DRAINING))
 
     def use(self, cell: int) -> Cell:
         return self._records[cell].use
@@ -290,21 +297,28 @@ class Residency:
 
     def check_integrity(self) -> None:
         """Inconsistent unless every cell is accounted for once, as the module says."""
-        live = sorted(self._of(Cell.LIVE))
-        if live != sorted(self.table.flat):
+        live = self._of(Cell.LIVE)
+        if live != np.sort(self.table, axis=None).tolist():
             raise Inconsistent(f"cells {live} are live, slots are in {sorted(self.table.flat)}")
+        if self._counts != Counter(record.use for record in self._records):
+            raise Inconsistent(f"{self.told()} cells were counted, and they are {Counter(record.use for record in self._records)}")
+        leased: dict[int, set[int]] = {}
+        for lease in self._leases.values():
+            for cell in lease.cells:
+                leased.setdefault(cell, set()).add(lease.number)
         for cell, record in enumerate(self._records):
-            leased = {lease.number for lease in self._leases.values() if cell in lease.cells}
-            if leased != record.readers:
-                raise Inconsistent(f"cell {cell} has readers {sorted(record.readers)}, but leases {sorted(leased)}")
-            if leased and record.use not in (Cell.LIVE, Cell.DRAINING):
+            if record.readers != leased.get(cell, set()):
+                raise Inconsistent(f"cell {cell} has readers {sorted(record.readers)}, but leases {sorted(leased.get(cell, ()))}")
+            if record.readers and record.use not in (Cell.LIVE, Cell.DRAINING):
                 raise Inconsistent(f"cell {cell} is {record.use.value}, and leased")
-            if record.use is Cell.DRAINING and not leased:
+            if record.use is Cell.DRAINING and not record.readers:
                 raise Inconsistent(f"cell {cell} drains, and nobody reads it")
 
     def _move(self, cell: int, event: CellEvent, now: float) -> None:
         record = self._records[cell]
-        record.use = moved(CELL, record.use, event)
+        before, record.use = record.use, moved(CELL, record.use, event)
+        self._counts[before] -= 1
+        self._counts[record.use] += 1
         record.since = now
         if record.use is Cell.FREE:
             record.expert, record.checksums = EMPTY, ()

@@ -473,7 +473,7 @@ class Rank(RuleBasedStateMachine):
 
 
 TestRank = Rank.TestCase
-TestRank.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+TestRank.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from engine_adapter.engine import EngineFailed
 from engine_adapter.rank.answers import Ending, Moments, Outcome
 from engine_adapter.rank.routed import RoutedTrace
 from engine_adapter.rank.server import RankApp
-from engine_adapter.tracing import EngineTracing
+from engine_adapter.tracing import EngineTracing, HandoverTracing
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = CALLER[:-2] + "00"
@@ -198,3 +198,17 @@ async def test_a_request_that_its_first_forward_pass_fails_ended_in_prefill(pret
         assert (await post(traced(started.engine), max_tokens=5)).status_code == 503
     assert [span.name for span in recorded.get_finished_spans()] == [QUEUE, PREFILL]
     assert outcomes_of(recorded.get_finished_spans()) == [None, "failed"]
+
+
+def test_a_part_of_staging_is_a_span_under_its_handover_and_says_what_went_wrong(recorded: InMemorySpanExporter) -> None:
+    tracing = HandoverTracing(engine="one", rank=1)
+    tracing.stage(CALLER, "pull", 10, {"roost.source": 0, "roost.bytes": 99}, "the source is gone")
+    tracing.stage(CALLER, "prepare", 20, {}, "")
+    tracing.stage(NOT_SAMPLED, "prepare", 20, {}, "")
+    pull, prepare = recorded.get_finished_spans()
+    assert (pull.name, pull.start_time, prepare.name) == ("roost.handover.pull", 10, "roost.handover.prepare")
+    assert pull.attributes == {"roost.engine": "one", "roost.rank": 1, "roost.source": 0, "roost.bytes": 99}
+    assert pull.parent is not None
+    assert pull.parent.span_id == 0xB7AD6B7169203331
+    assert (pull.status.status_code, pull.status.description) == (trace.StatusCode.ERROR, "the source is gone")
+    assert prepare.status.is_unset

@@ -232,7 +232,7 @@ class Cells(RuleBasedStateMachine):
 
 
 TestCells = Cells.TestCase
-TestCells.settings = settings(max_examples=80, stateful_step_count=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+TestCells.settings = settings(max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @pytest.mark.slow
