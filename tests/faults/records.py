@@ -1,0 +1,99 @@
+"""What is stored about engines, as it is stored, and orders that lead to more of it."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+
+from bus import Bus, BusError, Declined
+from bus.subjects import Subjects
+from fleet.events import (
+    ApplyPlan,
+    EngineJoined,
+    MigrationAborted,
+    MigrationAccepted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlacementCommitted,
+)
+from fleet.placement import Placement
+from migration.plan import Plan
+
+Ended = MigrationCommitted | MigrationAborted
+Said = MigrationPlanned | MigrationStaged | Ended
+
+
+@dataclass
+class History:
+    """What is stored about one engine, in order."""
+
+    placements: list[PlacementCommitted] = field(default_factory=list)
+    joins: list[EngineJoined] = field(default_factory=list)
+    migrations: list[Said] = field(default_factory=list)
+
+    def of(self, plan: str) -> list[Said]:
+        return [one for one in self.migrations if one.plan == plan]
+
+    def end_of(self, plan: str) -> Ended | None:
+        """What ended a plan; None: it goes on."""
+        ends = [one for one in self.of(plan) if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)]
+        return ends[-1] if ends else None
+
+    @property
+    def latest(self) -> Placement:
+        """On record as served. IndexError when nothing is."""
+        return Placement.from_record(self.placements[-1].placement)
+
+
+class Records:
+    """What is stored, by engine, while `follow` runs."""
+
+    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+        self.bus = bus
+        self.subjects = subjects
+        self.histories: dict[str, History] = {}
+
+    async def follow(self) -> None:
+        """Read for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for subject in (self.subjects.placements(), self.subjects.migrations(), self.subjects.membership()):
+                tasks.create_task(self._remember(subject), name=f"remembers {subject}")
+
+    async def _remember(self, subject: str) -> None:
+        async for received in self.bus.replay(subject):
+            said = received.message
+            match said:
+                case PlacementCommitted():
+                    self.history(said.engine).placements.append(said)
+                case EngineJoined():
+                    self.history(said.engine).joins.append(said)
+                case MigrationPlanned() | MigrationStaged() | MigrationCommitted() | MigrationAborted():
+                    self.history(said.engine).migrations.append(said)
+
+    def history(self, engine: str) -> History:
+        return self.histories.setdefault(engine, History())
+
+    async def order(self, engine: str, plan: Plan, seconds: float = 20.0, *, patiently: bool = True) -> None:
+        """Have a plan carried out; asked again while nobody answers. patiently: and while it is declined. Declined when it is refused; BusError when nobody
+        takes it."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        request = ApplyPlan(engine=engine, plan=msgspec.json.encode(plan))
+        unanswered = False
+        while True:
+            try:
+                answer = await self.bus.request(self.subjects.migrate, request, 1.0)
+            except Declined as refusal:
+                if unanswered and self.history(engine).of(plan.id):
+                    return  # it was accepted, and the answer lost
+                if not patiently or asyncio.get_running_loop().time() > deadline:
+                    raise refusal from None
+            except BusError:
+                unanswered = True
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            else:
+                assert isinstance(answer, MigrationAccepted), answer
+                assert answer.plan == plan.id, answer
+                return
+            await asyncio.sleep(0.05)

@@ -1,0 +1,332 @@
+"""Tier 1: everything that a handover needs of ranks, coordinators and NATS, in processes of their own, and each fault at twenty random moments.
+
+After every fault: processes that were not killed live on; what was given up is quarantined, and then settles; all ranks serve one epoch, the one on record,
+and flipped to it at the same step; every expert lies with each of its holders to the last bit; and nothing is left over: cells, shared memory,
+transfers, tasks, threads, descriptors.
+"""
+
+import asyncio
+import contextlib
+import signal
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from bus import Declined
+from fleet.events import AbortHandover, CommitHandover, MigrationAborted, MigrationCommitted, ProposeHandover
+from fleet.handover import RankState
+from fleet.placement import Placement
+from migration.plan import Plan
+from tests.faults.contents import RANKS, SLOTS, TENSORS, memory_of
+from tests.faults.house import Engine, House, until
+from tests.faults.judge import FREE, Belongings, judge, judge_memory, settle
+from tests.faults.plans import Impossible, copies, series
+
+TIMES = 20
+LANES = {"nixl": {}, "nixl-over-tcp": {"ucx": "tcp,self"}, "shared": {"transfer": {"way": "shared"}}, "nixl-again": {}}
+"""Engines that go through it side by side, each a part of the twenty times"""
+SPAN_SECONDS = 0.5
+"""a fault comes so long after a plan was ordered, at most: a plan of two handovers takes about as long"""
+END_SECONDS = 30.0
+UNDISTURBED = 3
+"""plans that are given to an engine that nothing disturbs, until one is carried out"""
+Fault = Callable[[Engine, np.random.Generator], Awaitable[None]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+
+
+class Fleet:
+    """The house, its engines, and what they hold open."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.engines = [Engine(house, name, **about) for name, about in LANES.items()]
+        self.belongings = Belongings()
+
+    async def ready(self) -> None:
+        """One coordinator and all engines, as after a quiet night."""
+        if not any(one.alive for one in self.house.coordinators):
+            await self.house.add_coordinator()
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self.engines:
+                tasks.create_task(self._ready(engine), name=f"{engine.name} is ready")
+
+    async def _ready(self, engine: Engine) -> None:
+        if not engine.ranks or not all(process.alive for process in engine.ranks):
+            await reborn(engine)
+        await judge(engine)
+        await self.belongings.check(engine)
+
+    async def each(self, name: str, fault: Fault) -> None:
+        """Let it happen TIMES times, among the engines side by side; each is judged, and serves on, after each."""
+        async with asyncio.TaskGroup() as tasks:
+            for number, engine in enumerate(self.engines):
+                tasks.create_task(self._some(engine, name, number, fault), name=f"{name} on {engine.name}")
+
+    async def _some(self, engine: Engine, name: str, lane: int, fault: Fault) -> None:
+        for time in range(TIMES // len(self.engines)):
+            await fault(engine, np.random.default_rng((zlib.crc32(name.encode()), lane, time)))
+            await judge(engine)
+            await serves_on(engine, np.random.default_rng((lane, time)))
+            await self.belongings.check(engine)
+
+    async def together(self, name: str, fault: Callable[[np.random.Generator], Awaitable[None]]) -> None:
+        """Let it happen TIMES times, each while two of the engines have a plan under way."""
+        for time in range(TIMES):
+            dice = np.random.default_rng((zlib.crc32(name.encode()), time))
+            engines = self.engines[time % 2 :: 2]
+            plans = {engine.name: series(await judge(engine), dice, 3) for engine in engines}
+            await asyncio.gather(*(engine.order(plans[engine.name]) for engine in engines))
+            await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+            await fault(dice)
+            for engine in engines:
+                await outcome(engine, plans[engine.name])
+                await judge(engine)
+                await self.belongings.check(engine)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with House(tmp_path_factory.mktemp("faults")).open() as house:
+        fleet = Fleet(house)
+        yield fleet
+        for engine in fleet.engines:
+            if engine.ranks and all(process.alive for process in engine.ranks):
+                await engine.leave()
+            else:
+                await engine.die()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(whole: Fleet) -> Fleet:
+    await whole.ready()
+    return whole
+
+
+async def outcome(engine: Engine, plan: Plan) -> MigrationCommitted | MigrationAborted:
+    """How a plan ends."""
+    return await until(lambda: engine.history.end_of(plan.id), lambda: f"{engine.name}: an end of {plan.id}; so far {engine.history.of(plan.id)}", END_SECONDS)
+
+
+async def serves_on(engine: Engine, dice: np.random.Generator) -> None:
+    """A plan that nothing disturbs is carried out; what a busy machine makes overdue, the next time."""
+    for _ in range(UNDISTURBED):
+        plan = series(engine.history.latest, dice, 1)
+        await engine.order(plan)
+        end = await outcome(engine, plan)
+        await judge(engine)
+        if isinstance(end, MigrationCommitted):
+            return
+        assert end.fault == "overdue", end
+    raise AssertionError(f"{UNDISTURBED} times overdue: {end}")
+
+
+async def reborn(engine: Engine) -> None:
+    """The engine's next life; it begins at the epoch that was decided upon last."""
+    if engine.ranks:
+        await engine.die()
+    await engine.live()
+    await settle(engine)
+
+
+def between(engine: Engine, dice: np.random.Generator, handovers: int) -> tuple[Plan, dict[str, int]]:
+    """A plan, and what the ranks are in it: source, target, bystander."""
+    while True:
+        ranks = {role: int(rank) for role, rank in zip(("source", "target", "bystander"), dice.permutation(RANKS), strict=True)}
+        with contextlib.suppress(Impossible):
+            return series(engine.history.latest, dice, handovers, source=ranks["source"], target=ranks["target"]), ranks
+
+
+# ranks
+
+
+@pytest.mark.parametrize("role", ["source", "target", "bystander"])
+async def test_a_rank_is_killed(fleet: Fleet, role: str) -> None:
+    async def fault(engine: Engine, dice: np.random.Generator) -> None:
+        plan, ranks = between(engine, dice, 2)
+        await engine.order(plan)
+        await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+        await engine.ranks[ranks[role]].kill()
+        await survive(engine, [rank for name, rank in ranks.items() if name != role])
+        await reborn(engine)
+        await outcome(engine, plan)
+
+    await fleet.each(f"kill {role}", fault)
+
+
+async def survive(engine: Engine, ranks: list[int]) -> None:
+    """Ranks whose peer is gone: they live, nothing of theirs is landing any more, and what they serve is as it was. What was staged may stay so: without
+    the peer nothing is decided, and the engine fails as a unit."""
+    waiting = (RankState.SERVING, RankState.STAGED, RankState.READY, RankState.FAILED)
+    await settle(engine, ranks, states=waiting)
+    for rank in ranks:
+        judge_memory(engine.ranks[rank], await engine.ranks[rank].ask())
+
+
+async def test_a_source_is_stopped_for_longer_than_it_may_take(fleet: Fleet) -> None:
+    """It goes on after three seconds; reads were given one."""
+    ends: Counter[str] = Counter()
+
+    async def fault(engine: Engine, dice: np.random.Generator) -> None:
+        plan, ranks = between(engine, dice, 2)
+        source, target = ranks["source"], ranks["target"]
+        await engine.order(plan)
+        await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS / 2)))
+        engine.ranks[source].send(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(2.5)
+            said = await engine.described(target)
+            ends["quarantined"] += said is not None and said.quarantined > 0
+            await asyncio.sleep(0.5)
+        finally:
+            engine.ranks[source].send(signal.SIGCONT)
+        ends[type(await outcome(engine, plan)).__name__] += 1
+
+    await fleet.each("stop", fault)
+    assert ends["quarantined"] > 0, ends
+    assert ends["MigrationAborted"] > 0, ends
+
+
+@pytest.mark.parametrize("tensor", ["scales", "gate_up"])
+async def test_bytes_of_a_source_are_spoilt(fleet: Fleet, tensor: str) -> None:
+    """One byte of what is read. Every second time before anything is read; else at any moment, when it may be too late to matter."""
+    faults: Counter[str] = Counter()
+    about = next(one for one in TENSORS if one.name == tensor)
+
+    async def fault(engine: Engine, dice: np.random.Generator) -> None:
+        plan, ranks = between(engine, dice, 1)
+        source = ranks["source"]
+        copy, layer = plan.copies[0], plan.steps[0].layer
+        first = bool(dice.integers(2))
+        standing = await engine.ranks[source].ask()
+        assert copy.source is not None
+        cell = standing["cells"][layer][copy.source - source * SLOTS]
+        at = about.offset + int(dice.integers(about.bytes))
+        with memory_of(engine.ranks[source].pid, standing["descriptor"], standing["cell_bytes"]) as memory:
+            if first:
+                memory[cell, at] ^= 0xFF
+            await engine.order(plan)
+            if not first:
+                await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS / 3)))
+                memory[cell, at] ^= 0xFF
+            end = await outcome(engine, plan)
+            faults[end.fault if isinstance(end, MigrationAborted) else "committed"] += 1
+            memory[cell, at] ^= 0xFF
+
+    await fleet.each(f"spoil {tensor}", fault)
+    assert faults["checksum"] > 0, faults
+    assert set(faults) <= {"checksum", "committed"}, faults
+
+
+async def test_there_is_no_room_for_what_comes(fleet: Fleet) -> None:
+    """One more than there are free cells, while another plan may still be under way."""
+    ends: Counter[str] = Counter()
+
+    async def fault(engine: Engine, dice: np.random.Generator) -> None:
+        tried = [copies(engine.history.latest, int(target), FREE + 1) for target in dice.permutation(RANKS)]
+        plan = next(one for one in tried if one is not None)
+        try:
+            await engine.order(plan, patiently=False)
+        except Declined as refusal:
+            ends["declined" if "free" in str(refusal) else str(refusal)] += 1
+            return
+        end = await outcome(engine, plan)
+        ends[end.fault if isinstance(end, MigrationAborted) else "committed"] += 1
+
+    await fleet.each("room", fault)
+    assert set(ends) <= {"room", "declined"}, ends
+
+
+# coordinators
+
+
+async def test_the_coordinator_is_killed(fleet: Fleet) -> None:
+    """One that stood by takes the lead when the dead one's lease is over; meanwhile another begins, and stands by."""
+    await fleet.house.add_coordinator()
+
+    async def fault(dice: np.random.Generator) -> None:
+        await fleet.house.leader.kill()
+        await fleet.house.add_coordinator()
+
+    await fleet.together("coordinator", fault)
+
+
+async def test_of_two_coordinators_the_leader_is_stopped_and_comes_back(fleet: Fleet) -> None:
+    """When it goes on, it believes that it leads still: its commands are refused by their token."""
+    if len([one for one in fleet.house.coordinators if one.alive]) < 2:
+        await fleet.house.add_coordinator()
+
+    async def fault(dice: np.random.Generator) -> None:
+        leader = fleet.house.leader
+        leader.send(signal.SIGSTOP)
+        try:
+            await until(lambda: fleet.house.leader is not leader, "another leads", END_SECONDS)
+            await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+        finally:
+            leader.send(signal.SIGCONT)
+
+    await fleet.together("two", fault)
+
+
+# the bus
+
+
+async def test_nats_is_killed(fleet: Fleet) -> None:
+    """It comes back on its store after up to a second."""
+
+    async def fault(dice: np.random.Generator) -> None:
+        await asyncio.to_thread(fleet.house.nats.stop, signal.SIGKILL)
+        await asyncio.sleep(float(dice.uniform(0, 1)))
+        await asyncio.to_thread(fleet.house.nats.start)
+
+    await fleet.together("nats", fault)
+
+
+# what is over
+
+
+async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet: Fleet) -> None:
+    """To the coordinator; and straight to the ranks, as from a coordinator that missed everything. Nothing of it is heeded, and the other plan is done."""
+    verdicts: Counter[str] = Counter()
+
+    async def fault(engine: Engine, dice: np.random.Generator) -> None:
+        placement = engine.history.latest
+        past = Placement(placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=max(placement.epoch - int(dice.integers(1, 4)), 0))
+        late, plan = series(past, dice, 1), series(placement, dice, 2)
+        await engine.order(plan)
+        await asyncio.sleep(float(dice.uniform(0, SPAN_SECONDS)))
+        with pytest.raises(Declined):
+            await engine.order(late, patiently=False)
+        for rank in dice.permutation(RANKS):
+            verdicts.update(await said_late(engine, int(rank), late, past))
+        assert isinstance(await outcome(engine, plan), MigrationCommitted)
+
+    await fleet.each("past", fault)
+    assert set(verdicts) <= {
+        "propose past",
+        "propose busy",
+        "commit unknown",
+        "commit repeat",
+        "commit past",
+        "commit premature",
+        "abort repeat",
+        "abort premature",
+    }, verdicts
+
+
+async def said_late(engine: Engine, rank: int, plan: Plan, placement: Placement) -> list[str]:
+    """What a rank makes of commands of handovers that are over, and of a new one from an epoch that is past."""
+    said = await engine.described(rank)
+    assert said is not None
+    who = {"worker_id": engine.worker_id, "rank": rank, "token": said.token}
+    record = Placement(placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=placement.epoch + 1).record()
+    about = {"engine": engine.name, "plan": plan.id, "placement": record, "deadline_seconds": 1.0}
+    proposals = [ProposeHandover(**who, **about, handover=number) for number in (said.concluded, said.concluded + 1000)]
+    found = [f"propose {(await engine.command(one)).verdict}" for one in proposals]
+    found.append(f"commit {(await engine.command(CommitHandover(**who, handover=said.concluded))).verdict}")
+    found.append(f"abort {(await engine.command(AbortHandover(**who, handover=said.concluded, reason='late'))).verdict}")
+    return found
