@@ -133,9 +133,9 @@ class Conductor:
         if engine in self._accepting:
             raise Busy(f"engine {engine!r} is just being given another plan; ask again when that is over")
 
-    async def survey(self, entry: Entry) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer."""
-        told = await self._handing.survey(entry.worker_id, entry.placement.ranks)
+    async def survey(self, entry: Entry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
+        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds, and at least one answer's time."""
+        told = await self._handing.survey(entry.worker_id, entry.placement.ranks, patience)
         for said in told:
             self._note(said)
         return told
@@ -206,26 +206,30 @@ class Conductor:
     def _attend_to(self, engine: str) -> None:
         if self._tasks is None or engine in self._attending or engine in self._accepting:
             return
-        task = self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carries out what engine {engine} is to do")
-        task.add_done_callback(lambda _: self._attending.pop(engine, None))
+        self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carries out what engine {engine} is to do")
 
     async def _attend(self, engine: str) -> None:
         """Whatever fails is tried again: a plan must end, and the log must say how."""
-        while True:
-            try:
-                if await self._advance(engine):
-                    return
-            except Superseded as superseded:
-                logger.warning("%s", superseded)
-            except BusError as error:
-                logger.warning("what engine %s is to do is held up: %s", engine, error)
-            except LeaseTaken:
-                raise
-            except Exception:  # a defect in one engine's plan must not end those of others
-                logger.exception("what engine %s is to do is held up", engine)
-            else:
-                continue
-            await asyncio.sleep(self._config.retry_seconds)
+        try:
+            while not await self._tried(engine):
+                pass
+        finally:
+            self._attending.pop(engine, None)
+
+    async def _tried(self, engine: str) -> bool:
+        """Whether there is nothing left to be done."""
+        try:
+            return await self._advance(engine)
+        except LeaseTaken:
+            raise
+        except Superseded as superseded:
+            logger.warning("%s", superseded)
+        except BusError as error:
+            logger.warning("what engine %s is to do is held up: %s", engine, error)
+        except Exception:  # a defect in one engine's plan must not end those of others
+            logger.exception("what engine %s is to do is held up", engine)
+        await asyncio.sleep(self._config.retry_seconds)
+        return False
 
     async def _advance(self, engine: str) -> bool:
         """One thing that is to be done; True: there was none."""
@@ -280,10 +284,10 @@ class Conductor:
 
     async def _ready(self, entry: Entry, handover: Handover, found: Found) -> tuple[Found, int]:
         """What is durable, and the highest number that any handover had, once every rank is free for one. Unfit when one is not."""
-        told = await self.survey(entry)
+        told = await self.survey(entry, self._config.stage_seconds)
         if stray(told):
             found = await self._clear_strays(entry.engine, found)
-            told = await self.survey(entry)
+            told = await self.survey(entry, self._config.stage_seconds)
         for said in told:
             if said.handover or said.served != entry.epoch:
                 raise Unfit(Failure(f"rank {said.rank} serves epoch {said.served}, but the log says {entry.epoch}: restart its engine", "epoch", said.rank))
@@ -297,7 +301,7 @@ class Conductor:
         until = self._clock() + self._config.stage_seconds
         while self._clock() < until and any(said.free < wanted[said.rank] <= said.free + said.draining + said.quarantined for said in told):
             await asyncio.sleep(self._config.repeat_seconds)
-            told = await self.survey(entry)
+            told = await self.survey(entry, self._config.stage_seconds)
         return told
 
     async def _hand_over(self, what: Undertaking, found: Found, plan_trace: PlanTrace | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
-from bus import Bus, BusError, BusTimeout, Declined
+from bus import Bus, BusError, Declined
 from bus.subjects import Subjects
 from fleet.events import DescribeHandover, HandoverDescribed
 from fleet.handover import Conducting
@@ -17,7 +17,7 @@ from migration.coordinator import Command, Move, Proceeding
 from migration.journal import Journal
 from migration.leadership import Leadership
 from migration.metrics import MigrationMetrics
-from migration.progress import DECLINED, OVERDUE, Failure
+from migration.progress import DECLINED, OVERDUE, Failure, listed
 from migration.tracing import HandoverTrace
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ LEAST_SECONDS = 0.001
 """The shortest: clocks are not exact, and waiting for no time at all waits for ever."""
 MOST_NUMBER = 1 << 53
 """No number that a rank tells is above it, if it is sane."""
-_ATTEMPTS = 3
 
 Gone = Callable[[str, int], str]
 """(engine, worker_id) -> why that life of the engine is over; empty: nothing proves that it is"""
@@ -87,9 +86,10 @@ class Handing:
         if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
             inbox.put_nowait(said)
 
-    async def survey(self, worker_id: int, ranks: int) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is. Unfit names the first that does not say."""
-        answers = await asyncio.gather(*(self._where(worker_id, rank) for rank in range(ranks)))
+    async def survey(self, worker_id: int, ranks: int, patience: float) -> tuple[HandoverDescribed, ...]:
+        """Where every rank is. Unfit names the first that does not say within so many seconds."""
+        until = self._clock() + patience
+        answers = await asyncio.gather(*(self._where(worker_id, rank, until) for rank in range(ranks)))
         for answer in answers:
             if isinstance(answer, Failure):
                 raise Unfit(answer)
@@ -98,10 +98,12 @@ class Handing:
     async def carry(self, proceeding: Proceeding, revision: int | None, trace: HandoverTrace | None = None) -> Proceeding:
         """Until it is over. Superseded when somebody else has changed what is durable of it; LeaseTaken when somebody else leads."""
         with self._inbox(proceeding.what.worker_id) as inbox:
+            overdue = False
             async with _asking() as ask:
                 while proceeding.state is not Conducting.IDLE:
                     await self._lead.standing()
                     proceeding, now = await self._looked(proceeding), self._clock()
+                    overdue = self._told_overdue(proceeding, now, before=overdue)
                     move = proceeding.move(now)
                     if move is not None:
                         proceeding, revision = await self._make(proceeding, move, revision, now)
@@ -138,10 +140,20 @@ class Handing:
         self._metrics.moved(after, move, now)
         return after, kept
 
+    def _told_overdue(self, proceeding: Proceeding, now: float, *, before: bool) -> bool:
+        """Whether a decided handover takes too long; the log says so once."""
+        overdue, what = proceeding.overdue(now), proceeding.what
+        self._metrics.overdue(what.engine, overdue)
+        if overdue and not before:
+            waiting = listed(proceeding.waiting_for)
+            logger.warning(
+                "handover %d of engine %s is decided, but ranks %s do not serve it yet; they are told until they do", what.handover, what.engine, waiting
+            )
+        return overdue
+
     async def _listen(self, inbox: asyncio.Queue[Word], proceeding: Proceeding) -> Proceeding:
         """Take in what was said; wait for it until there is something to do."""
         now = self._clock()
-        self._metrics.overdue(proceeding.what.engine, proceeding.overdue(now))
         try:
             async with asyncio.timeout(min(max(proceeding.next_look(now) - now, LEAST_SECONDS), LOOK_SECONDS)):
                 words = [await inbox.get()]
@@ -171,17 +183,17 @@ class Handing:
             raise Declined(f"it tells of handover {answer.handover} and token {answer.token}, which cannot be; restart its engine")
         return answer
 
-    async def _where(self, worker_id: int, rank: int) -> HandoverDescribed | Failure:
-        for attempt in range(_ATTEMPTS):
+    async def _where(self, worker_id: int, rank: int, until: float) -> HandoverDescribed | Failure:
+        while True:
             try:
                 return await self._ask(DescribeHandover(worker_id=worker_id, rank=rank), rank)
             except Declined as refusal:
                 return Failure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
             except BusError as error:
                 logger.debug("rank %d does not say where it is: %s", rank, error)
-                if isinstance(error, BusTimeout) and attempt < _ATTEMPTS - 1:
-                    await asyncio.sleep(self._answer_seconds)
-        return Failure(f"rank {rank} does not answer; see its log (roost status tells whether its engine lives)", OVERDUE, rank)
+                if self._clock() >= until:
+                    return Failure(f"rank {rank} does not answer; see its log (roost status tells whether its engine lives)", OVERDUE, rank)
+            await asyncio.sleep(self._answer_seconds)
 
     @contextmanager
     def _inbox(self, worker_id: int) -> Iterator[asyncio.Queue[Word]]:

@@ -27,6 +27,9 @@ from migration.plan import Plan
 from migration.staging import Room
 from migration.watch import Watch
 
+ASK_SECONDS = 2.0
+"""How long a rank may not answer before a request is refused for that."""
+
 
 class Requests:
     """Used on one event loop, while leading."""
@@ -46,7 +49,7 @@ class Requests:
         try:
             entry = self._entry(message.engine)
             self._conductor.refuse_second(entry.engine)
-            told = await self._conductor.survey(entry)
+            told = await self._conductor.survey(entry, ASK_SECONDS)
             plan, origin = await self._plan(entry, message, told)
             return await self._conductor.accept(entry, plan, origin)
         except (ValueError, Unfit, BusError) as error:
