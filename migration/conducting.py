@@ -119,6 +119,7 @@ class Conductor:
             if trace is not None:
                 self._traces[engine] = trace
             await self._journal.record(announced(entry, plan, origin, blob, "" if trace is None else trace.traceparent))
+            logger.info("plan %s of engine %s: %d handovers from epoch %d on, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
         finally:
             self._accepting.discard(engine)
         self._attend_to(engine)

@@ -40,6 +40,7 @@ class Ranks:
         self.stage_seconds = 0.05
         self.alive = True
         self.free = free
+        self.draining = 0
         self._bus, self._subjects, self._engine, self._worker_id = bus, subjects, engine, worker_id
         self._voice = bus.publisher(subjects.handovers)
         self._heart = bus.publisher(subjects.heartbeats)
@@ -157,4 +158,5 @@ class Ranks:
             fault=fault,
             pulls=(PullTold(source=0, transfer="memory", experts=1, bytes=384, seconds=0.01),) if now.state is RankState.STAGED else (),
             free=self.free,
+            draining=self.draining,
         )

@@ -199,6 +199,26 @@ async def test_what_ranks_publish_may_all_be_lost_and_answers_tell() -> None:
         assert ranks.served == [0, 1, 2, 3]
 
 
+@pytest.mark.looptime
+async def test_a_handover_waits_for_cells_that_drain_and_what_has_no_room_at_all_is_refused() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with engine(broker) as ranks, leading(bus) as service:
+        ranks.free, ranks.draining = 0, 1
+        await apply(bus, replicating())
+        await asyncio.sleep(1.5)
+        assert not any(isinstance(command, ProposeHandover) for _, command in ranks.commands)
+        exposed = service.metrics.exposition().decode()
+        for words in ('plan_age_seconds{engine="a"} 1.', 'handovers_pending{engine="a"} 3.0', 'layers_pending{engine="a"} 1.0', 'state="draining"} 2.0'):
+            assert words in exposed
+        ranks.free, ranks.draining = 1, 0
+        await asyncio.sleep(3)
+        assert ranks.served == [0, 1, 2, 3]
+        ranks.free = 0
+        with pytest.raises(Declined, match="rank 0 has no free cell to bring an expert into: 0 are in quarantine, 0 drain"):
+            await ask(bus, MigrateExpert(engine="a", layer=1, expert=0, rank=1))
+
+
 # The engine ends
 
 
