@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from bus import Bus, Message
@@ -19,7 +20,11 @@ from bus.subjects import Subjects
 from deploy import migrations
 from deploy.commands_views import FAMILIES, KINDS
 from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
+from deploy.process import alongside
+from deploy.resuming import last_life
 from deploy.view_migration import as_record, present
+from engine_adapter.rank.answers import GenerationRequest
+from engine_adapter.simulated.engine import SimulatedEngine
 from fleet.events import (
     ApplyPlan,
     DescribePlan,
@@ -38,9 +43,12 @@ from fleet.events import (
 )
 from fleet.experts import ModelShape
 from fleet.placement import linear
+from migration.config import MigrationConfig
 from migration.plan import planned
 from migration.record import PlanRecord
+from migration.service import MigrationService
 from tests.deploy.commands import roost
+from tests.simulated_engines import simulated_engine
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SUBJECTS = Subjects()
@@ -312,3 +320,62 @@ def test_a_plan_that_does_nothing_is_neither_applied_nor_written(nats_url: str, 
     file = tmp_path / "nothing.json"
     file.write_bytes(msgspec.json.encode(planned(FIRST, refused="not worth it")))
     assert "this plan does nothing: not worth it" in roost("migrate", "--plan", str(file)).stderr
+
+
+# With an engine and a planner
+
+
+async def test_an_expert_moves_while_an_engine_serves_and_back_and_its_next_life_goes_on_with_that() -> None:
+    bus, said = MemoryBus(), list[str]()
+    service = MigrationService(bus, SUBJECTS, MigrationConfig(cycle_seconds=3600.0))
+
+    async def do(order: Any) -> Course:
+        return await carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=said.append)
+
+    async with simulated_engine(bus, SUBJECTS, "sim-0", ranks=2, slots_per_rank=17) as host, alongside(service.run(), "the planner"), asyncio.timeout(20):
+        await service.ready.wait()
+        request = GenerationRequest(prompt=list(range(1, 20)), max_tokens=400, ignore_eos=True)
+        alone = await (await host.engine.ranks[0].submit(request)).rest()
+        meanwhile = await host.engine.ranks[0].submit(request)
+        await anext(meanwhile)
+        copied = await do(MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1))
+        assert (copied.given_up, copied.epoch, copied.copies, set(copied.by_transfer)) == (None, 1, 1, {"simulated"})
+        assert 3 in host.engine.placement.on_rank(1)[2]
+        again = MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1)
+        with pytest.raises(NotAccepted, match="holds expert 2/3 already"):
+            await do(again)
+        moved = await do(MigrateExpert(engine="sim-0", layer=0, expert=5, rank=1, swap=20))
+        assert (moved.epoch, moved.copies) == (2, 2)
+        back = await do(RollBack(engine="sim-0", plan=copied.accepted.plan))
+        assert back.epoch == host.engine.placement.epoch == 3
+        first, now = SimulatedEngine(host.engine.config).placement, host.engine.placement
+        assert np.array_equal(first.replicas_on_rank, now.replicas_on_rank)
+        rest = (await meanwhile.rest()).token_ids
+        assert rest == alone.token_ids[-len(rest) :]
+    last = await last_life(bus, SUBJECTS, "sim-0")
+    assert last is not None
+    assert last.epoch == 3
+    await bus.close()
+
+
+async def test_an_engine_that_leaves_amid_a_plan_ends_it_with_a_word_why() -> None:
+    bus, staging = MemoryBus(), asyncio.Event()
+    service = MigrationService(bus, SUBJECTS, MigrationConfig(cycle_seconds=3600.0))
+
+    async def hear() -> None:
+        async with bus.subscribe(SUBJECTS.handovers) as heard:
+            async for one in heard:
+                if isinstance(one.message, HandoverDescribed) and one.message.state == "staging":
+                    staging.set()
+
+    async with alongside(service.run(), "the planner"), alongside(hear(), "hear of the staging"), asyncio.timeout(20):
+        async with simulated_engine(bus, SUBJECTS, "sim-0", rank_bytes_per_second=1e3, ranks=2):
+            await service.ready.wait()
+            order = MigrateExpert(engine="sim-0", layer=2, expert=3, rank=1)
+            course = asyncio.ensure_future(carried_out(bus, SUBJECTS, order, wait=True, began=lambda _: None, say=lambda _: None))
+            await staging.wait()
+        failed = (await course).given_up
+    assert failed is not None
+    assert failed.reason
+    assert failed.epoch == 1
+    await bus.close()
