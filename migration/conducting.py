@@ -207,6 +207,7 @@ class Conductor:
     def _attend_to(self, engine: str) -> None:
         if self._tasks is None or engine in self._attending or engine in self._accepting:
             return
+        self._since.setdefault(engine, self._clock())
         self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carries out what engine {engine} is to do")
 
     async def _attend(self, engine: str) -> None:
