@@ -24,6 +24,7 @@ from migration.plan import Plan
 
 LOOK_SECONDS = 0.1
 """between two looks at how far it is"""
+LOOK = "see roost events --kind migration --since 10m, or roost status"
 MOST_BYTES = 64 << 20
 """of a plan's file that is taken seriously"""
 INTERRUPTED = 128 + signal.SIGINT
@@ -101,8 +102,6 @@ def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]
         try:
             await carried_out(bus, subjects, order, wait=manner.wait, began=shown.begin, say=shown.say)
         except asyncio.CancelledError:
-            if shown.course is None:
-                raise
             shown.left = True
         finally:
             await shown.end()
@@ -111,8 +110,10 @@ def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]
         on_bus(bus_config, work)
     except (NoSuchEngine, NotAccepted) as error:
         fail(str(error))
-    if shown.course is not None:
-        _tell(shown.course, manner, left=shown.left, also=also or {})
+    if shown.course is None:
+        note(f"interrupted before the planner answered; it may do it all the same: {LOOK}")
+        raise typer.Exit(INTERRUPTED)
+    _tell(shown.course, manner, left=shown.left, also=also or {})
 
 
 class _Shown:
@@ -188,7 +189,7 @@ def _tell(course: Course, manner: Manner, *, left: bool, also: dict[str, Any]) -
         print_error(f"given up{place}: {failed.reason}; {accepted.engine} serves epoch {failed.epoch - 1} on{before}")
         raise typer.Exit(FAILURE)
     if left or not manner.wait:
-        note(f"plan {accepted.plan} goes on without this command; see roost events --kind migration --since 10m, or roost status")
+        note(f"plan {accepted.plan} goes on without this command: {LOOK}")
     if left:
         raise typer.Exit(INTERRUPTED)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -320,6 +322,14 @@ def test_a_plan_that_does_nothing_is_neither_applied_nor_written(nats_url: str, 
     file = tmp_path / "nothing.json"
     file.write_bytes(msgspec.json.encode(planned(FIRST, refused="not worth it")))
     assert "this plan does nothing: not worth it" in roost("migrate", "--plan", str(file)).stderr
+
+
+def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(nats_url: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.migrations.Course.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
+    with planner(nats_url, space, [], PLANNED):
+        left = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--nats", nats_url)
+    assert left.exit_code == 130
+    assert "plan cafe goes on without this command: see roost events" in left.stderr
 
 
 # With an engine and a planner
