@@ -338,7 +338,7 @@ def _check_adoption(served: Placement, wanted: Placement, cells: NDArray[np.int3
     shape = (served.layers, served.slots_per_rank)
     if cells.shape != shape or cells.dtype != np.int32:
         raise ValueError(f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot")
-    if cells.min() < 0 or cells.max() >= count or len(np.unique(cells)) < cells.size:
+    if cells.min() < 0 or cells.max() >= count or np.bincount(cells.ravel()).max() > 1:
         raise ValueError(f"runner: every slot needs a cell of its own, from 0 to {count - 1}; given were {cells.tolist()}")
 
 
