@@ -2,14 +2,16 @@
 
 Source and reader are two processes; all memory was written before. `raw` is the faster of two plain loops (benchmarks/rig/raw_nixl.py): the same requests of at
 most 16 MiB, the same polling, no thread, no deadline, no quarantine. `ours` is one `Transfer.pull` of all cells, awaited on an event loop; `verified` adds the
-checksums of every tensor, computed in a thread. A pull reads what is moved together: a layer's experts where they are small, one where it is large. UCX is
-used as it comes (within a machine: the kernel copies between processes) and with tcp alone, which stands for a network.
+checksums of every tensor, computed in a thread. `memcpy` is a plain loop of NumPy copies of the same bytes, out of a mapping of the same memory: how fast bytes
+can be copied differs by a tenth and more with where their pages happen to lie. A pull reads what is moved together: a layer's experts where they are small, one
+where it is large. UCX is used as it comes (within a machine: the kernel copies between processes) and with tcp alone, which stands for a network.
 
     python -m benchmarks.transfer --quick
 """
 
 import asyncio
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from benchmarks.rig.raw_nixl import RawLoop
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
@@ -59,13 +62,18 @@ async def serve(cell_bytes: int) -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
+def plainly_mapped(address: MemoryAddress) -> NDArray[np.uint8]:
+    with open(f"/proc/{address.pid}/fd/{address.descriptor}", "rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), address.cells * address.cell_bytes, prot=mmap.PROT_READ), np.uint8)
+
+
 class Reader:
     """Times every way to read once a round, each round in another order."""
 
     def __init__(self, cell_bytes: int, address: MemoryAddress, with_shared: bool) -> None:
         self.memory = memory_of(cell_bytes)
         self._address = address
-        self._local = [np.full(cell_bytes, cell, np.uint8) for cell in range(self.memory.cells)]
+        self._theirs = plainly_mapped(address)
         self._raw = RawLoop(self.memory, address, self.memory.cells, CONFIG.piece_bytes)
         self._nixl = NixlTransfer(self.memory, CONFIG, "reader")
         self._shared = SharedTransfer(self.memory, CONFIG)
@@ -108,8 +116,9 @@ class Reader:
         await asyncio.to_thread(lambda: [checksums(self.memory.cell(cell), self.memory.tensors) for cell in range(self.memory.cells)])
 
     def _memcpy(self) -> None:
-        for cell, local in enumerate(self._local):
-            self.memory.cell(cell)[:] = local
+        size = self.memory.cell_bytes
+        for cell in range(self.memory.cells):
+            self.memory.cell(cell)[:] = self._theirs[cell * size : (cell + 1) * size]
 
 
 def measure(cell_bytes: int, rounds: int, with_shared: bool) -> Timed:
