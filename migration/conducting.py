@@ -66,7 +66,7 @@ class Conductor:
         self._journal = Journal(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
         self._log = self._journal.chronicle
         self._pulse = Pulse(config.silent_seconds)
-        self._handing = Handing(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, config.repeat_seconds, clock)
+        self._handing = Handing(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, clock)
         self._pace = Pace(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
         self._told: dict[int, dict[int, HandoverDescribed]] = {}
         """by worker_id and rank: what each said last"""
@@ -135,7 +135,7 @@ class Conductor:
             raise Busy(f"engine {engine!r} is just being given another plan; ask again when that is over")
 
     async def survey(self, entry: Entry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds, and at least one answer's time."""
+        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds."""
         told = await self._handing.survey(entry.worker_id, entry.placement.ranks, patience)
         for said in told:
             self._note(said)

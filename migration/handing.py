@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 """The longest that nothing is looked at: whether the engine is there, whether we lead."""
+ANSWER_SECONDS = 2.0
+"""Wait for one answer of a rank: longer than the time after which it is asked again, so that slow ones are heard too."""
+_PAUSE_SECONDS = 0.25
 LEAST_SECONDS = 0.001
 """The shortest: clocks are not exact, and waiting for no time at all waits for ever."""
 MOST_NUMBER = 1 << 53
@@ -54,8 +57,7 @@ class Unfit(Exception):
 
 
 class Handing:
-    """Used on one event loop. silent: whether a worker_id's heart beats no more. answer_seconds: wait for one answer of a rank. clock: seconds that never
-    go back."""
+    """Used on one event loop. silent: whether a worker_id's heart beats no more. clock: seconds that never go back."""
 
     def __init__(
         self,
@@ -66,7 +68,6 @@ class Handing:
         metrics: MigrationMetrics,
         gone: Gone,
         silent: Callable[[int], bool],
-        answer_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self._bus = bus
@@ -76,7 +77,6 @@ class Handing:
         self._metrics = metrics
         self._gone = gone
         self._silent = silent
-        self._answer_seconds = answer_seconds
         self._clock = clock
         self._inboxes: dict[int, asyncio.Queue[Word]] = {}
         """by worker_id"""
@@ -176,7 +176,7 @@ class Handing:
             await inbox.put(answer)
 
     async def _ask(self, command: Command, rank: int) -> HandoverDescribed:
-        answer = await self._bus.request(self._subjects.handover(command.worker_id, rank), command, self._answer_seconds)
+        answer = await self._bus.request(self._subjects.handover(command.worker_id, rank), command, ANSWER_SECONDS)
         if not isinstance(answer, HandoverDescribed) or (answer.worker_id, answer.rank) != (command.worker_id, rank):
             raise Declined(f"its answer is a {type(answer).__name__} of something else; do both sides run the same version?")
         if not sane(answer):
@@ -193,7 +193,7 @@ class Handing:
                 logger.debug("rank %d does not say where it is: %s", rank, error)
                 if self._clock() >= until:
                     return Failure(f"rank {rank} does not answer; see its log (roost status tells whether its engine lives)", OVERDUE, rank)
-            await asyncio.sleep(self._answer_seconds)
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     @contextmanager
     def _inbox(self, worker_id: int) -> Iterator[asyncio.Queue[Word]]:

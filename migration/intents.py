@@ -3,6 +3,7 @@
 Every plan that comes out of here holds on the placement it was asked for: `migration.plan.replay` has tried it.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,8 @@ from migration.staging import Room
 
 MOST_PLAN_BYTES = 16 * 1024 * 1024
 """JSON of the largest plan that is read"""
+MOST_EXPERT_BYTES = 1 << 40
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def checked(placement: Placement, plan: Plan) -> Plan:
@@ -44,8 +47,11 @@ def read(content: bytes, placement: Placement) -> Plan:
         plan = msgspec.json.decode(content, type=Plan)
     except msgspec.DecodeError as error:
         raise ValueError(f"this is no plan ({error}); make one with `roost plan --out`") from error
-    if not plan.id or len(plan.id) > 64:
-        raise ValueError(f"a plan's id has 1 to 64 characters, not {len(plan.id)}; make the plan with `roost plan --out`")
+    if not _ID.fullmatch(plan.id):
+        raise ValueError(f"plan {plan.id[:64]!r}: an id has 1 to 64 letters, digits, '.', '-' or '_'; make the plan with `roost plan --out`")
+    odd = next((copy for copy in plan.copies if not 0 <= copy.bytes <= MOST_EXPERT_BYTES), None)
+    if odd is not None:
+        raise ValueError(f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to {MOST_EXPERT_BYTES}")
     return checked(placement, plan)
 
 

@@ -13,6 +13,8 @@ from migration.telling import steps
 
 MOST_WORDS = 16
 """Steps of a plan that an answer puts into words."""
+MOST_REASON = 1000
+"""characters"""
 
 
 def next_of(entry: Entry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig) -> Undertaking:
@@ -115,7 +117,7 @@ def announced(entry: Entry, plan: Plan, origin: Origin, blob: str, traceparent: 
         handovers=len(plan.handovers),
         copies=len(plan.copies),
         bytes=plan.bytes,
-        reason=plan.reason,
+        reason=plan.reason[:MOST_REASON],
         blob=blob,
         traceparent=traceparent,
     )

@@ -12,7 +12,7 @@ from fleet.events import MigrateExpert
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from migration.intents import back, checked, one_expert, read, undone
-from migration.plan import Plan, planned, replay
+from migration.plan import Handover, Plan, planned, replay
 from migration.staging import Room
 from tests.migration.test_chronicle import aborted, committed
 from tests.migration.test_chronicle import planned as announced
@@ -111,10 +111,20 @@ def test_plans_come_back_from_json_and_are_tried_on_what_is_served() -> None:
         read(msgspec.json.encode(plan), later)
     with pytest.raises(ValueError, match=r"this is no plan .*roost plan --out"):
         read(b"[]", ROOMY)
+    for odd, words in (({"id": "a b"}, "an id has 1 to 64 letters"), ({"handovers": _heavy(plan)}, "has -1 bytes")):
+        with pytest.raises(ValueError, match=words):
+            read(msgspec.json.encode(msgspec.structs.replace(plan, **odd)), ROOMY)
     with pytest.raises(ValueError, match="made for"):
         read(msgspec.json.encode(plan), TIGHT)
     with pytest.raises(ValueError, match="does nothing: it is not worth it"):
         checked(ROOMY, planned(ROOMY, refused="it is not worth it"))
+
+
+def _heavy(plan: Plan) -> tuple[Handover, ...]:
+    """Its handovers, with a copy of fewer than no bytes."""
+    step = plan.steps[0]
+    odd = msgspec.structs.replace(step, copies=(msgspec.structs.replace(step.copies[0], bytes=-1),))
+    return (msgspec.structs.replace(plan.handovers[0], steps=(odd,)),)
 
 
 def test_what_is_in_no_ranks_memory_cannot_be_brought_while_serving() -> None:
