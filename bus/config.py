@@ -29,7 +29,8 @@ class BusConfig:
     """bytes a subscription holds for a slow reader before it drops the oldest"""
     stream_days: float = 30.0
     """how long stored messages are kept"""
-    stream_bytes: int = 64 * 1024 * 1024
+    stream_bytes: int = 256 * 1024 * 1024
+    """stored messages; the oldest go first, whatever they say. A handover stores two placements, of 58 layers x 288 slots with shares 270 kB together"""
     stream_messages_per_subject: int = 1024
     claims_bytes: int = 1024 * 1024
     blobs_bytes: int = 512 * 1024 * 1024
