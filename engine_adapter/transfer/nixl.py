@@ -89,6 +89,9 @@ class _NixlWay:
         self._greeting = np.zeros(_GREETING_BYTES, np.uint8)
         self._nixl: Nixl
         self._agent: Any = None
+        self._added: set[str] = set()
+        """names of peers"""
+        self._trouble = ""
 
     def open(self) -> None:
         try:
@@ -126,11 +129,14 @@ class _NixlWay:
             raise PeerGone(f"agent {address.agent} cannot be connected ({error}): it is dead, or out of reach; read another replica") from error
         name = added.decode(errors="replace") if isinstance(added, bytes) else str(added)
         if name != address.agent:
-            self._agent.remove_remote_agent(name)
+            if name not in self._added:  # the agent of that name may be a peer that is read from just now
+                self._agent.remove_remote_agent(name)
             raise AddressRefused(f"metadata of agent {address.agent!r} is of {name!r}: the rank that said so is at fault")
+        self._added.add(name)
         return _Peer(self, address)
 
     def disconnect(self, address: MemoryAddress) -> None:
+        self._added.discard(address.agent)
         try:
             self._agent.remove_remote_agent(address.agent)
         except self._nixl.errors as error:
@@ -138,7 +144,12 @@ class _NixlWay:
 
     def help(self) -> None:
         """Progress, which is what peers that connect, or read over tcp, wait for."""
-        self._agent.get_new_notifs()
+        try:
+            self._agent.get_new_notifs()
+        except self._nixl.errors as error:
+            if str(error) != self._trouble:  # once, and not some thousand times a second
+                _log.warning("nixl: agent %s makes no progress: %s", self.agent_name, error)
+            self._trouble = str(error)
 
     def begin(self, agent: str, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> object | None:
         """Read (address, bytes, device) of an agent into the same numbers of bytes here."""

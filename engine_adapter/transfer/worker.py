@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from engine_adapter.config import TransferConfig
@@ -248,15 +249,15 @@ class Worker:
         except Exception as error:  # noqa: BLE001 a defect, not a failed read: it must not leave those waiting that can be told
             _log.exception("the thread that reads by %s has failed", self._way.name)
             self._broken = f"its thread failed ({type(error).__name__}: {error})"
+            self._take_orders()
             for job in self._jobs:
                 if job.request is None:
-                    self._end(job, TransferError(self._broken))
+                    self._tell(partial(job.reading.end, TransferError(self._broken)))
 
     def _go_round(self) -> None:
         while True:
             self._wake.clear()
-            while self._orders:
-                self._orders.popleft()()
+            self._take_orders()
             if self._closing:
                 for job in self._jobs:
                     job.reading.abandoned = True
@@ -267,6 +268,10 @@ class Worker:
                 return
             if pause != 0:
                 self._wake.wait(pause)
+
+    def _take_orders(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
 
     def _round(self) -> float | None:
         """Look after everything once. Seconds until it has to be done again; None: when there is an order."""
@@ -361,7 +366,7 @@ class Worker:
             peer.jobs -= 1
             if peer.failed and not peer.jobs:
                 self._disconnect(peer)
-        self._tell(lambda: job.reading.end(outcome))
+        self._tell(partial(job.reading.end, outcome))
 
     def _forget(self, address: MemoryAddress) -> None:
         peer = self._peers.get(self._way.key(address))

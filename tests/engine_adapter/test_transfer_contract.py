@@ -66,6 +66,29 @@ def test_memory_that_cannot_be_like_ours_is_refused(pair: tuple[Rank, Rank], wro
     assert reader.ask("pull", address=source.address, pulls=[[0, 0]], seconds=20)["pulled"] == MIB
 
 
+def test_a_lie_about_an_agent_is_refused_and_harms_no_other_read(way: Ranks, pair: tuple[Rank, Rank]) -> None:
+    source, reader = pair
+    address = source.address
+    if way.way not in (NIXL, TCP):
+        return
+    reader.ask("pull", address=address, pulls=[[0, 0]], seconds=20)
+    lies = [
+        {"agent": "e0-9.1", "metadata": "bm9uc2Vuc2U="},
+        {"agent": "e0-9.1", "metadata": address["metadata"][:100]},
+        {"agent": "e0-9.1"},  # metadata of another
+        {"agent": reader.address["agent"], "metadata": reader.address["metadata"]},
+        {"agent": "n" * 300},
+        {"device": 3},
+        {"kind": "VRAM"},
+        {"base": address["base"] + (1 << 32)},  # not registered over there
+        {"metadata": ""},
+    ]
+    for lie in lies:
+        answer = reader.ask("pull", address=address | lie, pulls=[[0, 0]], seconds=20)
+        assert answer["failed"] == "AddressRefused", (lie, answer)
+        assert reader.ask("pull", address=address, pulls=[[0, 0]], seconds=20)["pulled"] == MIB
+
+
 def test_a_corrupted_byte_of_a_scale_is_named(pair: tuple[Rank, Rank]) -> None:
     source, reader = pair
     promised = source.ask("sums", cell=1)["sums"]
