@@ -68,11 +68,12 @@ def last_decided(committed: PlacementCommitted | None, staged: MigrationStaged |
     """The last epoch that an engine served, or was about to serve when it ended; None: no other than its first.
 
     committed: the last one recorded of the engine. staged: what its ranks had staged last, if it was decided to commit that, and not said yet
-    that it is done (`fleet.handover`).
+    that it is done (`fleet.handover`). It follows what is committed by its epoch, whichever lives the two are of: what a dead life had been about to
+    serve may be recorded behind what the next one began with, which is the same.
     """
     if committed is None:
         return None if staged is None else staged.placement
-    goes_on = staged is not None and (staged.worker_id, staged.epoch) == (committed.worker_id, committed.placement.epoch + 1)
+    goes_on = staged is not None and staged.epoch == committed.placement.epoch + 1
     record = staged.placement if staged is not None and goes_on else committed.placement
     return record if record.epoch > 0 else None
 

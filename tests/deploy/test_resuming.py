@@ -50,10 +50,11 @@ def staged(epoch: int, worker_id: int = 1) -> MigrationStaged:
         (committed(3), staged(5), 3),
         (committed(0, worker_id=2), staged(4), None),
         (committed(4, worker_id=2), staged(4), 4),
+        (committed(4), staged(5, worker_id=2), 5),
         (None, staged(2), 2),
     ],
 )
-def test_the_last_epoch_is_the_one_committed_or_the_one_after_it_if_that_was_staged_by_the_same_life(
+def test_the_last_epoch_is_the_one_committed_or_the_one_after_it_if_that_was_decided(
     last: PlacementCommitted | None, before: MigrationStaged | None, epoch: int | None
 ) -> None:
     found = last_decided(last, before)
