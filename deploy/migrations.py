@@ -137,7 +137,9 @@ async def _accepted(bus: Bus, subjects: Subjects, order: Order) -> MigrationAcce
     try:
         answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
     except BusTimeout as error:
-        raise NotAccepted(f"the planner does not answer ({error}); if it only hangs, it may do it yet: roost events --kind migration tells") from error
+        raise NotAccepted(
+            f"the planner does not answer ({error}): is it running? If it only hangs, it may do it yet; roost events --kind migration tells"
+        ) from error
     except Declined as error:
         raise NotAccepted(str(error)) from error
     if not isinstance(answer, MigrationAccepted):
