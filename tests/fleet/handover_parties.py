@@ -1,0 +1,445 @@
+"""The real deciding modules of both sides against each other: `migration.coordinator` and `engine_adapter.conduct` (with its cells), over a network that
+loses, repeats and reorders, with transfers that are late and parties that die. Everything around them is here, and deterministic from a seed.
+
+What they do is judged by what truly lies in memory: a cell is a number, the checksum of its expert; a read copies it when it lands or settles, however late
+that is, and what was overwritten meanwhile arrives torn.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from engine_adapter.arrivals import Broken, EndLease, Landed, Late, Lease, Leased, Read, Renewed, Report, Settled, Stop, Unleased, Verified, Verify
+from engine_adapter.conduct import Adopt, Effect, Forget, Prepare
+from engine_adapter.initial import last_decided
+from engine_adapter.residency import LeaseRefused
+from fleet.events import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    ExpertCopy,
+    ExpertsLeased,
+    HandoverDescribed,
+    MigrationStaged,
+    PlacementCommitted,
+    ProposeHandover,
+)
+from fleet.handover import Cell, Conducting, flips
+from fleet.layout import EP
+from fleet.placement import EMPTY, Placement
+from migration.config import MigrationConfig
+from migration.coordinator import Command, Move, OpenHandover, Pace, Proceeding, Record, Undertaking, begun, taken_over
+from migration.handing import stray
+from migration.ledger import Entry
+from migration.undertakings import left_open, unheard_of
+from tests.fleet.handover_seats import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, Unsafe, checksum
+
+PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)
+
+
+@dataclass(eq=False)
+class Leader:
+    """The edge of a coordinator, one small piece at a time. It is never told that it was replaced: the store tells it."""
+
+    token: int
+    proceeding: Proceeding | None = None
+    revision: int | None = None
+    recorded: int = 0
+    """records of the present move that are in the log"""
+
+    def forget(self) -> None:
+        self.proceeding, self.recorded = None, 0
+
+
+@dataclass(eq=False)
+class World:
+    """Everything, and what may happen in it. story: what happened, in sentences."""
+
+    dice: random.Random
+    now: float = 0.0
+    key: bytes | None = None
+    revision: int = 0
+    log: list[Record] = field(default_factory=list)
+    leaders: list[Leader] = field(default_factory=list)
+    commands: list[tuple[Leader, Command]] = field(default_factory=list)
+    """under way"""
+    answers: list[tuple[Leader, HandoverDescribed]] = field(default_factory=list)
+    errands: list[tuple[Seat, Callable[[], None]]] = field(default_factory=list)
+    """what a rank has begun and has not come back yet"""
+    flows: list[Flow] = field(default_factory=list)
+    decided: dict[tuple[int, int], set[Conducting]] = field(default_factory=dict)
+    """by life and handover"""
+    story: list[str] = field(default_factory=list)
+    flips: int = 0
+    life: int = 0
+    faults: bool = True
+    seats: list[Seat] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begin_life()
+        self.leaders.append(Leader(1))
+
+    # The store
+
+    def claim(self, value: OpenHandover, revision: int | None) -> bool:
+        """Compare-and-set."""
+        if revision != (None if self.key is None else self.revision):
+            return False
+        self.key, self.revision = msgspec.json.encode(value), self.revision + 1
+        states = self.decided.setdefault((value.worker_id, value.handover), set())
+        states.add(value.state)
+        if {Conducting.COMMITTING, Conducting.ABORTING} <= states:
+            raise self.unsafe(f"handover {value.handover} is both committed and aborted")
+        return True
+
+    @property
+    def open(self) -> OpenHandover | None:
+        return None if self.key is None else msgspec.json.decode(self.key, type=OpenHandover)
+
+    @property
+    def entry(self) -> Entry:
+        """The engine as the migration service's books have it."""
+        return Entry("a", self.life, EP, self.seats[0].conduct.placement)
+
+    def committed(self) -> PlacementCommitted | None:
+        return next((one for one in reversed(self.log) if isinstance(one, PlacementCommitted)), None)
+
+    # Lives
+
+    def begin_life(self) -> None:
+        """The engine starts, with what was decided last (`deploy.resuming`)."""
+        found = self.open
+        last = next((one for one in reversed(self.log) if not isinstance(one, PlacementCommitted)), None)
+        decided = isinstance(last, MigrationStaged) and found is not None and found.state is Conducting.COMMITTING and found.handover == last.handover
+        record = last_decided(self.committed(), last if decided and isinstance(last, MigrationStaged) else None)
+        placement = FIRST if record is None else Placement.from_record(record)
+        self.life += 1
+        self.errands, self.flows = [], []
+        self.seats = [Seat(self.life, rank, placement) for rank in range(RANKS)]
+        self.tell(f"life {self.life} begins with epoch {placement.epoch}")
+
+    @property
+    def whole(self) -> bool:
+        return all(seat.alive for seat in self.seats)
+
+    def kill(self, seat: Seat) -> None:
+        seat.alive = False
+        self.flows = [flow for flow in self.flows if flow.reader is not seat]
+        self.errands = [(of, errand) for of, errand in self.errands if of is not seat]
+        self.tell(f"rank {seat.rank} dies")
+
+    # What coordinators do
+
+    def lead(self, leader: Leader) -> None:
+        """One piece of what a coordinator does: it looks, it begins, it records, it changes the key, or it sends."""
+        if leader.proceeding is None:
+            self._look(leader)
+            return
+        proceeding = leader.proceeding
+        if proceeding.what.worker_id != self.life:
+            proceeding = proceeding.gone("it has begun a new life")
+        if proceeding.heard_token > proceeding.token and leader is self.leaders[-1]:
+            leader.token = proceeding.heard_token + 1
+            proceeding = proceeding.with_token(leader.token)
+        leader.proceeding = proceeding
+        move = proceeding.move(self.now)
+        if move is not None:
+            self._make(leader, proceeding, move)
+            return
+        for rank, command in proceeding.due(self.now):
+            self.commands.append((leader, command))
+            leader.proceeding = leader.proceeding.asked((rank,), self.now)
+
+    def _make(self, leader: Leader, proceeding: Proceeding, move: Move) -> None:
+        if leader.recorded < len(move.records):
+            record = move.records[leader.recorded]
+            if not any(_same(record, one) for one in self.log):
+                self.log.append(record)
+                self.tell(f"coordinator {leader.token} records {type(record).__name__} (handover {proceeding.what.handover})")
+            leader.recorded += 1
+            return
+        leader.recorded = 0
+        if not self.claim(proceeding.durable(move.after, self.now), leader.revision):
+            self.tell(f"coordinator {leader.token} finds that handover {proceeding.what.handover} was changed by somebody else")
+            leader.forget()
+            return
+        leader.revision = self.revision
+        self.tell(f"coordinator {leader.token}: handover {proceeding.what.handover}: {move.cue}, {move.after}")
+        leader.proceeding = proceeding.moved(move, self.now)
+        if move.after is Conducting.IDLE:
+            leader.forget()
+
+    def _look(self, leader: Leader) -> None:
+        left = self.open
+        leader.revision = None if left is None else self.revision
+        if left is not None and left.state is not Conducting.IDLE:
+            staged = next(
+                (one for one in self.log if isinstance(one, MigrationStaged) and (one.worker_id, one.handover) == (left.worker_id, left.handover)), None
+            )
+            what = replace(left_open("a", left, staged, None, MigrationConfig()), layout=EP)
+            leader.proceeding = taken_over(what, left, leader.token, PACE, self.now)
+            self.tell(f"coordinator {leader.token} goes on with handover {left.handover}, {left.state}")
+        elif self.whole and stray(told := [seat.conduct.describe(self.now) for seat in self.seats]):
+            self._clear(leader, told)
+        elif self.whole and self.faults:
+            self._begin(leader, 0 if left is None else left.handover)
+
+    def _clear(self, leader: Leader, told: Sequence[HandoverDescribed]) -> None:
+        """End what ranks have open though it is over."""
+        found = stray(told)
+        assert found is not None
+        left = unheard_of(self.entry, *found, leader.token)
+        if self.claim(left, leader.revision):
+            leader.revision = self.revision
+            leader.proceeding = taken_over(left_open("a", left, None, None, MigrationConfig()), left, leader.token, PACE, self.now)
+            self.tell(f"coordinator {leader.token} clears handover {found[0]}: {found[1]}")
+
+    def _begin(self, leader: Leader, last: int) -> None:
+        """The next handover, if every rank is free for it."""
+        told = [seat.conduct.describe(self.now) for seat in self.seats]
+        present = self.seats[0].conduct.placement
+        if any(said.handover or said.served != present.epoch for said in told):
+            return
+        handover = max(last, *(said.concluded for said in told)) + 1
+        placement, copies = self.another(present)
+        what = Undertaking(
+            engine="a",
+            worker_id=self.life,
+            ranks=RANKS,
+            handover=handover,
+            plan="p",
+            number=handover,
+            last=True,
+            epoch=placement.epoch,
+            placement=placement.record(),
+            layout=EP,
+            copies=copies,
+            copied=len(copies),
+            stage_seconds=STAGE_SECONDS,
+        )
+        if (self.life, handover) in self.decided:
+            raise self.unsafe(f"the number {handover} is used for a second handover of life {self.life}")
+        proceeding = begun(what, leader.token, PACE, self.now)
+        if self.claim(proceeding.durable(Conducting.PROPOSING, self.now), leader.revision):
+            leader.proceeding, leader.revision, leader.recorded = proceeding, self.revision, 0
+            self.tell(f"coordinator {leader.token} begins handover {handover} to epoch {placement.epoch}: {placement.expert_of_slot.tolist()}")
+
+    def another(self, present: Placement) -> tuple[Placement, tuple[ExpertCopy, ...]]:
+        """A placement in which a slot or two changed, and what must be copied for it."""
+        table = present.expert_of_slot.copy()
+        for _ in range(self.dice.randint(2, 6)):
+            slot, expert = self.dice.randrange(table.size), self.dice.randrange(EXPERTS)
+            rank = slot // SLOTS
+            given_up = int(table[0, slot])
+            if expert in table[0, rank * SLOTS : (rank + 1) * SLOTS] or (given_up != EMPTY and (table == given_up).sum() == 1):
+                continue
+            table[0, slot] = expert
+        copies = []
+        for slot, expert in enumerate(table[0].tolist()):
+            rank = slot // SLOTS
+            if expert != present.expert_of_slot[0, slot] and expert not in present.on_rank(rank)[0]:
+                source = self.dice.choice(np.flatnonzero(present.expert_of_slot[0] == expert).tolist())
+                copies.append(ExpertCopy(layer=0, expert=expert, source=source, slot=slot))
+        return Placement(table, experts=EXPERTS, ranks=RANKS, epoch=present.epoch + 1), tuple(copies)
+
+    # What ranks do
+
+    def deliver(self, leader: Leader, command: Command) -> None:
+        """A command reaches its rank, if that life of it still is; its answer is on the way then."""
+        seat = self.seats[command.rank]
+        if command.worker_id != self.life or not seat.alive:
+            return
+        match command:
+            case ProposeHandover():
+                verdict = seat.conduct.propose(command, Placement.from_record(command.placement), self.now)
+            case CommitHandover():
+                verdict = seat.conduct.commit(command)
+            case AbortHandover():
+                verdict = seat.conduct.abort(command, self.now)
+            case DescribeHandover():
+                verdict = None
+        if verdict is not None:
+            self.tell(f"rank {seat.rank}: {type(command).__name__} {command.handover} of coordinator {command.token}: {verdict}")
+        asked = leader.proceeding is not None and getattr(command, "handover", 0) == leader.proceeding.what.handover
+        self.answers.append((leader, seat.conduct.describe(self.now, verdict if asked else None)))
+        self.carry_out(seat)
+
+    def hear(self, leader: Leader, answer: HandoverDescribed) -> None:
+        """What a rank says comes in. That it answers a command is only known while that handover is carried out; otherwise it is mere word of a rank."""
+        if leader.proceeding is not None:
+            leader.proceeding = leader.proceeding.heard(answer)
+
+    def report(self, seat: Seat, report: Report) -> None:
+        seat.conduct.take(report, self.now)
+        self.carry_out(seat)
+
+    def carry_out(self, seat: Seat) -> None:
+        """Begin what a rank's conduct asks for."""
+        for effect in seat.conduct.drain():
+            self._begin_effect(seat, effect)
+        seat.residency.check_integrity()
+
+    def _begin_effect(self, seat: Seat, effect: Effect) -> None:
+        match effect:
+            case Lease():
+                self.errands.append((seat, lambda: self._lease(seat, effect)))
+            case Read():
+                source = self.seats[effect.source]
+                began_with = tuple(source.memory[there] for there, _ in effect.pulls) if source.alive else ()
+                self._check_landing(seat, effect.pulls)
+                self.flows.append(Flow(seat, source, effect.batch, effect.pulls, began_with))
+            case Stop():
+                for flow in self.flows:
+                    flow.late = flow.late or (flow.reader is seat and flow.batch == effect.batch)
+            case Verify():
+                self.errands.append((seat, lambda: self._verify(seat, effect)))
+            case EndLease():
+                seat.leases.pop(effect.batch, None)
+                if effect.lease:
+                    self.errands.append((seat, lambda: self._end_lease(effect)))
+            case Prepare():
+                self.errands.append((seat, lambda: self._prepare(seat, effect)))
+            case Adopt():
+                if seat.prepared is None or seat.prepared.handover != effect.handover:
+                    raise self.unsafe(f"rank {seat.rank} adopts handover {effect.handover}, which it has not prepared")
+                seat.ready = seat.prepared
+            case Forget():
+                seat.prepared = None
+
+    def _lease(self, seat: Seat, effect: Lease) -> None:
+        source = self.seats[effect.source]
+        if not source.alive or (self.faults and self.dice.random() < 0.1):
+            return self.report(seat, Unleased(effect.batch, "it does not answer"))
+        try:
+            answer = self._leased(seat, effect)
+        except LeaseRefused as refusal:
+            return self.report(seat, Unleased(effect.batch, str(refusal)))
+        seat.leases[effect.batch] = effect
+        return self.report(seat, Leased(effect.batch, answer))
+
+    def _leased(self, seat: Seat, effect: Lease) -> ExpertsLeased:
+        source = self.seats[effect.source]
+        wanted = [(layer, slot - effect.source * SLOTS, expert) for layer, slot, expert in effect.experts]
+        lease = source.residency.lease(seat.rank, effect.handover, wanted, LEASE_SECONDS, self.now)
+        return ExpertsLeased(worker_id=self.life, rank=effect.source, lease=lease.number, memory=MEMORY, cells=lease.cells, checksums=lease.checksums)
+
+    def _end_lease(self, effect: EndLease) -> None:
+        source = self.seats[effect.source]
+        if source.alive:
+            source.residency.end(effect.lease, self.now)
+
+    def _verify(self, seat: Seat, effect: Verify) -> None:
+        wrong = tuple("" if (seat.memory[cell],) == promised else "torn" for cell, promised in zip(effect.cells, effect.promised, strict=True))
+        self.report(seat, Verified(effect.batch, wrong))
+
+    def _prepare(self, seat: Seat, effect: Prepare) -> None:
+        if self.faults and self.dice.random() < 0.05:
+            seat.conduct.unprepared(effect.handover, "no memory", self.now)
+        elif seat.conduct.prepared(effect.handover):
+            seat.prepared = effect
+        self.carry_out(seat)
+
+    # Bytes
+
+    def land(self, flow: Flow) -> None:
+        """What was under way lands, in time or late."""
+        self.flows.remove(flow)
+        seat, lost = flow.reader, not flow.source.alive
+        if not lost:
+            self._check_landing(seat, flow.pulls)
+            for (there, here), before in zip(flow.pulls, flow.began_with, strict=True):
+                seat.memory[here] = before if flow.source.memory[there] == before else TORN
+        elif flow.late:
+            for _, here in flow.pulls:
+                seat.memory[here] = TORN
+        if flow.late:
+            self.report(seat, Settled(flow.batch))
+        else:
+            self.report(seat, Broken(flow.batch, "it is gone") if lost else Landed(flow.batch, "shared", 64, 0.1))
+
+    def delay(self, flow: Flow) -> None:
+        flow.late = True
+        self.tell(f"rank {flow.reader.rank}: a read from rank {flow.source.rank} into {[here for _, here in flow.pulls]} is late")
+        self.report(flow.reader, Late(flow.batch, "it takes long"))
+
+    def _check_landing(self, seat: Seat, pulls: tuple[tuple[int, int], ...]) -> None:
+        for _, here in pulls:
+            if seat.residency.use(here) not in (Cell.PULLING, Cell.QUARANTINED):
+                raise self.unsafe(f"bytes land in cell {here} of rank {seat.rank}, which is {seat.residency.use(here)}")
+            if any(flow.source is seat and here in [there for there, _ in flow.pulls] for flow in self.flows):
+                raise self.unsafe(f"bytes land in cell {here} of rank {seat.rank}, while another rank reads it")
+
+    # The engine as a whole
+
+    def step(self) -> None:
+        """One step of all ranks: each decides from the same headers whether it goes over."""
+        if not self.whole:
+            return
+        going = self.going()
+        for seat in going:
+            assert seat.ready is not None
+            if Conducting.COMMITTING not in self.decided[self.life, seat.ready.handover]:
+                raise self.unsafe(f"rank {seat.rank} flips to handover {seat.ready.handover}, which was not decided")
+            seat.served, seat.cells, seat.ready, seat.prepared = seat.ready.placement, seat.ready.cells, None, None
+            self.errands.append((seat, lambda seat=seat: self._adopted(seat)))  # type: ignore[misc]
+        if going:
+            self.flips += 1
+            self.tell(f"the engine flips to epoch {going[0].served.epoch}")
+        self.check_served()
+
+    def going(self) -> list[Seat]:
+        """Who flips at this step."""
+        headers = [seat.headers for seat in self.seats]
+        return [seat for seat, (served, _) in zip(self.seats, headers, strict=True) if flips(served, tuple(ready for _, ready in headers))]
+
+    def _adopted(self, seat: Seat) -> None:
+        seat.conduct.adopted(self.now)
+        self.carry_out(seat)
+
+    def check_served(self) -> None:
+        """What ranks serve is one placement, and lies where they think."""
+        alive = [seat for seat in self.seats if seat.alive]
+        if len({seat.served for seat in alive}) > 1:
+            raise self.unsafe(f"ranks serve epochs {[seat.served.epoch for seat in alive]} in one step")
+        for seat in alive:
+            for expert, cell in zip(seat.served.on_rank(seat.rank).flat, seat.cells.flat, strict=True):
+                if expert != EMPTY and seat.memory[cell] != checksum(expert):
+                    raise self.unsafe(f"rank {seat.rank} serves expert {expert} from cell {cell}, in which lies {seat.memory[cell]}")
+
+    def wait(self, seconds: float) -> None:
+        """Time passes: leases are renewed, deadlines pass."""
+        self.now += seconds
+        for seat in self.seats:
+            if seat.alive:
+                self._renew(seat)
+        for seat in self.seats:
+            if seat.alive:
+                seat.conduct.tick(self.now)
+                self.carry_out(seat)
+
+    def _renew(self, seat: Seat) -> None:
+        for batch, effect in tuple(seat.leases.items()):
+            if self.seats[effect.source].alive:
+                try:
+                    self.report(seat, Renewed(batch, self._leased(seat, effect).lease))
+                except LeaseRefused as refusal:
+                    self.tell(f"rank {seat.rank} cannot renew its lease of rank {effect.source}: {refusal}")
+
+    def tell(self, sentence: str) -> None:
+        self.story.append(f"{self.now:6.2f}  {sentence}")
+
+    def unsafe(self, promise: str) -> Unsafe:
+        return Unsafe("\n".join([promise, *self.story[-60:]]))
+
+
+def _same(record: Any, other: Any) -> bool:
+    """Whether two entries of the log say the same of the same handover."""
+    if type(record) is not type(other):
+        return False
+    if isinstance(record, PlacementCommitted):
+        return bool((record.worker_id, record.placement.epoch) == (other.worker_id, other.placement.epoch))
+    return bool((record.worker_id, record.handover) == (other.worker_id, other.handover))

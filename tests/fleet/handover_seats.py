@@ -1,0 +1,65 @@
+"""Ranks for `handover_parties`: the real conduct and cells, over a memory in which a cell is a number, the checksum of its expert."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine_adapter.arrivals import Lease
+from engine_adapter.conduct import Conduct, Prepare
+from engine_adapter.config import TransferConfig
+from engine_adapter.residency import Residency
+from fleet.events import MemoryAddress
+from fleet.placement import EMPTY, Placement
+
+RANKS, EXPERTS, SLOTS = 3, 5, 3
+TRANSFER = TransferConfig(retries=1, quarantine_cells=2)
+STAGE_SECONDS, LEASE_SECONDS = 8.0, 5.0
+MEMORY = MemoryAddress(cells=9, cell_bytes=64, layout="x", base=4096)
+TORN = -1
+FIRST = Placement(np.array([[0, 1, 2, 2, 3, EMPTY, 4, 0, 1]]), experts=EXPERTS, ranks=RANKS)
+
+
+class Unsafe(AssertionError):
+    """A promise does not hold; the text says which, and what happened."""
+
+
+def checksum(expert: int) -> int:
+    return 100 + expert
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """A read that is truly under way."""
+
+    reader: "Seat"
+    source: "Seat"
+    batch: int
+    pulls: tuple[tuple[int, int], ...]
+    began_with: tuple[int, ...]
+    """what the source's cells held then"""
+    late: bool = False
+
+
+class Seat:
+    """One rank of one life: its conduct, its memory, and what its steps serve."""
+
+    def __init__(self, life: int, rank: int, placement: Placement) -> None:
+        self.life, self.rank, self.alive = life, rank, True
+        held = placement.on_rank(rank)
+        self.cells = np.arange(held.size, dtype=np.int32).reshape(held.shape)
+        self.memory = [checksum(expert) if expert != EMPTY else 0 for expert in held.flat] + [0] * SLOTS
+        self.residency = Residency(held, self.cells, len(self.memory))
+        for resident in self.residency.residents():
+            self.residency.seal(resident, (checksum(resident.expert),))
+        self.conduct = Conduct(worker_id=life, rank=rank, placement=placement, residency=self.residency, tensors=1, config=TRANSFER)
+        self.served = placement
+        """by its steps"""
+        self.prepared: Prepare | None = None
+        self.ready: Prepare | None = None
+        self.leases: dict[int, Lease] = {}
+        """that are renewed, by batch"""
+
+    @property
+    def headers(self) -> tuple[int, int]:
+        """Epoch served and highest epoch ready, as its steps say them."""
+        return self.served.epoch, self.served.epoch if self.ready is None else self.ready.placement.epoch

@@ -1,0 +1,89 @@
+"""The real coordinator and the real ranks against each other, over everything that networks, transfers and deaths do to them."""
+
+from typing import Any
+
+import pytest
+
+from engine_adapter import residency
+from engine_adapter.residency import Inconsistent, Residency
+from fleet.handover import CELL, Cell, CellEvent
+from migration.coordinator import OpenHandover, Proceeding
+from tests.fleet.handover_parties import World
+from tests.fleet.handover_seats import Seat, Unsafe
+from tests.fleet.handover_walk import Walk
+
+
+def walked(seeds: range, pieces: int, world: type[World] = World) -> int:
+    """Flips of walks from these seeds; Unsafe, or what a part finds wrong by itself, with the seed."""
+    flips = 0
+    for seed in seeds:
+        walk = Walk(seed, world)
+        try:
+            walk.whatever(pieces)
+            walk.calm()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        flips += walk.world.flips
+    return flips
+
+
+def test_whatever_happens_on_the_way_the_parties_keep_every_promise_and_come_to_rest() -> None:
+    assert walked(range(8), 1500) > 20, "hardly any handover came to its end"
+
+
+@pytest.mark.slow
+def test_the_same_on_many_long_walks() -> None:
+    assert walked(range(1000, 1100), 4000) > 500
+
+
+class _AnybodyWrites(World):
+    """The store takes whatever is written."""
+
+    def claim(self, value: OpenHandover, revision: int | None) -> bool:
+        return super().claim(value, None if self.key is None else self.revision)
+
+
+class _NoHeaders(World):
+    """A rank goes over when it is ready itself."""
+
+    def going(self) -> list[Seat]:
+        return [seat for seat in self.seats if seat.ready is not None]
+
+
+@pytest.mark.parametrize(
+    ("world", "promise"),
+    [
+        (_AnybodyWrites, "is both committed and aborted|goes on, though|was not decided|does not come to rest"),
+        (_NoHeaders, "in one step"),
+    ],
+)
+def test_a_walk_notices_when_the_world_lacks_a_rule(world: type[World], promise: str) -> None:
+    with pytest.raises(Unsafe, match=promise):
+        walked(range(200), 2000, world)
+
+
+def _without_quarantine(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(residency, "CELL", {**CELL, (Cell.PULLING, CellEvent.OVERDUE): Cell.FREE, (Cell.FREE, CellEvent.SETTLED): Cell.FREE})
+    patch.setattr(Residency, "settled", lambda *_: None)
+
+
+def _without_draining(patch: pytest.MonkeyPatch) -> None:
+    def at_once(self: Residency, cell: int, now: float) -> None:
+        if self.use(cell) is Cell.DRAINING:
+            self._move(cell, CellEvent.SETTLED, now)
+
+    patch.setattr(Residency, "_settle_drained", at_once)
+    patch.setattr(Residency, "check_integrity", lambda _: None)
+
+
+def _staged_by_most(patch: pytest.MonkeyPatch) -> None:
+    real = Proceeding.waiting_for.fget  # type: ignore[attr-defined]
+    patch.setattr(Proceeding, "waiting_for", property(lambda self: tuple(real(self))[1:]))
+
+
+@pytest.mark.parametrize("broken", [_without_quarantine, _staged_by_most, pytest.param(_without_draining, marks=pytest.mark.slow)])
+def test_a_walk_notices_when_a_part_lacks_a_rule(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises((Unsafe, Inconsistent)):
+        walked(range(400), 2000)
