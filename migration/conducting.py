@@ -248,7 +248,7 @@ class Conductor:
         if trace is not None:
             trace.end(None if last is None else last.end)
         await self._clear_strays(engine, found)
-        return True
+        return self._log.under_way(engine) is None
 
     async def _conclude(self, engine: str) -> Found:
         """End what is open under the engine's key."""

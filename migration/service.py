@@ -91,6 +91,7 @@ class MigrationService:
                     logger.warning("leading no more: %s", taken.exceptions[0])
                 finally:
                     self.metrics.leader.set(0)
+                    self.metrics.serving({})
         finally:
             self._inquiries.close()
             await self._lead.give_up()
@@ -98,6 +99,7 @@ class MigrationService:
     async def _leading(self) -> None:
         """Until cancelled. LeaseTaken, in a group, once another service leads."""
         subjects, conductor = self._subjects, self._conductor()
+        self._homes = Homesteads(time.time_ns() // 1000)  # versions above those of whoever led before
         requests = Requests(self._bus, subjects, self.ledger, self.watch, conductor)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,

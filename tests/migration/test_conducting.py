@@ -387,6 +387,7 @@ async def test_a_service_that_was_stopped_for_long_finds_itself_replaced_and_com
         stopped.running.set()
         await asyncio.sleep(10)
         assert b"roost_migration_leader 0.0" in first.metrics.exposition()
+        assert b'{engine="a"' not in first.metrics.exposition(), "it knows of them no more"
         later = [command.token for _, command in ranks.commands if isinstance(command, ProposeHandover | CommitHandover | AbortHandover)]
         assert set(later) == tokens
         assert at_rest(broker, ranks)
