@@ -122,7 +122,7 @@ async def _engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], d
     async with AsyncExitStack() as stack:
         heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats, subjects.kv_metrics))
         engines = await members(bus, subjects)
-        await _note_plans(bus, subjects, engines)
+        await note_plans(bus, subjects, engines)
         by_worker = {engine.joined.worker_id: engine for engine in engines}
         try:
             async with asyncio.timeout(LISTEN_SECONDS):
@@ -149,7 +149,7 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
     return list(found.values())
 
 
-async def _note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
+async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
     """The last word about an engine's plans tells whether one is under way."""
     by_worker = {engine.joined.worker_id: engine for engine in engines}
     async for received in bus.replay(subjects.migrations(), latest=True, follow=False):

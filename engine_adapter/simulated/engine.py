@@ -62,7 +62,7 @@ class SimulatedEngine:
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
         self._routes = self._routes_of(self.placement)
         self.flipping = Flipping(config.ranks, self._routes_of, self.wake)
-        self.links = Links(config)
+        self.links = Links(config, self.faults, self.chance)
         self._dice = np.random.default_rng(config.seed)
         self._decoding = DecodeSteps()
         self._wake = asyncio.Event()

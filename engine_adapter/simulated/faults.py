@@ -13,10 +13,13 @@ KINDS = {
     "slow": "a rank needs `factor` times as long for a step, and the others wait for it",
     "lie_load": "load is reported `factor` times what it is",
     "lose_kv_events": "a share of the KV events is never reported",
+    "slow_reads": "a rank needs `factor` times as long to read an expert from another",
+    "break_reads": "a share of a rank's reads fails, as if the other rank were gone",
+    "corrupt_reads": "a share of the experts that a rank reads arrives damaged",
     "handover": "steps stop for `seconds`, and heartbeats announce what is left of them",
     "heal": "no fault is left",
 }
-_FACTORS = {"slow": 10.0, "lie_load": 0.0}
+_FACTORS = {"slow": 10.0, "lie_load": 0.0, "slow_reads": 1000.0}
 _ENGINE_WIDE = ("die", "stall", "handover")
 
 
@@ -30,7 +33,7 @@ class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """None: until `heal`"""
     share: float = 1.0
     factor: float | None = None
-    """of `slow` (10 unless said) and `lie_load` (0: an idle rank, unless said)"""
+    """of `slow` (10 unless said), `lie_load` (0: an idle rank, unless said) and `slow_reads` (1000 unless said)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class Faults:
         _need(order.seconds is not None or order.fault != "handover", "seconds", None, "a handover announces how long it takes")
         _need(0 <= order.share <= 1, "share", order.share, "use 0 to 1")
         _need(order.factor is None or 0 <= order.factor < float("inf"), "factor", order.factor, "use 0 or more")
-        _need(order.factor is None or order.fault in _FACTORS, "factor", order.factor, f"only {' and '.join(_FACTORS)} have one")
+        _need(order.factor is None or order.fault in _FACTORS, "factor", order.factor, f"only {', '.join(_FACTORS)} have one")
 
     def active(self, now: float) -> list[Fault]:
         """What lasts still."""
@@ -83,7 +86,7 @@ class Faults:
         return max((one.share for one in self._at(kind, rank, now)), default=0.0)
 
     def factor(self, kind: str, rank: int, now: float) -> float:
-        """What a rank's step times or load reports are multiplied by."""
+        """What a rank's step times, load reports or reading times are multiplied by."""
         found = self._at(kind, rank, now)
         return found[-1].factor if found else 1.0
 

@@ -2,13 +2,14 @@
 needs on the link between the two machines."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from engine_adapter.simulated.cells import SimulatedCells
 from engine_adapter.simulated.config import SimulatedConfig
-from engine_adapter.transfer import AddressRefused, Pull, Pulled
+from engine_adapter.simulated.faults import Faults
+from engine_adapter.transfer import AddressRefused, PeerGone, Pull, Pulled
 from engine_adapter.transfer.reading import Reading, own_address, refuse
 from fleet.events import MemoryAddress
 
@@ -16,8 +17,11 @@ from fleet.events import MemoryAddress
 class Links:
     """Between all ranks of one engine. Several reads of one rank take their turns on its link."""
 
-    def __init__(self, config: SimulatedConfig) -> None:
+    def __init__(self, config: SimulatedConfig, faults: Faults, chance: Callable[[float], bool]) -> None:
+        """chance: True with this probability."""
         self._config = config
+        self._faults = faults
+        self._chance = chance
         self._ranks: dict[str, tuple[int, SimulatedCells]] = {}
         """rank and memory by name"""
 
@@ -35,11 +39,15 @@ class Links:
         """What an expert of the model has, as opposed to a cell."""
         return self._config.model_shape.expert_bytes
 
-    def seconds(self, reader: int, source: int, experts: int) -> float:
+    def seconds(self, reader: int, source: int, experts: int, now: float) -> float:
         """Of the clock, to read so many."""
         config, node = self._config, self._config.node_of_rank
         speed = config.rank_bytes_per_second if node[reader] == node[source] else config.node_bytes_per_second
-        return config.time_scale * experts * self.expert_bytes / speed
+        return config.time_scale * experts * self.expert_bytes / speed * self._faults.factor("slow_reads", reader, now)
+
+    def fails(self, kind: str, reader: int, now: float) -> bool:
+        """Whether a fault of this kind hits a rank's read, or one of its experts."""
+        return self._chance(self._faults.share(kind, reader, now))
 
 
 class SimulatedTransfer:
@@ -70,13 +78,19 @@ class SimulatedTransfer:
         source, memory = found
         loop, reading = asyncio.get_running_loop(), Reading()
         began = loop.time()
-        self._free_at = max(self._free_at, began) + self._links.seconds(self._rank, source, len(pulls))
+        self._free_at = max(self._free_at, began) + self._links.seconds(self._rank, source, len(pulls), began)
 
         def land() -> None:
             self._landing.discard(landing)
+            now = loop.time()
+            if self._links.fails("break_reads", self._rank, now):
+                return reading.end(PeerGone(f"rank {source} is gone, by order: read another replica"))
             for pull in pulls:
-                self._memory.cell(pull.cell)[:] = memory.cell(pull.source)
-            reading.end(Pulled(len(pulls) * self._links.expert_bytes, loop.time() - began))
+                cell = self._memory.cell(pull.cell)
+                cell[:] = memory.cell(pull.source)
+                if self._links.fails("corrupt_reads", self._rank, now):
+                    cell[-1] ^= 0xFF
+            return reading.end(Pulled(len(pulls) * self._links.expert_bytes, now - began))
 
         landing = loop.call_at(self._free_at, land)
         self._landing.add(landing)

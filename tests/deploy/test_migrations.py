@@ -24,6 +24,7 @@ from deploy.commands_views import FAMILIES, KINDS
 from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
 from deploy.process import alongside
 from deploy.resuming import last_life
+from deploy.view_fleet import members, note_plans
 from deploy.view_migration import as_record, present
 from engine_adapter.rank.answers import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
@@ -389,3 +390,16 @@ async def test_an_engine_that_leaves_amid_a_plan_ends_it_with_a_word_why() -> No
     assert failed.reason
     assert failed.epoch == 1
     await bus.close()
+
+
+async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
+    async def migrating() -> list[str]:
+        engines = await members(bus, SUBJECTS)
+        await note_plans(bus, SUBJECTS, engines)
+        return [engine.migrating for engine in engines if engine.joined.engine == "engine-0"]
+
+    found = []
+    for said in (*GOOD, PLANNED, ABORTED, msgspec.structs.replace(PLANNED, worker_id=8)):
+        await bus.record(SUBJECTS.migrations("engine-0"), said)
+        found += await migrating()
+    assert found == ["cafe", "cafe", "cafe", "cafe", "", "cafe", "", ""]

@@ -162,7 +162,7 @@ async def test_a_handover_is_announced_and_holds_the_steps(house):
         ({"fault": "handover"}, "seconds = None: a handover announces"),
         ({"fault": "refuse", "share": 1.5}, "share = 1.5: use 0 to 1"),
         ({"fault": "slow", "seconds": 0}, "seconds = 0: use a positive number"),
-        ({"fault": "refuse", "factor": 2}, "factor = 2: only slow and lie_load"),
+        ({"fault": "refuse", "factor": 2}, "factor = 2: only slow, lie_load, slow_reads have one"),
     ],
 )
 def test_an_order_that_makes_no_sense_is_refused_in_words(order, complaint):

@@ -12,7 +12,7 @@ from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
 from engine_adapter.simulated.flipping import Prepared
-from engine_adapter.transfer import AddressRefused, Overdue, Pull
+from engine_adapter.transfer import AddressRefused, Overdue, PeerGone, Pull
 from engine_adapter.transfer.reading import own_address
 from fleet.placement import Placement
 from tests.engine_adapter.test_simulated_engine import ask, running
@@ -167,3 +167,26 @@ async def test_an_engine_that_ends_ends_what_waits_for_its_next_epoch() -> None:
             await waiting
         with pytest.raises(EngineFailed):
             await engine.ranks[1].experts.adopt(both[1])
+
+
+async def test_reads_are_slow_broken_or_damaged_where_that_was_ordered_and_nowhere_else() -> None:
+    async with running(ranks=2) as engine:
+        source, reader = engine.ranks
+        addresses = [rank.transfer.address(own_address(rank.experts.memory)) for rank in engine.ranks]
+        free, whole = 4 * 16, checksums(source.experts.memory.cell(0), source.experts.memory.tensors)
+
+        async def read() -> tuple[int, ...]:
+            await reader.transfer.pull(addresses[0], [Pull(0, free)], 60.0)
+            return checksums(reader.experts.memory.cell(free), reader.experts.memory.tensors)
+
+        assert await read() == whole
+        engine.order(FaultOrder(fault="corrupt_reads", rank=1, seconds=10))
+        assert [one == other for one, other in zip(await read(), whole, strict=True)] == [True, False]
+        engine.order(FaultOrder(fault="break_reads", rank=0))
+        await reader.transfer.pull(addresses[0], [Pull(0, free)], 60.0)
+        with pytest.raises(PeerGone, match="rank 1 is gone, by order"):
+            await source.transfer.pull(addresses[1], [Pull(0, free)], 60.0)
+        engine.order(FaultOrder(fault="heal"))
+        engine.order(FaultOrder(fault="slow_reads", factor=1e9))
+        with pytest.raises(Overdue):
+            await reader.transfer.pull(addresses[0], [Pull(0, free)], 1.0)
