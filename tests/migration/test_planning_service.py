@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from bus import BusError
-from bus.memory import MemoryBus
+from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from fleet.events import (
+    ApplyPlan,
     ClustersPublished,
     DemandPublished,
     DescribeClusters,
@@ -22,6 +23,7 @@ from fleet.events import (
     EngineLeft,
     HomesPublished,
     KvMetrics,
+    MigrationAccepted,
     PlacementCommitted,
     PlanDescribed,
 )
@@ -36,6 +38,7 @@ from migration.planner import Decided
 from migration.record import PlanRecord
 from migration.service import MigrationService
 from migration.situation import Question
+from tests.migration.obedient import Ranks
 
 SUBJECTS = Subjects()
 SHAPE = ModelShape(layers=2, experts=16, top_k=2, hidden=8, expert_intermediate=8)
@@ -105,6 +108,27 @@ async def ask(bus: MemoryBus, engine: str = "a", **question: Any) -> PlanRecord:
     answer = await bus.request(SUBJECTS.describe_plan, DescribePlan(engine=engine, **question), seconds=30)
     assert isinstance(answer, PlanDescribed)
     return msgspec.json.decode(answer.record, type=PlanRecord)
+
+
+@pytest.mark.looptime
+async def test_a_plan_that_is_told_can_be_carried_out_and_one_that_is_refused_is_none() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    await join(bus)
+    ranks = Ranks(MemoryBus(broker), SUBJECTS, FIRST)
+    async with ranks.serving(), serving(bus):
+        await Traffic(bus).last(50, SKEWED)
+        answer = await bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a"), seconds=30)
+        assert isinstance(answer, PlanDescribed)
+        record = msgspec.json.decode(answer.record, type=PlanRecord)
+        accepted = await bus.request(SUBJECTS.migrate, ApplyPlan(engine="a", plan=answer.plan), seconds=10)
+        assert isinstance(accepted, MigrationAccepted)
+        assert (accepted.plan, accepted.handovers, accepted.bytes) == (record.id, record.handovers, record.copied_bytes)
+        await asyncio.sleep(2 * record.handovers)
+        assert ranks.served == list(range(record.handovers + 1))
+        refused = await bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a", budget_bytes=0, policy="full"), seconds=30)
+        assert isinstance(refused, PlanDescribed)
+        assert not refused.plan
 
 
 @pytest.mark.looptime
@@ -266,3 +290,30 @@ async def test_a_defect_of_planning_is_counted_and_the_service_goes_on(monkeypat
         await join(bus, 2, "b")
         await asyncio.sleep(0.1)
         assert set(service.ledger.engines()) == {"a", "b"}
+
+
+@pytest.mark.looptime
+async def test_a_service_that_stood_by_says_homes_under_later_versions_than_the_one_that_led() -> None:
+    bus = MemoryBus()
+    await join(bus)
+    said: list[HomesPublished] = []
+
+    async def listen() -> None:
+        async with bus.subscribe(SUBJECTS.homes) as heard:
+            async for received in heard:
+                assert isinstance(received.message, HomesPublished)
+                said.append(received.message)
+
+    listening = asyncio.create_task(listen())
+    first = MigrationService(bus, SUBJECTS, CONFIG, clock=asyncio.get_running_loop().time)
+    leading = asyncio.create_task(first.run())
+    await asyncio.wait_for(first.ready.wait(), 20)
+    async with serving(MemoryBus(bus.broker)):
+        traffic = Traffic(bus)
+        await traffic.last(25, np.ones(16))
+        before = said[-1].version
+        leading.cancel()
+        await asyncio.wait([leading])
+        await traffic.last(25, np.ones(16))
+        assert said[-1].version > before
+    listening.cancel()
