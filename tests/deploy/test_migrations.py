@@ -88,8 +88,8 @@ def joined(engine: str, worker_id: int = 7, shape: ModelShape | None = SHAPE) ->
 @pytest.fixture
 async def bus() -> AsyncIterator[MemoryBus]:
     bus = MemoryBus()
-    for name in ("engine-0", "engine-1", "plain-2"):
-        await bus.record(SUBJECTS.membership(name), joined(name, shape=None if name == "plain-2" else SHAPE))
+    for worker_id, name in enumerate(("engine-0", "engine-1", "plain-2"), start=7):
+        await bus.record(SUBJECTS.membership(name), joined(name, worker_id, None if name == "plain-2" else SHAPE))
     yield bus
     await bus.close()
 
@@ -399,7 +399,7 @@ async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
         return [engine.migrating for engine in engines if engine.joined.engine == "engine-0"]
 
     found = []
-    for said in (*GOOD, PLANNED, ABORTED, msgspec.structs.replace(PLANNED, worker_id=8)):
+    for said in (*GOOD, PLANNED, ABORTED, msgspec.structs.replace(PLANNED, worker_id=99)):
         await bus.record(SUBJECTS.migrations("engine-0"), said)
         found += await migrating()
     assert found == ["cafe", "cafe", "cafe", "cafe", "", "cafe", "", ""]
