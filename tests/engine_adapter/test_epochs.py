@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.dispatch import SMALL_GATHER_BYTES, GlooDispatch
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.machine import Machine, build_machine
 from engine_adapter.embedded.runner import Forward, Runner, Work
 from engine_adapter.engine import EngineFailed
 from engine_adapter.rank.answers import Answer, GenerationRequest
+from fleet.dispatch import COVER, SPLIT
 from fleet.placement import EMPTY, Placement, Split, linear
 from fleet.timing import EngineSpeed
 from tests.fleet.splits import random_split
@@ -170,13 +172,13 @@ async def all_prompts(ranks: Sequence[Rank]) -> list[Answer]:
     return answers
 
 
-async def bit_equal_under_live_flips(checkpoint: Path, folder: Path, ranks: int, slots: int) -> None:
+async def bit_equal_under_live_flips(checkpoint: Path, folder: Path, ranks: int, slots: int, dispatch: str = SPLIT) -> None:
     async with ranks_of(checkpoint, folder, 1) as alone:
         for answer in await all_prompts(alone):
             await answer.rest()
         expected = sorted_rows(alone)
     dice = np.random.default_rng(ranks)
-    async with ranks_of(checkpoint, folder, ranks, slots_per_rank=slots) as several:
+    async with ranks_of(checkpoint, folder, ranks, slots_per_rank=slots, dispatch=dispatch) as several:
         across = 0
         for _ in range(50):
             answers = await all_prompts(several)
@@ -197,8 +199,12 @@ async def test_fifty_scattered_placements_one_after_another_under_load_change_no
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_fifty_scattered_placements_on_four_ranks_change_no_bit(checkpoint: Path, tmp_path: Path) -> None:
-    await bit_equal_under_live_flips(checkpoint, tmp_path, ranks=4, slots=3)
+@pytest.mark.parametrize(("small_gather_bytes", "dispatch"), [(SMALL_GATHER_BYTES, SPLIT), (0, COVER)], ids=["small-steps", "as-large-steps-and-cover"])
+async def test_fifty_scattered_placements_on_four_ranks_change_no_bit(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_gather_bytes: int, dispatch: str
+) -> None:
+    monkeypatch.setitem(GlooDispatch.__init__.__kwdefaults__, "small_gather_bytes", small_gather_bytes)
+    await bit_equal_under_live_flips(checkpoint, tmp_path, ranks=4, slots=3, dispatch=dispatch)
 
 
 @pytest.mark.parametrize("handovers", [0, 3])
