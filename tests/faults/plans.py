@@ -36,7 +36,20 @@ def copies(placement: Placement, target: int, count: int) -> Plan | None:
                     steps.append(_replicate(placement, table, layer, comes[0], slot))
     if len(steps) < count:
         return None
-    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=tuple(steps))], reason="a test of room")
+    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=tuple(steps))], reason="a test of room", name=f"plan-{uuid.uuid4().hex[:12]}")
+
+
+def swaps(placement: Placement, dice: np.random.Generator, count: int) -> Plan:
+    """One handover of so many swaps between ranks 0 and 1: each of the two has to bring in as many experts."""
+    steps = []
+    for layer in range(placement.layers):
+        mine, theirs = ([int(one) for one in placement.on_rank(rank)[layer] if one != EMPTY] for rank in (0, 1))
+        pairs = zip(dice.permutation([one for one in mine if one not in theirs]), dice.permutation([one for one in theirs if one not in mine]), strict=False)
+        for expert, back in list(pairs)[: -(-count // placement.layers)]:
+            old, slot = (int(np.flatnonzero(placement.expert_of_slot[layer] == one)[0]) for one in (expert, back))
+            both = (_copy(int(expert), old, slot), _copy(int(back), slot, old))
+            steps.append(Step(kind="swap", layer=layer, slot=slot, expert=int(expert), other_slot=old, other_expert=int(back), copies=both, why="a test"))
+    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=tuple(steps))], reason="a test of room", name=f"plan-{uuid.uuid4().hex[:12]}")
 
 
 def _step(placement: Placement, dice: np.random.Generator, source: int | None, target: int | None) -> Step:

@@ -42,8 +42,17 @@ class History:
 
     @property
     def latest(self) -> Placement:
-        """On record as served. IndexError when nothing is."""
-        return Placement.from_record(self.placements[-1].placement)
+        """On record as served by the present life, or by the one before. IndexError when nothing is.
+
+        What a dead life had been about to serve may be recorded behind what the present one began with.
+        """
+        present = [one for one in self.placements if self.joins and one.worker_id == self.joins[-1].worker_id]
+        return Placement.from_record((present or self.placements)[-1].placement)
+
+    @property
+    def known(self) -> bool:
+        """Whether what the present life serves is on record."""
+        return bool(self.joins) and any(one.worker_id == self.joins[-1].worker_id for one in self.placements)
 
 
 class Records:
