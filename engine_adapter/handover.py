@@ -45,6 +45,8 @@ from fleet.events import (
 from fleet.handover import Verdict
 from fleet.placement import Placement
 
+TICK_SECONDS = 0.001
+"""a timer may fire a little before its time, and would find nothing to do then, again and again"""
 STOP_SECONDS = 0.25
 """that an abort waits for what it stopped, so that its room is back when the next proposal comes"""
 Result = TypeVar("Result")
@@ -145,7 +147,7 @@ class HandoverDesk:
             await self._say(clock())
             wakes = self.conduct.wakes
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(None if wakes == float("inf") else wakes):
+                async with asyncio.timeout_at(None if wakes == float("inf") else wakes + TICK_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
 
