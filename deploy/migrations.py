@@ -26,6 +26,8 @@ from fleet.events import (
 
 ASK_SECONDS = 15.0
 """for the planner to check what is asked"""
+TAKEOVER_SECONDS = 8.0
+"""in which a planner that died is started again, or another one leads"""
 QUIET_SECONDS = 15.0
 """without a word about a plan; then it is said that nobody says anything"""
 BEFORE_SECONDS = 60.0
@@ -125,7 +127,7 @@ async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool,
     """
     known = {_identity(one) async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)}
     async with bus.subscribe(subjects.handovers) as heard:
-        course = Course(await _accepted(bus, subjects, order))
+        course = Course(await _accepted(bus, subjects, order, say))
         began(course)
         if wait:
             async with alongside(_listen(heard, course), "hear how ranks get on"), alongside(_wonder(course, say), "notice silence"):
@@ -133,15 +135,23 @@ async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool,
     return course
 
 
-async def _accepted(bus: Bus, subjects: Subjects, order: Order) -> MigrationAccepted:
-    try:
-        answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
-    except BusTimeout as error:
-        raise NotAccepted(
-            f"the planner does not answer ({error}): is it running? If it only hangs, it may do it yet; roost events --kind migration tells"
-        ) from error
-    except Declined as error:
-        raise NotAccepted(str(error)) from error
+async def _accepted(bus: Bus, subjects: Subjects, order: Order, say: Say) -> MigrationAccepted:
+    """Where nobody is there to ask, which a bus finds out at once, a planner may be about to take over: it is waited for."""
+    clock = asyncio.get_running_loop().time
+    began, patience = clock(), min(TAKEOVER_SECONDS, ASK_SECONDS)
+    while True:
+        try:
+            answer = await bus.request(subjects.migrate, order, ASK_SECONDS)
+        except BusTimeout as error:
+            if clock() - began >= patience:
+                why = "is it running? If it only hangs, it may do it yet; roost events --kind migration tells"
+                raise NotAccepted(f"the planner does not answer ({error}): {why}") from error
+            say("no planner is there; one may be about to take over")
+            await asyncio.sleep(patience / 4)
+        except Declined as error:
+            raise NotAccepted(str(error)) from error
+        else:
+            break
     if not isinstance(answer, MigrationAccepted):
         raise NotAccepted(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
     return answer

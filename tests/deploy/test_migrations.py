@@ -194,6 +194,17 @@ async def test_a_refusal_is_told_in_the_planners_words_and_silence_as_silence(bu
         await carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=print)
 
 
+async def test_a_planner_that_takes_over_is_waited_for(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "TAKEOVER_SECONDS", 0.4)
+    missed, said = asyncio.Event(), list[str]()
+    order = asyncio.ensure_future(carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=lambda text: said.append(text) or missed.set()))
+    async with asyncio.timeout(5):
+        await missed.wait()
+        async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, *GOOD)):
+            assert (await order).over
+    assert said[0] == "no planner is there; one may be about to take over"
+
+
 async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "QUIET_SECONDS", 0.01)
     quiet = asyncio.Event()
