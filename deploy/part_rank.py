@@ -1,5 +1,6 @@
 """One rank process of the embedded engine: engine, HTTP face and agent, stopped in the order that breaks no stream."""
 
+import gc
 import logging
 import socket
 from contextlib import AsyncExitStack
@@ -60,6 +61,8 @@ async def serve(
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
         await until_ready(agent.joined, stepping, serving, speaking)
         log.info("%s serves on %s", name, order.urls[order.rank])
+        gc.collect()
+        gc.freeze()  # a collection that looks at all that was loaded holds the steps up for tens of milliseconds, and with them every rank
         tell(ready)
         await first_failure([stepping, serving, speaking])
 

@@ -7,6 +7,7 @@ file with `Job` as JSON. It says `ready` on standard output once it serves and h
 """
 
 import asyncio
+import gc
 import sys
 import time
 import zipfile
@@ -151,6 +152,8 @@ async def serve(job: Job, folder: Path, rank: int) -> None:
         running = await stack.enter_async_context(alongside(engine.run(), f"steps of rank {rank}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of rank {rank}"))
         await until_ready(agent.joined, running, speaking)
+        gc.collect()
+        gc.freeze()
         for number in range(job.sequences):
             await stack.enter_async_context(alongside(stream(engine, diary, 1000 * rank + number), f"stream {number} of rank {rank}"))
         sys.stdout.write("ready\n")
