@@ -26,6 +26,7 @@ from fleet.events import (
     EngineJoined,
     EngineLeft,
     ExpertsActivated,
+    HandoverDescribed,
     KvBlock,
     KvChange,
     KvMetrics,
@@ -40,6 +41,7 @@ from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
+from tests.engine_adapter.standing_ranks import Group, StandingExperts
 
 WORKER = 2**63 + 5
 SUBJECTS = Subjects()
@@ -59,7 +61,7 @@ class PuppetEngine:
         )  # fmt: skip
         self.placement: Placement | None = linear(layers=2, experts=4, ranks=ranks)
         self.handover_seconds = 0.0
-        self.experts = None
+        self.experts: StandingExperts | None = None
         self._kv: list[KvChange | str] = []
         self._load = IDLE
         self._activations: Activations | None = None
@@ -338,6 +340,18 @@ async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_
     async with running(broker, PuppetEngine()):
         with pytest.raises(Declined, match="the experts of a stay where they are"):
             await bus.request(SUBJECTS.handover(WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+
+
+async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordinator(broker: MemoryBroker) -> None:
+    engine, bus = PuppetEngine(), MemoryBus(broker)
+    assert engine.placement is not None
+    engine.experts = StandingExperts(Group(engine.placement, broker), 0)
+    async with running(broker, engine) as agent:
+        described = await bus.request(SUBJECTS.handover(WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+        assert agent.desk is not None
+    assert isinstance(described, HandoverDescribed)
+    assert (described.state, described.served, described.free) == ("serving", 0, engine.placement.slots_per_rank)
+    engine.experts.memory.close()
 
 
 async def test_leaving_is_bounded_when_the_bus_is_gone(broker: MemoryBroker) -> None:
