@@ -296,7 +296,7 @@ class Conductor:
         told = await self._room(entry, received(handover, entry.placement), told)
         if (token := max(said.token for said in told)) > self._lead.token:
             await self._lead.outbid(token)
-        return found, max(0 if found.open is None else found.open.handover, *(said.concluded for said in told))
+        return found, max(0 if found.open is None else found.open.highest, *(said.concluded for said in told))
 
     async def _room(self, entry: Entry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
         """Wait, as long as staging may take, for cells that drain or are in quarantine; what then is missing ranks say themselves."""
@@ -329,7 +329,7 @@ class Conductor:
         if open_ is None:
             return found
         logger.warning("ranks of engine %s have handover %d open, of which nothing is stored; it is %s", engine, *open_)
-        left = unheard_of(entry, *open_, self._lead.token)
+        left = unheard_of(entry, *open_, self._lead.token, found.open)
         revision = await self._journal.keep(engine, left, found.revision)
         what = left_open(engine, left, None, None, self._config)
         await self._handing.carry(taken_over(what, left, self._lead.token, self._pace, self._clock()), revision)

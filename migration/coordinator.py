@@ -55,6 +55,8 @@ class Undertaking:
     stage_seconds: float
     """for staging"""
     traceparent: str = ""
+    given: int = 0
+    """see `OpenHandover`"""
 
 
 class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +66,7 @@ class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_id: int
     ranks: int
     handover: int
-    """of an idle engine the last one; the next has a higher number"""
+    """of an idle engine the last one"""
     plan: str
     number: int
     last: bool
@@ -73,9 +75,16 @@ class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bytes: int
     token: int
     """of whoever wrote this"""
+    given: int = 0
+    """highest number that a handover of this engine was given, where it is higher than this one's: ranks were found with an earlier one open"""
     reason: str = ""
     fault: str = ""
     rank: int | None = None
+
+    @property
+    def highest(self) -> int:
+        """The highest number that was given; no number is given twice, as late commands of one would be taken for the other's."""
+        return max(self.handover, self.given)
 
 
 class Move(NamedTuple):
@@ -217,6 +226,7 @@ class Proceeding:
             copied=what.copied,
             bytes=what.bytes,
             token=self.token,
+            given=what.given,
             **({} if failure is None else failure._asdict()),
         )
 

@@ -55,11 +55,12 @@ def left_open(engine: str, left: OpenHandover, staged: MigrationStaged | None, e
         copied=left.copied,
         bytes=left.bytes,
         stage_seconds=config.stage_seconds,
+        given=left.given,
     )
 
 
-def unheard_of(entry: Entry, handover: int, state: Conducting, token: int) -> OpenHandover:
-    """A handover that ranks have open though nothing durable knows of it, as it has to be ended."""
+def unheard_of(entry: Entry, handover: int, state: Conducting, token: int, stored: OpenHandover | None) -> OpenHandover:
+    """A handover that ranks have open though nothing durable knows of it, as it has to be ended. stored: what was found durable instead."""
     return OpenHandover(
         state=state,
         worker_id=entry.worker_id,
@@ -72,6 +73,7 @@ def unheard_of(entry: Entry, handover: int, state: Conducting, token: int) -> Op
         copied=0,
         bytes=0,
         token=token,
+        given=0 if stored is None else stored.highest,
     )
 
 

@@ -186,13 +186,13 @@ class World:
         elif self.whole and stray(told := [seat.conduct.describe(self.now) for seat in self.seats]):
             self._clear(leader, told)
         elif self.whole and self.faults:
-            self._begin(leader, 0 if left is None else left.handover)
+            self._begin(leader, 0 if left is None else left.highest)
 
     def _clear(self, leader: Leader, told: Sequence[HandoverDescribed]) -> None:
         """End what ranks have open though it is over."""
         found = stray(told)
         assert found is not None
-        left = unheard_of(self.entry, *found, leader.token)
+        left = unheard_of(self.entry, *found, leader.token, self.open)
         if self.claim(left, leader.revision):
             leader.revision = self.revision
             leader.proceeding = taken_over(left_open("a", left, None, None, MigrationConfig()), left, leader.token, PACE, self.now)

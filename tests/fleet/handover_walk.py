@@ -14,7 +14,7 @@ class Walk:
     def __init__(self, seed: int, world: type[World] = World) -> None:
         dice = random.Random(seed)
         self.world, self._dice = world(dice), dice
-        self._deaths, self._leaders, self._silences = dice.choice((0.0, 0.002)), dice.choice((0.0, 0.004)), dice.choice((0.0, 0.005))
+        self._deaths, self._leaders, self._silences = dice.choice((0.0, 0.002)), dice.choice((0.0, 0.004)), dice.choice((0.0, 0.005, 0.05))
         self._late, self._settled, self._again = dice.choice((0.0, 0.2, 0.6)), dice.choice((0.004, 0.3)), dice.choice((0.1, 0.3))
         self._often = tuple(dice.choice((most, most, 1)) for most in (4, 6, 6, 8, 4, 3, 1))
 

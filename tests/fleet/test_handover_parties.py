@@ -1,14 +1,17 @@
 """The real coordinator and the real ranks against each other, over everything that networks, transfers and deaths do to them."""
 
+import random
 from typing import Any
 
 import pytest
 
 from engine_adapter import residency
 from engine_adapter.residency import Inconsistent, Residency
-from fleet.handover import CELL, Cell, CellEvent
-from migration.coordinator import OpenHandover, Proceeding
-from tests.fleet.handover_parties import World
+from fleet.handover import CELL, Cell, CellEvent, Conducting
+from migration.config import MigrationConfig
+from migration.coordinator import OpenHandover, Proceeding, taken_over
+from migration.undertakings import left_open, unheard_of
+from tests.fleet.handover_parties import PACE, World
 from tests.fleet.handover_seats import Seat, Unsafe
 from tests.fleet.handover_walk import Walk
 
@@ -35,6 +38,16 @@ def test_whatever_happens_on_the_way_the_parties_keep_every_promise_and_come_to_
 @pytest.mark.slow
 def test_the_same_on_many_long_walks() -> None:
     assert walked(range(1000, 1100), 4000) > 500
+
+
+def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handover_open() -> None:
+    world = World(random.Random(0))
+    last = unheard_of(world.entry, 8, Conducting.IDLE, 1, None)
+    found = unheard_of(world.entry, 7, Conducting.ABORTING, 1, last)
+    proceeding = taken_over(left_open("a", found, None, None, MigrationConfig()), found, 1, PACE, 0.0)
+    ended = proceeding.durable(Conducting.IDLE, 1.0)
+    assert (ended.handover, ended.highest) == (7, 8)
+    assert unheard_of(world.entry, 6, Conducting.ABORTING, 1, ended).highest == 8
 
 
 class _AnybodyWrites(World):
