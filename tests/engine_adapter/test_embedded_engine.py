@@ -395,6 +395,7 @@ async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engi
         ({"max_context": 1}, "max_context"),
         ({"threads": 0}, "threads"),
         ({"dtype": "float16"}, "dtype"),
+        ({"ballast_bytes": -1}, "ballast_bytes"),
         ({"step_timeout_seconds": 0.0}, "step_timeout_seconds"),
         ({"join_timeout_seconds": -1.0}, "join_timeout_seconds"),
         ({"checkpoint": Path("/nowhere")}, "checkpoint"),

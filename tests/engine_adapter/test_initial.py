@@ -5,12 +5,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.machine import build_machine
-from engine_adapter.embedded.runner import Runner
-from engine_adapter.initial import initial, read, with_slots
+from engine_adapter.embedded.runner import Runner, Work
+from engine_adapter.initial import initial, leave_last, read, with_slots
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
 from fleet.dispatch import served_by
@@ -91,3 +92,20 @@ def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest
     machine = build_machine(config, 0, None)
     machine.close()
     assert (machine.placement.slots_per_rank, machine.placement.experts) == (40, 32)
+
+
+def test_a_rank_that_begins_with_the_last_epoch_holds_its_experts_and_computes_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Runner, "measure_speed", lambda self: EngineSpeed())
+    config = EmbeddedConfig(checkpoint=DEMO_CHECKPOINT, slots_per_rank=33, kv_blocks=64, max_batch_tokens=65, threads=1)
+    table = np.stack([np.random.default_rng(layer).permutation([*range(32), EMPTY]) for layer in range(4)])
+    last = Placement(table, experts=32, ranks=1, epoch=9)
+    logits = []
+    for meeting in (tmp_path / "first", tmp_path / "next"):
+        meeting.mkdir()
+        if logits:
+            leave_last(meeting, last.record())
+        machine = build_machine(config, 0, meeting)
+        logits.append(machine.runner.forward([Work(list(b"the same words"), 0, [3], wants_logits=True)]).logits)
+        machine.close()
+    assert machine.placement == last
+    assert torch.equal(*logits)
