@@ -16,8 +16,9 @@ second phase ends in a *flip*: all ranks serve the new epoch from one and the sa
 
 Four rules keep late, repeated and reordered messages harmless:
 
-- *Identity.* A handover has a number that only grows, and is for one life of the engine. A rank remembers the highest number that it has concluded
-  (or been told to abort, even before it was proposed) and takes no proposal of that number or below. A commit is for one number, never for "the epoch".
+- *Identity.* A handover has a number that only grows and is never given twice, and is for one life of the engine. A rank remembers the highest
+  number that it has concluded (or been told to abort, even before it was proposed) and takes no proposal of that number or below. A commit is for one
+  number, never for "the epoch".
 - *Compare-and-set.* Who decides has seen the very state that is replaced. So there is one decision, however many believe to lead.
 - *Fencing.* Every command carries the token of the coordinator's lease, which only grows. A rank remembers the highest and refuses lower ones.
   While the store is consistent the two rules above suffice, and this one is a second line: it keeps out whoever was replaced while the store was away.
