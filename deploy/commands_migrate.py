@@ -71,7 +71,10 @@ def rollback(
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Bring an engine back to the placement before a plan, by handovers like any other, while it serves."""
+    """Bring an engine back to the placement before a plan, by handovers like any other, while it serves.
+
+    That is a plan too, so a second rollback undoes the first; to go further back, name a plan: roost events --kind migration --since 1d lists them.
+    """
     from deploy.view_migration import Manner, show_rollback
 
     show_rollback(bus_from(config, nats), engine, before or "", Manner(wait=not no_wait, as_json=as_json))
