@@ -38,6 +38,8 @@ MIB = 1 << 20
 SIZES = {1 * MIB: 64, 16 * MIB: 8, 176 * MIB: 1}
 """bytes of a cell, and how many are read at once"""
 MODES = {"default": {}, "tcp": {"UCX_TLS": "tcp,self"}}
+ROUNDS = {"default": (61, 15), "tcp": (31, 5)}
+"""of a whole run, and of a quick one"""
 CONFIG = TransferConfig(niceness=0)
 COPY, VERIFIED, SHARED = 0.9, 0.5, 0.9
 """least ratios to the raw loop, and to memcpy"""
@@ -168,7 +170,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, serve
     ratios: dict[str, list[tuple[float, str]]] = {"copy": [], "verified": [], "shared": []}
     for mode in MODES:
         for cell_bytes, cells in SIZES.items():
-            _add(report, ratios, f"{mode}, {cells} x {cell_bytes // MIB}", cells * cell_bytes, measured(cell_bytes, mode, 7 if quick else 41))
+            _add(report, ratios, f"{mode}, {cells} x {cell_bytes // MIB}", cells * cell_bytes, measured(cell_bytes, mode, ROUNDS[mode][quick]))
     report.notes.append(f"load average {os.getloadavg()[0]:.1f}")
     (shared, of_shared), (verified, of_verified), (copy, of_copy) = (min(ratios[name]) for name in ("shared", "verified", "copy"))
     report.targets += [
