@@ -186,7 +186,7 @@ def _tell(course: Course, manner: Manner, *, left: bool, also: dict[str, Any]) -
     if failed is not None:
         before = f"; {many(course.done, 'handover')} of {accepted.handovers} had been done" if course.done else ""
         place = "" if failed.rank is None else f" (rank {failed.rank})"
-        print_error(f"given up{place}: {failed.reason}; {accepted.engine} serves epoch {failed.epoch - 1} on{before}")
+        print_error(f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}")
         raise typer.Exit(FAILURE)
     if left or not manner.wait:
         note(f"plan {accepted.plan} goes on without this command: {LOOK}")

@@ -304,7 +304,7 @@ def test_migrate_ends_in_status_1_when_it_is_given_up(nats_url: str, space: str)
         done = roost("migrate", "--expert", "1/3", "--to", "engine-0/1", "--nats", nats_url)
     assert done.exit_code == 1
     assert "given up (rank 1): rank 1 has no free cell" in done.stderr
-    assert "engine-0 serves epoch 1 on; 1 handover of 2 had been done" in done.stderr
+    assert "engine-0 stays at epoch 1; 1 handover of 2 had been done" in done.stderr
 
 
 def test_a_plan_is_written_to_a_file_and_carried_out_from_there(nats_url: str, space: str, tmp_path: Path) -> None:
