@@ -2,9 +2,10 @@
 
 A rank's memory is of a file that has no path (memfd). Whoever may trace the process can open it as /proc/PID/fd/N; number, inode and size are compared, since
 both PID and N may by then be another's. The mapping outlives the process it came from. The source has no part in a copy: one that is stopped, or busy, is
-read from all the same.
+read from all the same. A file that may shrink is not mapped: reading behind its end would kill the reader.
 """
 
+import fcntl
 import mmap
 import os
 from collections.abc import Hashable, Sequence
@@ -134,6 +135,8 @@ def _mapped(address: MemoryAddress) -> NDArray[np.uint8]:
             raise PeerGone(
                 f"{path} is another file ({found.st_size} bytes) than was said ({size} bytes): the process that said so is dead; read another replica"
             )
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise AddressRefused(f"{path} may still shrink, and whoever reads it then is killed: the rank has to seal its size (`cells.mapped`)")
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise TransferError(f"{path} cannot be mapped: {error}") from error

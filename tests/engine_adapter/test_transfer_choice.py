@@ -153,6 +153,18 @@ async def test_what_is_not_the_file_that_was_told_is_not_read(memory: MappedCell
     source.close()
 
 
+async def test_memory_that_may_shrink_under_its_readers_is_not_mapped(memory: MappedCells) -> None:
+    descriptor = os.memfd_create("unsealed", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, memory.cells * memory.cell_bytes)
+    reader = SharedTransfer(memory, TransferConfig())
+    told = reader.address(own_address(memory))
+    lie = msgspec.structs.replace(told, descriptor=descriptor, inode=os.fstat(descriptor).st_ino)
+    with pytest.raises(AddressRefused, match="seal"):
+        await reader.pull(lie, [Pull(0, 1)], 10)
+    await reader.close()
+    os.close(descriptor)
+
+
 async def test_the_rank_s_memory_is_of_a_file_that_goes_with_it(memory: MappedCells) -> None:
     assert memory.base % 4096 == 0
     assert memory.cell(2).ctypes.data == memory.base + 2 * memory.cell_bytes
