@@ -29,7 +29,7 @@ ASK_SECONDS = 15.0
 TAKEOVER_SECONDS = 8.0
 """in which a planner that died is started again, or another one leads"""
 QUIET_SECONDS = 15.0
-"""without a word about a plan; then it is said that nobody says anything"""
+"""without a word about a plan; then that is said"""
 BEFORE_SECONDS = 60.0
 """What was stored so long before a request is known to be of others."""
 Order = MigrateExpert | ApplyPlan | RollBack
@@ -119,6 +119,15 @@ class Course:
         open_ones = (rank for rank in self.ranks.values() if rank.handover)
         return self.bytes + sum(pull.bytes for rank in open_ones for pull in rank.pulls)
 
+    @property
+    def present(self) -> str:
+        """Where it is, in a few words, however many ranks there are."""
+        by_state: dict[str, list[int]] = {}
+        for rank, told in sorted(self.ranks.items()):
+            by_state.setdefault(told.state, []).append(rank)
+        where = ", ".join(f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}" for state, ranks in by_state.items())
+        return f"handover {min(self.done + 1, self.accepted.handovers)} of {self.accepted.handovers}" + (f": {where}" if where else "")
+
 
 async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool, began: Callable[[Course], None], say: Say) -> Course:
     """Ask for it, and with `wait` return when it is over, whichever way. began: told once it is accepted; say: told of each thing that happens.
@@ -182,7 +191,7 @@ async def _wonder(course: Course, say: Say) -> None:
         before = course.heard
         await asyncio.sleep(QUIET_SECONDS)
         if course.heard == before:
-            say(f"nothing was heard of plan {course.accepted.plan} for {QUIET_SECONDS:g} s; is the planner running? Ctrl-C leaves it as it is")
+            say(f"{course.present}; nothing new for {QUIET_SECONDS:g} s. Where experts are large that is to be expected; else see whether the planner runs")
 
 
 def _identity(received: Received) -> tuple[int, int]:

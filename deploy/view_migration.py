@@ -156,17 +156,8 @@ class _Shown:
             row = bar.add_task("", total=course.accepted.handovers, moved="")
             while True:
                 moved = f"{in_units(course.pulled)} of {in_units(course.accepted.bytes)}"
-                bar.update(row, description=present(course), completed=course.done, moved=moved)
+                bar.update(row, description=course.present, completed=course.done, moved=moved)
                 await asyncio.sleep(LOOK_SECONDS)
-
-
-def present(course: Course) -> str:
-    """Where it is, in a few words, however many ranks there are."""
-    by_state: dict[str, list[int]] = {}
-    for rank, told in sorted(course.ranks.items()):
-        by_state.setdefault(told.state, []).append(rank)
-    where = ", ".join(f"rank {ranks[0]} {state}" if len(ranks) == 1 else f"{len(ranks)} ranks {state}" for state, ranks in by_state.items())
-    return f"handover {min(course.done + 1, course.accepted.handovers)} of {course.accepted.handovers}" + (f": {where}" if where else "")
 
 
 def outcome(course: Course) -> str:

@@ -25,7 +25,7 @@ from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, en
 from deploy.process import alongside
 from deploy.resuming import last_life
 from deploy.view_fleet import members, note_plans
-from deploy.view_migration import as_record, present
+from deploy.view_migration import as_record
 from engine_adapter.rank.answers import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
 from fleet.events import (
@@ -209,7 +209,9 @@ async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pyte
     monkeypatch.setattr(migrations, "QUIET_SECONDS", 0.01)
     quiet = asyncio.Event()
     async with bus.serve(SUBJECTS.migrate, telling(bus, SUBJECTS, PLANNED)):
-        course = asyncio.ensure_future(carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=lambda text: "running?" in text and quiet.set()))
+        course = asyncio.ensure_future(
+            carried_out(bus, SUBJECTS, ASKED, wait=True, began=lambda _: None, say=lambda text: "nothing new" in text and quiet.set())
+        )
         async with asyncio.timeout(5):
             await quiet.wait()
             await bus.record(SUBJECTS.migrations("engine-0"), ABORTED)
@@ -218,17 +220,17 @@ async def test_silence_about_a_plan_is_noticed(bus: MemoryBus, monkeypatch: pyte
 
 def test_how_far_ranks_are_is_shown_and_counted() -> None:
     course = Course(ACCEPTED)
-    assert present(course) == "handover 1 of 2"
+    assert course.present == "handover 1 of 2"
     plain: dict[str, Any] = {"worker_id": 7, "served": 0, "token": 1, "handover": 5, "concluded": 4, "flipped": 4}
     course.note(HandoverDescribed(rank=1, state="staging", pulls=(PULL,), **plain))
     course.note(HandoverDescribed(rank=0, state="staged", **plain))
     course.note(HandoverDescribed(rank=0, state="staging", **{**plain, "worker_id": 8}))
-    assert present(course) == "handover 1 of 2: rank 0 staged, rank 1 staging"
+    assert course.present == "handover 1 of 2: rank 0 staged, rank 1 staging"
     assert course.pulled == 1000
     course.note(HandoverDescribed(rank=2, state="staged", **plain))
-    assert present(course) == "handover 1 of 2: 2 ranks staged, rank 1 staging"
+    assert course.present == "handover 1 of 2: 2 ranks staged, rank 1 staging"
     course.note(committed(0))
-    assert (course.pulled, present(course)) == (1000, "handover 2 of 2")
+    assert (course.pulled, course.present) == (1000, "handover 2 of 2")
 
 
 def test_families_of_kinds_name_kinds() -> None:
