@@ -134,7 +134,7 @@ def accepted(entry: Entry, plan: Plan) -> MigrationAccepted:
         handovers=len(plan.handovers),
         copies=len(plan.copies),
         bytes=plan.bytes,
-        what=tuple(step.what for step in steps(plan)[:MOST_WORDS]),
+        what=tuple(f"layer {step.layer}: {step.what}" for step in steps(plan)[:MOST_WORDS]),
     )
 
 

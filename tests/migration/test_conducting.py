@@ -42,7 +42,7 @@ async def test_a_plan_of_three_handovers_is_carried_out_and_told_in_order() -> N
     async with engine(broker) as ranks, leading(bus) as service:
         accepted = await apply(bus, replicating())
         assert (accepted.handovers, accepted.copies, accepted.bytes) == (3, 3, 3 * 384)
-        assert accepted.what[0] == "expert 0 from rank 0 to rank 1"
+        assert accepted.what[0] == "layer 0: expert 0 from rank 0 to rank 1"
         await asyncio.sleep(5)
         assert ranks.served == [0, 1, 2, 3]
         assert ranks.placement == replay(FIRST, replicating())[-1]
