@@ -22,7 +22,7 @@ from bus.subjects import Subjects
 from deploy import migrations
 from deploy.commands_views import FAMILIES, KINDS
 from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
-from deploy.process import alongside
+from deploy.process import SIGNALS, alongside
 from deploy.resuming import last_life
 from deploy.view_fleet import members, note_plans
 from deploy.view_migration import as_record
@@ -338,6 +338,16 @@ def test_a_plan_that_does_nothing_is_neither_applied_nor_written(nats_url: str, 
     assert "this plan does nothing: not worth it" in roost("migrate", "--plan", str(file)).stderr
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """What signals do is as before afterwards: a command that is interrupted lets a second one end the process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
 def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(nats_url: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.migrations.Course.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
     with planner(nats_url, space, [], PLANNED):
