@@ -70,6 +70,8 @@ class Process:
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
+        self.ended = False
+        """by us"""
         self._process: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
 
@@ -112,11 +114,11 @@ class Process:
         assert said, f"{self.name} has ended; its log ends:\n{self.tail}"
         return said.decode()
 
-    async def ask(self, seconds: float = 10.0) -> dict[str, Any]:
-        """How it stands."""
+    async def ask(self, question: str = "standing", seconds: float = 10.0) -> dict[str, Any]:
+        """How it stands; or its belongings."""
         assert self.running.stdin is not None
         async with self._asking:
-            self.running.stdin.write(b"\n")
+            self.running.stdin.write(f"{question}\n".encode())
             await self.running.stdin.drain()
             found: dict[str, Any] = json.loads(await self.line(seconds))
             return found
@@ -127,6 +129,7 @@ class Process:
 
     async def end(self, number: signal.Signals, seconds: float = 10.0) -> int:
         """Send a signal and wait for the end."""
+        self.ended = True
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 self.send(number)
@@ -193,6 +196,11 @@ class House:
         assert process.alive, f"{process.name} ended with {process.running.returncode}:\n{process.tail}"
         return process
 
+    def check(self) -> None:
+        """AssertionError when a coordinator has ended by itself."""
+        for one in self.coordinators:
+            assert one.alive or one.ended, f"{one.name} has ended by itself, with status {one.running.returncode}; its log ends:\n{one.tail}"
+
     @property
     def leader(self) -> Process:
         """The coordinator that took the lead last. AssertionError when none did."""
@@ -250,6 +258,7 @@ class Engine:
             await process.start(str(RANK), str(file), environment=self._environment)
         for process in self.ranks:
             assert await process.line(START_SECONDS) == "joined\n", process.tail
+        self.house.check()
         await until(self._known, f"the placement of {self.name} is recorded", 20.0)
 
     def _known(self) -> bool:

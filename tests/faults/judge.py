@@ -48,6 +48,7 @@ async def settle(engine: Engine, ranks: Sequence[int] = range(RANKS), *, states:
 
 async def judge(engine: Engine) -> Placement:
     """All ranks serve the last placement on record, every expert from bytes that are its own. The placement."""
+    engine.house.check()
     await settle(engine)
     latest = await until(lambda: _agreed(engine), f"{engine.name} serves what is on record", SETTLE_SECONDS)
     found = await asyncio.gather(*(process.ask() for process in engine.ranks))
@@ -99,7 +100,7 @@ class Belongings:
     async def _until_it_is_as_before(self, process: Process) -> tuple[dict[str, Any], int]:
         """What it has, and how many descriptors: tasks that answer a question take a moment to end."""
         for _ in range(50):
-            standing = await process.ask()
+            standing = await process.ask("belongings")
             assert len(set(standing["threads"])) == len(standing["threads"]), f"{process.name} has a thread twice: {standing['threads']}"
             now = {name: standing[name] for name in ("tasks", "requests", "leases")}
             if self._before.get(process.pid, (now, 0))[0] == now:

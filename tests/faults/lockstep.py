@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fleet.handover import flips
 
-LOOK_SECONDS = 0.004
+LOOK_SECONDS = 0.01
 _STEP, _READY = 0, 1
 
 

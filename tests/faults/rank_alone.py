@@ -124,7 +124,6 @@ class RankAlone:
 
 def standing(engine: RankAlone, desk: HandoverDesk) -> dict[str, Any]:
     """How the rank stands, for the judge."""
-    gc.collect()
     memory, experts = engine.experts.memory, engine.experts
     return {
         "epoch": experts.placement.epoch,
@@ -134,6 +133,13 @@ def standing(engine: RankAlone, desk: HandoverDesk) -> dict[str, Any]:
         "cells": experts.cells.tolist(),
         "descriptor": memory.descriptor,
         "cell_bytes": memory.cell_bytes,
+    }
+
+
+def belongings(desk: HandoverDesk) -> dict[str, Any]:
+    """What the process holds open; it takes a while to find out."""
+    gc.collect()
+    return {
         "tasks": sorted(re.sub(r"Task-[0-9]+", "a task", task.get_name()) for task in asyncio.all_tasks()),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -147,8 +153,8 @@ async def answer_questions(engine: RankAlone, desk: HandoverDesk, say: Callable[
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     try:
-        while await reader.readline():
-            say(json.dumps(standing(engine, desk)) + "\n")
+        while question := await reader.readline():
+            say(json.dumps(belongings(desk) if question == b"belongings\n" else standing(engine, desk)) + "\n")
     finally:
         transport.close()
 
