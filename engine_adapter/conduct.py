@@ -126,6 +126,10 @@ class Conduct:
         self.standing = aborted(self.standing, command.token, command.handover)
         return verdict
 
+    def asked(self, token: int) -> None:
+        """A coordinator asked where this rank is: none before it is listened to any more."""
+        self.standing = heard(self.standing, token)
+
     def describe(self, now: float, verdict: Verdict | None = None) -> HandoverDescribed:
         """Where this rank is. verdict: on the command that this answers."""
         standing, residency = self.standing, self.residency

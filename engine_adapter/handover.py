@@ -177,6 +177,7 @@ class HandoverDesk:
                 verdict = await self._abort(request)
             case DescribeHandover():
                 self._addressed(request.worker_id, request.rank)
+                self.conduct.asked(request.token)
                 return self.conduct.describe(self._now())
             case _:
                 raise TypeError(f"expected a command about handovers, got {type(request).__name__}")

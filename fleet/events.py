@@ -400,6 +400,8 @@ class DescribeHandover(Event, frozen=True, kw_only=True):
 
     worker_id: int
     rank: int
+    token: int = 0
+    """of a coordinator that asks: the rank listens to none before it from then on; 0: somebody only looks"""
 
 
 class PullTold(msgspec.Struct, frozen=True, kw_only=True, gc=False):

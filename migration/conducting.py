@@ -70,6 +70,8 @@ class Conductor:
         self._pace = Pace(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
         self._told: dict[int, dict[int, HandoverDescribed]] = {}
         """by worker_id and rank: what each said last"""
+        self._fences: dict[int, int] = {}
+        """by worker_id: our token that its ranks have heard"""
         self._plans: dict[str, Plan] = {}
         """by engine: the plan that is under way, once it was read"""
         self._traces: dict[str, PlanTrace] = {}
@@ -134,9 +136,9 @@ class Conductor:
         if engine in self._accepting:
             raise Busy(f"engine {engine!r} is just being given another plan; ask again when that is over")
 
-    async def survey(self, entry: Entry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
-        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds."""
-        told = await self._handing.survey(entry.worker_id, entry.placement.ranks, patience)
+    async def survey(self, entry: Entry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
+        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds. token: see `DescribeHandover`."""
+        told = await self._handing.survey(entry.worker_id, entry.placement.ranks, patience, token)
         for said in told:
             self._note(said)
         return told
@@ -182,6 +184,7 @@ class Conductor:
         present = {entry.worker_id for entry in self._ledger.engines().values()}
         self._pulse.keep_only(present)
         self._told = {worker_id: told for worker_id, told in self._told.items() if worker_id in present}
+        self._fences = {worker_id: token for worker_id, token in self._fences.items() if worker_id in present}
         now = self._clock()
         self._since = {engine: self._since.get(engine, now) for engine in self._log.engines()}
         for engine, entry in self._ledger.engines().items():
@@ -286,17 +289,24 @@ class Conductor:
 
     async def _ready(self, entry: Entry, handover: Handover, found: Found) -> tuple[Found, int]:
         """What is durable, and the highest number that any handover had, once every rank is free for one. Unfit when one is not."""
-        told = await self.survey(entry, self._config.stage_seconds)
+        told = await self._fenced(entry, self._config.stage_seconds)
         if stray(told):
             found = await self._clear_strays(entry.engine, found)
-            told = await self.survey(entry, self._config.stage_seconds)
+            told = await self._fenced(entry, self._config.stage_seconds)
         for said in told:
             if said.handover or said.served != entry.epoch:
                 raise Unfit(Failure(f"rank {said.rank} serves epoch {said.served}, but the log says {entry.epoch}: restart its engine", "epoch", said.rank))
         told = await self._room(entry, received(handover, entry.placement), told)
-        if (token := max(said.token for said in told)) > self._lead.token:
-            await self._lead.outbid(token)
         return found, max(0 if found.open is None else found.open.highest, *(said.concluded for said in told))
+
+    async def _fenced(self, entry: Entry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
+        """Where every rank is, and will be: none of them listens any more to anybody who led before. So what is seen open can be ended by what is seen,
+        also where the store knows nothing of it. Unfit when a rank does not say."""
+        heard = max(said.token for said in await self.survey(entry, patience))
+        if heard > self._lead.token or (heard == self._lead.token and self._fences.get(entry.worker_id) != heard):
+            await self._lead.outbid(heard)  # an equal one may be another's: tokens begin anew with a server that lost its store
+        self._fences[entry.worker_id] = self._lead.token
+        return await self.survey(entry, patience, self._lead.token)
 
     async def _room(self, entry: Entry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
         """Wait, as long as staging may take, for cells that drain or are in quarantine; what then is missing ranks say themselves."""
@@ -321,7 +331,7 @@ class Conductor:
         if entry is None or not stray(tuple(self._told.get(entry.worker_id, {}).values())):
             return found
         try:
-            open_ = stray(await self.survey(entry))
+            open_ = stray(await self._fenced(entry))
         except Unfit as unfit:
             logger.warning("engine %s: %s", engine, unfit)
             self._told.pop(entry.worker_id, None)

@@ -263,7 +263,7 @@ class Proceeding:
                 reason = "" if self.failure is None else self.failure.reason
                 return AbortHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover, reason=reason)
         if self.told[rank].progress is not Progress.UNHEARD or what.placement is None:
-            return DescribeHandover(worker_id=what.worker_id, rank=rank)
+            return DescribeHandover(worker_id=what.worker_id, rank=rank, token=self.token)
         return ProposeHandover(
             engine=what.engine,
             worker_id=what.worker_id,

@@ -86,10 +86,10 @@ class Handing:
         if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
             inbox.put_nowait(said)
 
-    async def survey(self, worker_id: int, ranks: int, patience: float) -> tuple[HandoverDescribed, ...]:
+    async def survey(self, worker_id: int, ranks: int, patience: float, token: int) -> tuple[HandoverDescribed, ...]:
         """Where every rank is. Unfit names the first that does not say within so many seconds."""
         until = self._clock() + patience
-        answers = await asyncio.gather(*(self._where(worker_id, rank, until) for rank in range(ranks)))
+        answers = await asyncio.gather(*(self._where(worker_id, rank, until, token) for rank in range(ranks)))
         for answer in answers:
             if isinstance(answer, Failure):
                 raise Unfit(answer)
@@ -183,10 +183,10 @@ class Handing:
             raise Declined(f"it tells of handover {answer.handover} and token {answer.token}, which cannot be; restart its engine")
         return answer
 
-    async def _where(self, worker_id: int, rank: int, until: float) -> HandoverDescribed | Failure:
+    async def _where(self, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | Failure:
         while True:
             try:
-                return await self._ask(DescribeHandover(worker_id=worker_id, rank=rank), rank)
+                return await self._ask(DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank)
             except Declined as refusal:
                 return Failure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
             except BusError as error:

@@ -48,6 +48,8 @@ class Leader:
     token: int
     proceeding: Proceeding | None = None
     revision: int | None = None
+    fenced: int = 0
+    """life whose ranks listen to nobody before"""
     recorded: int = 0
     """records of the present move that are in the log"""
 
@@ -183,10 +185,19 @@ class World:
             what = replace(left_open("a", left, staged, None, MigrationConfig()), layout=EP)
             leader.proceeding = taken_over(what, left, leader.token, PACE, self.now)
             self.tell(f"coordinator {leader.token} goes on with handover {left.handover}, {left.state}")
-        elif self.whole and stray(told := [seat.conduct.describe(self.now) for seat in self.seats]):
+        elif self.whole and stray(told := self._survey(leader)):
             self._clear(leader, told)
         elif self.whole and self.faults:
             self._begin(leader, 0 if left is None else left.highest)
+
+    def _survey(self, leader: Leader) -> list[HandoverDescribed]:
+        """Where every rank is; none listens to earlier coordinators then."""
+        if leader is self.leaders[-1] and leader.fenced != self.life:
+            leader.token = max(leader.token, *(seat.conduct.standing.token + 1 for seat in self.seats))
+            leader.fenced = self.life
+        for seat in self.seats:
+            seat.conduct.asked(leader.token)
+        return [seat.conduct.describe(self.now) for seat in self.seats]
 
     def _clear(self, leader: Leader, told: Sequence[HandoverDescribed]) -> None:
         """End what ranks have open though it is over."""
@@ -200,7 +211,7 @@ class World:
 
     def _begin(self, leader: Leader, last: int) -> None:
         """The next handover, if every rank is free for it."""
-        told = [seat.conduct.describe(self.now) for seat in self.seats]
+        told = self._survey(leader)
         present = self.seats[0].conduct.placement
         if any(said.handover or said.served != present.epoch for said in told):
             return
@@ -261,6 +272,7 @@ class World:
             case AbortHandover():
                 verdict = seat.conduct.abort(command, self.now)
             case DescribeHandover():
+                seat.conduct.asked(command.token)
                 verdict = None
         if verdict is not None:
             self.tell(f"rank {seat.rank}: {type(command).__name__} {command.handover} of coordinator {command.token}: {verdict}")
