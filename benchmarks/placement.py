@@ -16,12 +16,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig import placing_balance, placing_drift, placing_least, placing_locality, placing_plans
+from benchmarks.rig import placing_balance, placing_cover, placing_drift, placing_least, placing_locality, placing_plans
 from benchmarks.rig.placing import Row
 from benchmarks.rig.report import AsJson, Check, Quick, Target, hardware
 
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "balance": placing_balance.rows,
+    "cover": placing_cover.rows,
     "drift": placing_drift.rows,
     "least": placing_least.rows,
     "locality": placing_locality.rows,
