@@ -21,7 +21,9 @@ Four rules keep late, repeated and reordered messages harmless:
   number, never for "the epoch".
 - *Compare-and-set.* Who decides has seen the very state that is replaced. So there is one decision, however many believe to lead.
 - *Fencing.* Every command carries the token of the coordinator's lease, which only grows. A rank remembers the highest and refuses lower ones.
-  While the store is consistent the two rules above suffice, and this one is a second line: it keeps out whoever was replaced while the store was away.
+  While the store is consistent the two rules above suffice. Where it was lost, this one takes their place: a coordinator first asks every rank under
+  a token above all that they have heard, so that none listens to anybody before it; then what they say is the truth. A handover that is open without
+  a key was decided if any rank is ready or has flipped; else nobody can commit it any more, and it is given up.
 - *Settlement.* A cell that bytes may still land in, or that somebody may still read, is not free: not after a time-out (a transfer cannot be
   called back), not after an abort, not after a flip. It is quarantined, or drains, until the transfer has settled.
 

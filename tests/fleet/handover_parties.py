@@ -76,6 +76,8 @@ class World:
     decided: dict[tuple[int, int], set[Conducting]] = field(default_factory=dict)
     """by life and handover"""
     story: list[str] = field(default_factory=list)
+    known: frozenset[tuple[int, int]] = frozenset()
+    """handovers that the store knows nothing of any more"""
     flips: int = 0
     life: int = 0
     faults: bool = True
@@ -185,12 +187,12 @@ class World:
             what = replace(left_open("a", left, staged, None, MigrationConfig()), layout=EP)
             leader.proceeding = taken_over(what, left, leader.token, PACE, self.now)
             self.tell(f"coordinator {leader.token} goes on with handover {left.handover}, {left.state}")
-        elif self.whole and stray(told := self._survey(leader)):
+        elif self.whole and stray(told := self.survey(leader)):
             self._clear(leader, told)
         elif self.whole and self.faults:
             self._begin(leader, 0 if left is None else left.highest)
 
-    def _survey(self, leader: Leader) -> list[HandoverDescribed]:
+    def survey(self, leader: Leader) -> list[HandoverDescribed]:
         """Where every rank is; none listens to earlier coordinators then."""
         if leader is self.leaders[-1] and leader.fenced != self.life:
             leader.token = max(leader.token, *(seat.conduct.standing.token + 1 for seat in self.seats))
@@ -211,7 +213,7 @@ class World:
 
     def _begin(self, leader: Leader, last: int) -> None:
         """The next handover, if every rank is free for it."""
-        told = self._survey(leader)
+        told = self.survey(leader)
         present = self.seats[0].conduct.placement
         if any(said.handover or said.served != present.epoch for said in told):
             return
@@ -232,7 +234,7 @@ class World:
             copied=len(copies),
             stage_seconds=STAGE_SECONDS,
         )
-        if (self.life, handover) in self.decided:
+        if (self.life, handover) in self.decided and (self.life, handover) not in self.known:
             raise self.unsafe(f"the number {handover} is used for a second handover of life {self.life}")
         proceeding = begun(what, leader.token, PACE, self.now)
         if self.claim(proceeding.durable(Conducting.PROPOSING, self.now), leader.revision):

@@ -14,13 +14,13 @@ class Walk:
     def __init__(self, seed: int, world: type[World] = World) -> None:
         dice = random.Random(seed)
         self.world, self._dice = world(dice), dice
-        self._deaths, self._leaders, self._silences = dice.choice((0.0, 0.002)), dice.choice((0.0, 0.004)), dice.choice((0.0, 0.005, 0.05))
+        self.deaths, self._leaders, self._silences = dice.choice((0.0, 0.002)), dice.choice((0.0, 0.004)), dice.choice((0.0, 0.005, 0.05))
         self._late, self._settled, self._again = dice.choice((0.0, 0.2, 0.6)), dice.choice((0.004, 0.3)), dice.choice((0.1, 0.3))
         self._often = tuple(dice.choice((most, most, 1)) for most in (4, 6, 6, 8, 4, 3, 1))
 
     def whatever(self, pieces: int) -> None:
         """What happens often differs from walk to walk: so rare things meet."""
-        deaths, leaders, silences = self._deaths, self._deaths + self._leaders, self._deaths + self._leaders + self._silences
+        deaths, leaders, silences = self.deaths, self.deaths + self._leaders, self.deaths + self._leaders + self._silences
         for _ in range(pieces):
             world, chance = self.world, self._dice.random()
             if chance < deaths and world.whole:

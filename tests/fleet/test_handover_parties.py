@@ -7,11 +7,12 @@ import pytest
 
 from engine_adapter import residency
 from engine_adapter.residency import Inconsistent, Residency
+from fleet.events import HandoverDescribed
 from fleet.handover import CELL, Cell, CellEvent, Conducting
 from migration.config import MigrationConfig
 from migration.coordinator import OpenHandover, Proceeding, taken_over
 from migration.undertakings import left_open, unheard_of
-from tests.fleet.handover_parties import PACE, World
+from tests.fleet.handover_parties import PACE, Leader, World
 from tests.fleet.handover_seats import Seat, Unsafe
 from tests.fleet.handover_walk import Walk
 
@@ -48,6 +49,59 @@ def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handov
     ended = proceeding.durable(Conducting.IDLE, 1.0)
     assert (ended.handover, ended.highest) == (7, 8)
     assert unheard_of(world.entry, 6, Conducting.ABORTING, 1, ended).highest == 8
+
+
+class _LosesItsStore(World):
+    """Key and log vanish now and then, and with them whoever leads; commands stay under way, and tokens begin anew. So what was decided is known by what
+    ranks say, and may be decided anew where none of them has heard of it. No rank dies: nothing would tell what it served."""
+
+    def claim(self, value: OpenHandover, revision: int | None) -> bool:
+        this = value.worker_id, value.handover
+        if this in self.known and value.state is not Conducting.COMMITTING:
+            self.decided[this] -= {Conducting.COMMITTING} if value.state is Conducting.ABORTING else set(Conducting)
+        return super().claim(value, revision)
+
+    def lose(self) -> None:
+        self.key, self.log, self.known, self.leaders = None, [], frozenset(self.decided), [Leader(1)]
+        self.tell("the store loses everything; a coordinator with token 1 takes over")
+
+
+def lossy(seeds: range, world: type[_LosesItsStore] = _LosesItsStore) -> int:
+    """Flips, on walks in which the store is lost a few times."""
+    flips = 0
+    for seed in seeds:
+        walk = Walk(seed, world)
+        assert isinstance(walk.world, _LosesItsStore)
+        walk.deaths = 0.0
+        for _ in range(4):
+            walk.whatever(500)
+            walk.world.lose()
+        walk.calm()
+        flips += walk.world.flips
+    return flips
+
+
+def test_a_store_that_loses_everything_costs_no_promise() -> None:
+    assert lossy(range(3)) > 3
+
+
+@pytest.mark.slow
+def test_the_same_with_many_losses() -> None:
+    assert lossy(range(3000, 3150)) > 300
+
+
+class _TrustsTies(_LosesItsStore):
+    """A token that ranks know counts as the coordinator's own if it is equal."""
+
+    def survey(self, leader: Leader) -> list[HandoverDescribed]:
+        leader.token, leader.fenced = max(leader.token, *(seat.conduct.standing.token for seat in self.seats)), self.life
+        return super().survey(leader)
+
+
+@pytest.mark.slow
+def test_a_walk_notices_when_a_new_token_may_equal_an_old_one() -> None:
+    with pytest.raises(Unsafe):
+        lossy(range(7000, 7400), _TrustsTies)
 
 
 class _AnybodyWrites(World):
