@@ -91,7 +91,7 @@ class World:
 
     def claim(self, value: OpenHandover, revision: int | None) -> bool:
         """Compare-and-set."""
-        if revision != (None if self.key is None else self.revision):
+        if not self.accepts(revision):
             return False
         self.key, self.revision = msgspec.json.encode(value), self.revision + 1
         states = self.decided.setdefault((value.worker_id, value.handover), set())
@@ -99,6 +99,10 @@ class World:
         if {Conducting.COMMITTING, Conducting.ABORTING} <= states:
             raise self.unsafe(f"handover {value.handover} is both committed and aborted")
         return True
+
+    def accepts(self, revision: int | None) -> bool:
+        """Whether it is the present one; None: there is none."""
+        return revision == (None if self.key is None else self.revision)
 
     @property
     def open(self) -> OpenHandover | None:

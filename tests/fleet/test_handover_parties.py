@@ -38,7 +38,7 @@ def test_whatever_happens_on_the_way_the_parties_keep_every_promise_and_come_to_
 
 @pytest.mark.slow
 def test_the_same_on_many_long_walks() -> None:
-    assert walked(range(1000, 1100), 4000) > 500
+    assert walked(range(1000, 1050), 4000) > 300
 
 
 def test_no_number_is_given_twice_though_ranks_were_found_with_an_earlier_handover_open() -> None:
@@ -57,7 +57,7 @@ class _LosesItsStore(World):
 
     def claim(self, value: OpenHandover, revision: int | None) -> bool:
         this = value.worker_id, value.handover
-        if this in self.known and value.state is not Conducting.COMMITTING:
+        if self.accepts(revision) and this in self.known and value.state is not Conducting.COMMITTING:
             self.decided[this] -= {Conducting.COMMITTING} if value.state is Conducting.ABORTING else set(Conducting)
         return super().claim(value, revision)
 
@@ -87,7 +87,7 @@ def test_a_store_that_loses_everything_costs_no_promise() -> None:
 
 @pytest.mark.slow
 def test_the_same_with_many_losses() -> None:
-    assert lossy(range(3000, 3150)) > 300
+    assert lossy(range(3000, 3080)) > 150
 
 
 class _TrustsTies(_LosesItsStore):
