@@ -5,12 +5,10 @@ What they do is judged by what truly lies in memory: a cell is a number, the che
 that is, and what was overwritten meanwhile arrives torn.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from engine_adapter.arrivals import Broken, EndLease, Landed, Late, Lease, Leased, Read, Renewed, Report, Settled, Stop, Unleased, Verified, Verify
@@ -32,11 +30,12 @@ from fleet.handover import Cell, Conducting, flips
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement
 from migration.config import MigrationConfig
-from migration.coordinator import Command, Move, OpenHandover, Pace, Proceeding, Record, Undertaking, begun, taken_over
+from migration.coordinator import Command, Move, Pace, Proceeding, Undertaking, begun, taken_over
 from migration.handing import stray
 from migration.ledger import Entry
 from migration.undertakings import left_open, unheard_of
-from tests.fleet.handover_seats import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, Unsafe, checksum
+from tests.fleet.handover_seats import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, checksum
+from tests.fleet.handover_store import Store
 
 PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)
 
@@ -58,14 +57,9 @@ class Leader:
 
 
 @dataclass(eq=False)
-class World:
-    """Everything, and what may happen in it. story: what happened, in sentences."""
+class World(Store):
+    """Everything, and what may happen in it."""
 
-    dice: random.Random
-    now: float = 0.0
-    key: bytes | None = None
-    revision: int = 0
-    log: list[Record] = field(default_factory=list)
     leaders: list[Leader] = field(default_factory=list)
     commands: list[tuple[Leader, Command]] = field(default_factory=list)
     """under way"""
@@ -73,13 +67,7 @@ class World:
     errands: list[tuple[Seat, Callable[[], None]]] = field(default_factory=list)
     """what a rank has begun and has not come back yet"""
     flows: list[Flow] = field(default_factory=list)
-    decided: dict[tuple[int, int], set[Conducting]] = field(default_factory=dict)
-    """by life and handover"""
-    story: list[str] = field(default_factory=list)
-    known: frozenset[tuple[int, int]] = frozenset()
-    """handovers that the store knows nothing of any more"""
     flips: int = 0
-    life: int = 0
     faults: bool = True
     seats: list[Seat] = field(default_factory=list)
 
@@ -87,34 +75,10 @@ class World:
         self.begin_life()
         self.leaders.append(Leader(1))
 
-    # The store
-
-    def claim(self, value: OpenHandover, revision: int | None) -> bool:
-        """Compare-and-set."""
-        if not self.accepts(revision):
-            return False
-        self.key, self.revision = msgspec.json.encode(value), self.revision + 1
-        states = self.decided.setdefault((value.worker_id, value.handover), set())
-        states.add(value.state)
-        if {Conducting.COMMITTING, Conducting.ABORTING} <= states:
-            raise self.unsafe(f"handover {value.handover} is both committed and aborted")
-        return True
-
-    def accepts(self, revision: int | None) -> bool:
-        """Whether it is the present one; None: there is none."""
-        return revision == (None if self.key is None else self.revision)
-
-    @property
-    def open(self) -> OpenHandover | None:
-        return None if self.key is None else msgspec.json.decode(self.key, type=OpenHandover)
-
     @property
     def entry(self) -> Entry:
         """The engine as the migration service's books have it."""
         return Entry("a", self.life, EP, self.seats[0].conduct.placement)
-
-    def committed(self) -> PlacementCommitted | None:
-        return next((one for one in reversed(self.log) if isinstance(one, PlacementCommitted)), None)
 
     # Lives
 
@@ -446,12 +410,6 @@ class World:
                     self.report(seat, Renewed(batch, self._leased(seat, effect).lease))
                 except LeaseRefused as refusal:
                     self.tell(f"rank {seat.rank} cannot renew its lease of rank {effect.source}: {refusal}")
-
-    def tell(self, sentence: str) -> None:
-        self.story.append(f"{self.now:6.2f}  {sentence}")
-
-    def unsafe(self, promise: str) -> Unsafe:
-        return Unsafe("\n".join([promise, *self.story[-60:]]))
 
 
 def _same(record: Any, other: Any) -> bool:
