@@ -177,7 +177,7 @@ class Conductor:
                 if stray(tuple(self._told.get(entry.worker_id, {}).values())):
                     self._attend_to(engine)
             self._tell()
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(min(_LOOK_SECONDS, self._config.silent_seconds / 4))
 
     def _tell(self) -> None:
         """The watchdog's figures."""

@@ -1,4 +1,4 @@
-"""One trace per plan: its span, and one below it for each handover. Off without a provider.
+"""One trace per plan: its span, and one below it for each handover, which links to it too. Off without a provider.
 
 A plan that a dead predecessor began goes on in a trace of its own, which links to that one.
 """
@@ -80,7 +80,7 @@ class PlanTrace:
             "roost.copies": what.copied,
             "roost.bytes": what.bytes,
         }
-        span = self._tracing.span("roost.handover", about, self._span)
+        span = self._tracing.span("roost.handover", about, self._span, (Link(self._span.get_span_context()),))
         span.add_event("proposed")
         return HandoverTrace(span, self._tracing.traceparent(span))
 
