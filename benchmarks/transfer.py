@@ -62,6 +62,7 @@ async def serve(cell_bytes: int) -> None:
     over_network.busy(True)
     print(msgspec.json.encode(shared.address(over_network.address(own_address(memory)))).decode(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    await over_network.close()
 
 
 def plainly_mapped(address: MemoryAddress) -> NDArray[np.uint8]:

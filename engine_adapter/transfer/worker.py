@@ -6,6 +6,7 @@ what is released early still lands. A peer that failed is disconnected once ever
 """
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -29,8 +30,10 @@ _HELPING_PAUSE = 0.5e-3
 """between two looks at what peers want of us, while they read"""
 _GRACE_SECONDS = 0.05
 """after a request failed: that nothing at all lands behind an error is what is seen, and promised nowhere"""
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS, _LEAVE_SECONDS = 2.0, 0.5
 _MOST_PEERS = 256
+_UNSETTLED: list[object] = []
+"""reads that had not settled when their thread was ended: what nobody refers to any more is released, and must not be"""
 _log = logging.getLogger(__name__)
 
 
@@ -159,7 +162,10 @@ class Worker:
         # Between the threads: orders go in by `deque.append` and are woken by the event; all else below is the thread's own.
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reads experts by {way.name}", daemon=True)
         self._closing = False
+        self._leaving = False
+        """the thread ends now, whatever is under way"""
         self._broken = ""
         """the defect that ended the thread"""
         self._jobs: list[_Job] = []
@@ -170,7 +176,8 @@ class Worker:
         if self._opened is None:
             self._loop = asyncio.get_running_loop()
             self._opened, self._ended = self._loop.create_future(), self._loop.create_future()
-            threading.Thread(target=self._run, name=f"reads experts by {self._way.name}", daemon=True).start()
+            atexit.register(self._leave)  # a thread that Python ends inside of foreign code takes the whole process down
+            self._thread.start()
         await asyncio.shield(self._opened)
         if self._closing or self._broken:
             raise TransferError(f"reading by {self._way.name} has ended: {self._broken or 'it was closed'}")
@@ -214,6 +221,14 @@ class Worker:
         await asyncio.wait((self._ended,), timeout=_CLOSE_SECONDS)
         if not self._ended.done():
             _log.warning("%s: reads that nobody waits for any more have not settled; they are left to the end of the process", self._way.name)
+            await asyncio.to_thread(self._leave)
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """End the thread, whatever is under way. Blocks for a moment."""
+        self._leaving = True
+        self._wake.set()
+        self._thread.join(_LEAVE_SECONDS)
 
     def _order(self, what: Callable[[], None]) -> None:
         self._orders.append(what)
@@ -257,6 +272,9 @@ class Worker:
     def _go_round(self) -> None:
         while True:
             self._wake.clear()
+            if self._leaving:
+                _UNSETTLED.extend(self._jobs)
+                return
             self._take_orders()
             if self._closing:
                 for job in self._jobs:

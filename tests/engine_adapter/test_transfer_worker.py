@@ -255,5 +255,8 @@ async def test_the_end_does_not_wait_long_for_what_hangs(script: Script, monkeyp
     overdue = await given_up(worker, script, address(), Pull(0, 0))
     await worker.close()
     assert "left to the end of the process" in caplog.text
+    assert not worker._thread.is_alive()
+    checked = script.checked
     script.done.set()
-    await overdue.settled
+    assert not overdue.settled.done(), "nobody looks any more"
+    assert script.checked == checked
