@@ -294,6 +294,8 @@ async def test_a_plan_for_a_past_epoch_comes_while_another_is_carried_out(fleet:
     verdicts: Counter[str] = Counter()
 
     async def fault(engine: Engine, dice: np.random.Generator) -> None:
+        if engine.history.latest.epoch == 0:
+            await serves_on(engine, dice)  # so that there is a past
         placement = engine.history.latest
         past = Placement(placement.expert_of_slot, experts=placement.experts, ranks=RANKS, epoch=max(placement.epoch - int(dice.integers(1, 4)), 0))
         late, plan = series(past, dice, 1), series(placement, dice, 2)

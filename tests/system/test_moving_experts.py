@@ -208,8 +208,7 @@ def lead(log: str) -> int:
 
 
 async def ask_for_what_is_past(scene: Scene) -> None:
-    past = Placement(scene.latest.expert_of_slot, experts=scene.latest.experts, ranks=2, epoch=max(scene.latest.epoch - 1, 0))
-    late = series(past, scene.dice, 1)
+    late = series(scene.latest, scene.dice, 1)
     await scene.movers.move(scene.engine, scene.dice, 1)
     await scene.order()
     await scene.moment()
