@@ -1,7 +1,9 @@
 """What every test needs."""
 
 import asyncio
+import contextlib
 import importlib.metadata
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,9 +30,12 @@ def nats_server_binary() -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Nobody listens there, and below the ports that systems give to outgoing connections, one of which could take it before it is listened on."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class NatsServer:

@@ -7,14 +7,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from deploy.doors import CannotListen, listen
+from deploy.doors import CannotListen
 from deploy.scraping import offer_metrics
-
-
-def free_port() -> int:
-    with listen("127.0.0.1", 0) as door:
-        port: int = door.getsockname()[1]
-    return port
+from tests.conftest import free_port
 
 
 def page(port: int, path: str) -> tuple[int, str, bytes]:

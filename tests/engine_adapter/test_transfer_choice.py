@@ -178,6 +178,7 @@ def test_a_thread_that_cannot_be_made_nice_says_so(monkeypatch: pytest.MonkeyPat
     def forbidden(*_: int) -> None:
         raise PermissionError("no")
 
+    monkeypatch.setattr(os, "getpriority", lambda *_: 0)
     monkeypatch.setattr(os, "setpriority", forbidden)
     caplog.set_level(logging.WARNING)
     reader, source = SharedTransfer(memory, TransferConfig(niceness=19)), MappedCells(TENSORS, 3)
