@@ -65,9 +65,10 @@ class Generation:
             raise group.exceptions[0] from group
 
     async def _follow(self, course: Course) -> None:
-        """One choice, from rank to rank until it is whole."""
-        attempt, replaces = 1, None
+        """One choice, from rank to rank until it is whole. Attempts that brought tokens do not use up the others: each brings the end nearer."""
+        attempt, fruitless, replaces = 1, 0, None
         while True:
+            had = len(course.emitted)
             decision, failed = await self._try(course, attempt, replaces)
             if failed is None:
                 return
@@ -77,7 +78,8 @@ class Generation:
                 await self._emit(course, [course.finish_with(whole_text)])
                 await self._finished(course)
                 return
-            if attempt >= self._service.config.max_attempts:
+            fruitless = 1 if len(course.emitted) > had else fruitless + 1
+            if fruitless >= self._service.config.max_attempts:
                 raise failed.refusal(attempt) from failed
             self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
             attempt, replaces = attempt + 1, decision.id

@@ -57,6 +57,18 @@ async def test_a_stream_whose_rank_dies_is_continued_elsewhere_unbroken(house: H
     assert continued.prompt == prompt + first.ids(prompt, 5, died_after)
 
 
+async def test_a_stream_that_goes_on_may_break_more_often_than_a_request_is_tried(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes) -> None:
+    house = await open_house(max_attempts=2)
+    ranks = [await serve_rank(MockRank(bpe_archive)) for _ in range(4)]
+    for number, rank in enumerate(ranks):
+        rank.die_after = 6
+        await house.join(f"engine{number}", [rank.url], bpe_archive, worker_id=number + 1)
+    answer = await house.post(CHAT, chat(max_tokens=20, stream=True))
+    prompt = ranks[0].tokenizer.encode_rendered(rendered("hello there"))
+    assert text_of(answer) == ranks[0].text(prompt, 5, 20)
+    assert [len(rank.requests) for rank in ranks] == [1, 1, 1, 1]
+
+
 async def test_a_whole_answer_survives_the_death_of_its_rank(house: House, serve_rank: Serve, bpe_archive: bytes) -> None:
     first, second = await two_engines(house, serve_rank, bpe_archive)
     first.die_after = 5
