@@ -109,7 +109,8 @@ class RouterConfig:
     """classes of requests, most urgent first; when the queue is full the least urgent ones are refused first"""
     default_class: str = "normal"
     max_attempts: int = 5
-    """ranks tried for one answer, the first included, not counting those that brought tokens before they failed; where a tenth of all attempts fail, one request in 100,000 is lost"""
+    """ranks tried for one answer, the first included, not counting those that brought tokens before they failed; where a tenth of all
+    attempts fail, one request in 100,000 is lost"""
     retry_share: float = 0.2
     """retries may be so many of the requests of the last ten seconds; beyond, failures are passed on"""
     least_retries: int = 100
