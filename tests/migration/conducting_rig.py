@@ -1,8 +1,7 @@
 """A migration service, engines that obey, and what is recorded: what tests of carrying plans out begin with."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from migration.config import MigrationConfig
 from migration.coordinator import OpenHandover
 from migration.plan import Copy, Handover, Plan, Step, planned, replay
 from migration.service import MigrationService
+from tests.migration import joining
 from tests.migration.joining import joined
 from tests.migration.obedient import Ranks
 
@@ -25,19 +25,9 @@ FIRST = linear(layers=2, experts=8, ranks=2, slots_per_rank=6)
 CONFIG = MigrationConfig(stage_seconds=2.0, cycle_seconds=1e6)
 
 
-@asynccontextmanager
-async def leading(bus: Bus, config: MigrationConfig = CONFIG) -> AsyncIterator[MigrationService]:
-    """A service that leads, or stands by; it ends as on a stop."""
-    service = MigrationService(bus, SUBJECTS, config, clock=asyncio.get_running_loop().time)
-    running = asyncio.create_task(service.run())
-    try:
-        await asyncio.wait_for(service.ready.wait(), 20)
-        yield service
-    finally:
-        assert not running.done(), running
-        running.cancel()
-        await asyncio.wait([running], timeout=5)
-        assert running.cancelled()
+def leading(bus: Bus, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
+    """See `joining.leading`."""
+    return joining.leading(bus, config)
 
 
 @asynccontextmanager

@@ -1,11 +1,18 @@
-"""An engine of two ranks that joins: what tests of the planner's edge begin with."""
+"""An engine of two ranks that joins, and the service that hears it: what tests of the planner's edge begin with."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+from bus import Bus
+from bus.subjects import Subjects
 from fleet.events import EngineJoined
 from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import Placement, PlacementRecord, linear
+from migration.config import MigrationConfig
+from migration.service import MigrationService
 
 SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
 FIRST = linear(layers=2, experts=8, ranks=2)
@@ -25,3 +32,18 @@ def joined(worker_id: int = 1, engine: str = "a", placement: Placement | Placeme
         "layout": EP,
     }
     return EngineJoined(engine=engine, worker_id=worker_id, placement=record, **{**plain, **fields})
+
+
+@asynccontextmanager
+async def leading(bus: Bus, config: MigrationConfig) -> AsyncIterator[MigrationService]:
+    """A service that leads, or stands by; it ends as on a stop."""
+    service = MigrationService(bus, Subjects(), config, clock=asyncio.get_running_loop().time)
+    running = asyncio.create_task(service.run())
+    try:
+        await asyncio.wait_for(service.ready.wait(), 20)
+        yield service
+    finally:
+        assert not running.done(), running
+        running.cancel()
+        await asyncio.wait([running], timeout=5)
+        assert running.cancelled()

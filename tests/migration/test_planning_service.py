@@ -1,8 +1,7 @@
 """The planner on the bus: what it hears, what it answers, which homes it says; in virtual time."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -38,6 +37,7 @@ from migration.planner import Decided
 from migration.record import PlanRecord
 from migration.service import MigrationService
 from migration.situation import Question
+from tests.migration.joining import leading
 from tests.migration.obedient import Ranks
 
 SUBJECTS = Subjects()
@@ -90,18 +90,8 @@ class Traffic:
             await asyncio.sleep(2)
 
 
-@asynccontextmanager
-async def serving(bus: MemoryBus, config: MigrationConfig = CONFIG) -> AsyncIterator[MigrationService]:
-    service = MigrationService(bus, SUBJECTS, config, clock=asyncio.get_running_loop().time)
-    running = asyncio.create_task(service.run())
-    try:
-        await asyncio.wait_for(service.ready.wait(), 20)
-        yield service
-    finally:
-        assert not running.done(), running
-        running.cancel()
-        await asyncio.wait([running], timeout=5)
-        assert running.cancelled()
+def serving(bus: MemoryBus, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
+    return leading(bus, config)
 
 
 async def ask(bus: MemoryBus, engine: str = "a", **question: Any) -> PlanRecord:
