@@ -209,7 +209,8 @@ WAYS = ("at once", "in chunks", "with few pages")
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        *((1, way) for way in WAYS),
+        (1, "at once"),
+        *(pytest.param(1, way, marks=pytest.mark.slow) for way in WAYS if way != "at once"),
         (2, "with few pages"),
         *(pytest.param(2, way, marks=pytest.mark.slow) for way in WAYS[:2]),
         *(pytest.param(4, way, marks=pytest.mark.slow) for way in WAYS),

@@ -91,6 +91,7 @@ def test_a_stale_wake_is_ignored(pair):
     assert not wait(asleep, timeout=10).not_done
 
 
+@pytest.mark.slow
 def test_a_thousand_sleeps_with_both_ranks_nudged_at_random_lose_no_wake(pair):
     steps, pool = pair
 

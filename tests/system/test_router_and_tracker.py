@@ -173,6 +173,7 @@ class Blind(Loop):
         return super()._run(int(self.chance.integers(2)), decision, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 async def test_where_nothing_can_be_known_prediction_switches_itself_off() -> None:
     async with closed_loop(Blind) as (loop, tracker):

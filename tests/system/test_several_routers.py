@@ -25,6 +25,7 @@ def asked(fleet: Fleet, url: str) -> dict[str, float]:
     return {name.split('outcome="')[1].split('"')[0]: float(value) for name, value in lines}
 
 
+@pytest.mark.slow
 def test_connections_spread_and_every_process_knows_every_decision(twins: Fleet) -> None:
     assert len(twins.routers) == 2
     assert json.loads(twins.home.told("status", "--json"))["routers"] == twins.routers

@@ -83,6 +83,7 @@ def test_a_frozen_rank_does_not_hold_up_a_stop(home: Home, small: Running) -> No
     assert state(home) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_broken_is_told_with_the_tensor(home: Home, tmp_path: Path) -> None:
     checkpoint = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
     for file in checkpoint.iterdir():
@@ -110,6 +111,7 @@ def test_a_worker_joins_a_fleet_and_leaves_it(fleet: Fleet, home: Home) -> None:
     assert state(home) == []
 
 
+@pytest.mark.slow
 def test_a_plain_server_joins_a_fleet_by_url(fleet: Fleet, home: Home) -> None:
     """The plain server is the fleet's own router; the fleet it joins has no other engine."""
     plain = home.start("up", "--engines", "0", "--port", "0")

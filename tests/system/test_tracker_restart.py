@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from tests.system.fleets import MODEL, Fleet, until
 
 
@@ -17,6 +19,7 @@ def learnt(fleet: Fleet) -> dict[str, Any] | None:
     return found if found and found["tokens"] > 0 else None
 
 
+@pytest.mark.slow
 def test_a_tracker_that_is_ended_and_started_again_goes_on_with_what_it_knew(fleet: Fleet) -> None:
     fleet.chat("Which experts does this need?")
     before, first = until(lambda: learnt(fleet), "the tracker to hear of the request"), fleet.processes()["tracker"]
