@@ -56,6 +56,12 @@ def test_the_product_never_imports_transformers_outside_the_training_scripts() -
             assert "transformers" not in {name.split(".")[0] for name in imported_modules(path)}, path
 
 
+def test_nixl_is_loaded_by_its_one_door() -> None:
+    """By name, so import-linter does not see it."""
+    doors = [path.relative_to(ROOT) for path in python_files(*PACKAGES) if '"nixl_cu12"' in path.read_text() or imported_modules(path) & {"nixl", "nixl_cu12"}]
+    assert doors == [Path("engine_adapter/transfer/agents.py")]
+
+
 def test_only_the_composition_root_reads_the_environment() -> None:
     for path in python_files(*PACKAGES[:-1]):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
