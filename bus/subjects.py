@@ -74,6 +74,11 @@ class Subjects:
         return f"{self._engines}.experts"
 
     @property
+    def dispatched(self) -> str:
+        """Where tokens were really sent."""
+        return f"{self._engines}.dispatched"
+
+    @property
     def requests_profiled(self) -> str:
         """What requests activated, by the ranks that served them."""
         return f"{self._engines}.requests"
@@ -149,6 +154,16 @@ class Subjects:
     def migrate(self) -> str:
         """Request: carry something out."""
         return f"{self._roost}.migration.carry-out"
+
+    @property
+    def loop(self) -> str:
+        """Request: what the migration service does by itself, and whether it shall."""
+        return f"{self._roost}.migration.loop"
+
+    @property
+    def loop_key(self) -> str:
+        """Key under which stands what the migration service must not forget of its own doing: that it is paused, and what it learnt of its plans."""
+        return "migration.loop"
 
     def handover(self, worker_id: int, rank: int) -> str:
         """Request: commands of the coordinator to one rank."""

@@ -31,6 +31,7 @@ SAID: dict[str, tuple[tuple[type, ...], str]] = {
     "kv_metrics": ((say.KvMetrics,), "every rank, in Dynamo's own form, when its load changes and once a second"),
     "heartbeats": ((say.EngineHeartbeat,), "rank 0 of every engine, once a second"),
     "experts": ((say.ExpertsActivated,), "every rank, once a second while it computes"),
+    "dispatched": ((say.DispatchMeasured,), "every rank that can tell, once a second while it computes"),
     "requests_profiled": ((say.RequestsProfiled,), "every rank, about requests that ended there"),
     "requests_finished": ((say.RequestsFinished,), "routers"),
     "imports": ((say.CountsImported,), "`roost popularity --learn`"),
@@ -44,7 +45,7 @@ SAID: dict[str, tuple[tuple[type, ...], str]] = {
     "reservations": ((say.ReservationsChanged,), "routers"),
     "membership": ((say.EngineJoined, say.EngineLeft), "rank 0 of every engine"),
     "placements": ((say.PlacementCommitted,), "the planner"),
-    "migrations": ((say.MigrationPlanned, say.MigrationStaged, say.MigrationCommitted, say.MigrationAborted), "the planner"),
+    "migrations": ((say.MigrationPlanned, say.MigrationStaged, say.MigrationCommitted, say.MigrationAborted, say.PlanJudged), "the planner"),
     "drains": ((say.RankDrained,), "`roost drain`"),
     "config": ((say.ConfigChanged,), "routers, and `roost up`"),
 }
@@ -63,6 +64,7 @@ ASKED: dict[str, tuple[dict[type, type], str]] = {
     ),
     "describe_plan": ({say.DescribePlan: say.PlanDescribed}, "the planner"),
     "migrate": (dict.fromkeys((say.MigrateExpert, say.ApplyPlan, say.RollBack), say.MigrationAccepted), "the planner that leads"),
+    "loop": (dict.fromkeys((say.DescribeLoop, say.SteerLoop), say.LoopDescribed), "the planner that leads"),
     "handover": (
         dict.fromkeys((say.ProposeHandover, say.CommitHandover, say.AbortHandover, say.DescribeHandover), say.HandoverDescribed),
         "the rank; only the planner that leads asks",

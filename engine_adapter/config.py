@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import DISPATCHES, SPLIT
+from fleet.timing import MOST_SECONDS
 
 DTYPES = ("float32", "bfloat16")
 """What the embedded engine computes in."""
@@ -47,6 +48,9 @@ class EmbeddedConfig:
     dispatch: str = SPLIT
     """how replicas are chosen. split: for each expert of a token by the placement's shares alone; cover: for all of them together, such that the
     token is sent to few ranks, which pays where links between ranks are slow and experts have replicas"""
+    dispatch_seconds: float | None = None
+    """what sending a token to the experts of another rank and back is taken to cost, per layer and rank; None: as measured at the start. State it
+    where the measurement says little of the links that matter, such as when ranks are processes of one machine that stand for several"""
     step_timeout_seconds: float = 10.0
     """a step that takes longer means that a rank is lost, and the engine fails"""
     join_timeout_seconds: float = 120.0
@@ -69,6 +73,12 @@ class EmbeddedConfig:
         _need(self.threads is None or self.threads >= 1, "threads", self.threads, "use 1 or more, or leave it out")
         for key in ("step_timeout_seconds", "join_timeout_seconds", "stop_timeout_seconds"):
             _need(0 < getattr(self, key) < float("inf"), key, getattr(self, key), "use a positive number of seconds")
+        _need(
+            self.dispatch_seconds is None or 0 <= self.dispatch_seconds <= MOST_SECONDS,
+            "dispatch_seconds",
+            self.dispatch_seconds,
+            "use seconds >= 0, or leave it out",
+        )
         _need(self.ballast_bytes >= 0, "ballast_bytes", self.ballast_bytes, "use 0 or more")
         _need(self.slots_per_rank is None or self.slots_per_rank >= 1, "slots_per_rank", self.slots_per_rank, "use 1 or more, or leave it out")
         _need(self.placement is None or self.placement.is_file(), "placement", str(self.placement), "name an existing file, or leave it out")

@@ -101,6 +101,38 @@ class ExpertsActivated(Event, frozen=True, kw_only=True):
     counts: ExpertCounts
 
 
+class DispatchMeasured(Event, frozen=True, kw_only=True):
+    """Where the tokens of one rank really went in an interval, and what the rank really served. Not stored. Intervals without a step are silent.
+
+    Tuples are [layers], sums over the interval; layers that are sharded have zeros.
+    """
+
+    engine: str
+    worker_id: int
+    rank: int
+    model: str
+    epoch: int
+    """placement epoch that was served the whole interval"""
+    seconds: float
+    """length of the interval"""
+    steps: int
+    """of the engine, in which any rank had a token"""
+    step_seconds: float
+    """that these took, all together"""
+    tokens: int
+    """of this rank's requests, that were computed"""
+    pairs: int
+    """(token, k) pairs of these tokens in one layer"""
+    remote_ranks: tuple[float, ...]
+    """distinct other ranks that each of these tokens was sent to"""
+    local: tuple[float, ...]
+    """of these pairs: that this rank served itself"""
+    served: tuple[float, ...]
+    """pairs that this rank served, whoever's"""
+    balance: tuple[float, ...]
+    """sum over the steps of mean / highest load of a rank in pairs ("balancedness"); 1 for a step without any. Every rank says the same"""
+
+
 class CountsImported(Event, frozen=True, kw_only=True):
     """Counts of another system (a recorder's dump, a load matrix, routings in responses), taken into a model's profile once. Not stored."""
 
@@ -225,6 +257,8 @@ class TablesPublished(Event, frozen=True, kw_only=True):
     """by source: share of the way from the mix to hindsight that it goes, in [0, 1]"""
     gain: float
     """in [0, 1]: what the expert term is worth at present"""
+    gains: bytes = b""
+    """float32 little endian [clusters], in [0, 1]: of it, what it is worth for requests of each cluster; empty: the same for all"""
     buckets: int
     """rows of the token table; a token's row is its id modulo this"""
     token_rows: bytes = b""
@@ -254,6 +288,8 @@ class PopularityShifted(Event, frozen=True, kw_only=True):
     """what noise alone would hardly exceed"""
     layers: tuple[int, ...]
     """the layers that moved, most first"""
+    traceparent: str = ""
+    """W3C; of the span of this shift: what is done about it goes on below it"""
 
 
 class ProfilePublished(Event, frozen=True, kw_only=True):
@@ -310,7 +346,8 @@ class HomesPublished(Event, frozen=True, kw_only=True):
     """K, clusters of that model"""
     ranks: int
     homes: bytes
-    """float32 little endian [K, ranks]: shares that add up to 1 per cluster; a row of zeros: at home everywhere. Empty: no cluster has a home"""
+    """float32 little endian [K, ranks]: shares that add up to 1 per cluster; a row of zeros: at home everywhere. Empty: no cluster has a home.
+    They hold from `epoch` on: a reader that serves an older one keeps those it has until it gets there"""
     reason: str = ""
     """in a sentence: why these, or why none"""
 
@@ -570,6 +607,21 @@ class MigrationAccepted(Event, frozen=True, kw_only=True):
 Origin = Literal["operator", "planner", "rollback"]
 
 
+class LoopFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine serves its requests under a placement: foretold by the planner, or measured (`DispatchMeasured`)."""
+
+    remote_ranks: float
+    """distinct other ranks that a token is sent to in a layer, mean"""
+    local: float
+    """share of (token, k) pairs served where their request lives"""
+    balance: float
+    """mean / highest load of a rank, mean over layers; measured: of single steps, mean over these"""
+    step_seconds: float
+    """of one step"""
+    tokens: float = 0.0
+    """that were measured; 0: foretold"""
+
+
 class MigrationPlanned(Event, frozen=True, kw_only=True):
     """A plan is being carried out from now on. Stored."""
 
@@ -586,6 +638,12 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
     """sha256 of the plan's JSON (`migration.plan.Plan`) in the blob store; empty: it was too large to keep"""
     traceparent: str = ""
     """W3C; of the plan's span"""
+    before: LoopFigures | None = None
+    """as it is foretold to go on without the plan; None: nobody has reckoned"""
+    after: LoopFigures | None = None
+    """and with it"""
+    policy: str = ""
+    """of the planner that made it; empty: somebody else's"""
 
 
 class MigrationStaged(Event, frozen=True, kw_only=True):
@@ -645,6 +703,118 @@ class MigrationAborted(Event, frozen=True, kw_only=True):
     rank: int | None = None
     """whose"""
     seconds: float = 0.0
+
+
+Verdict = Literal["kept", "harmful", "unknown"]
+
+
+class PlanJudged(Event, frozen=True, kw_only=True):
+    """What a plan of the planner's own has really brought, some time after its end. Stored, behind what became of the plan."""
+
+    engine: str
+    worker_id: int
+    plan: str
+    epoch: int
+    """that it was judged in"""
+    verdict: Verdict
+    """kept: it stays; harmful: it is rolled back, and its experts rest; unknown: too little was measured, or others moved experts meanwhile"""
+    predicted_before: LoopFigures
+    predicted_after: LoopFigures
+    measured_before: LoopFigures | None = None
+    measured_after: LoopFigures | None = None
+    realised: float | None = None
+    """measured gain of a step's seconds, as a share of the predicted one; below 0: it got worse. None: not measured"""
+    trust: float
+    """what the planner takes of predicted gains from now on, in (0, 1]"""
+    reason: str
+    """in a sentence"""
+
+
+class SteerLoop(Event, frozen=True, kw_only=True):
+    """Request to the migration service: make plans by yourself, or (paused) only what is asked for. It outlives the service. Answered with
+    `LoopDescribed`."""
+
+    paused: bool
+    reason: str = ""
+    """why, for whoever looks later"""
+
+
+class DescribeLoop(Event, frozen=True, kw_only=True):
+    """Request to the migration service: say what you do by yourself, and why. Answered with `LoopDescribed`."""
+
+
+class LayerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """[layers] each, measured in the last window."""
+
+    balance: tuple[float, ...]
+    remote_ranks: tuple[float, ...]
+    local: tuple[float, ...]
+
+
+class PlanTold(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, for people."""
+
+    plan: str
+    origin: Origin
+    policy: str
+    at: float
+    """Unix seconds, of its beginning"""
+    outcome: str
+    """under way, committed, aborted (why), kept, harmful, ..."""
+    copies: int
+    bytes: int
+    predicted_before: LoopFigures | None = None
+    predicted_after: LoopFigures | None = None
+    measured_before: LoopFigures | None = None
+    measured_after: LoopFigures | None = None
+
+
+class EngineLoop(msgspec.Struct, frozen=True, kw_only=True):
+    """What the migration service does with one engine by itself."""
+
+    engine: str
+    worker_id: int
+    epoch: int
+    measured: LoopFigures | None = None
+    """in the last window; None: nothing was"""
+    layers: LayerFigures | None = None
+    at_start: LoopFigures | None = None
+    """the first window that was measured of this life of the engine"""
+    decided_at: float | None = None
+    """Unix seconds; None: nothing was thought over yet"""
+    decided: str = ""
+    """what was decided last, in a sentence: a plan, or why there is none"""
+    next_seconds: float | None = None
+    """until it is thought over again; None: only when asked"""
+    trust: float = 1.0
+    """what is taken of predicted gains, in (0, 1]"""
+    spent_bytes: int = 0
+    """copied by plans of the planner's own in the present interval of its budget"""
+    moved_bytes: int = 0
+    """copied since the service knows the engine"""
+    homes: int = 0
+    """clusters that have a home"""
+    homes_note: str = ""
+    resting: int = 0
+    """experts that were moved lately, or did harm, and stay where they are"""
+    plans: tuple[PlanTold, ...] = ()
+    """the last ones, the newest first"""
+
+
+class LoopDescribed(Event, frozen=True, kw_only=True):
+    """Answer to `DescribeLoop` and `SteerLoop`."""
+
+    policy: str
+    automatic: bool
+    """as configured"""
+    paused: bool
+    paused_reason: str = ""
+    paused_at: float | None = None
+    """Unix seconds"""
+    budget_bytes: int
+    budget_seconds: float
+    cycle_seconds: float
+    engines: tuple[EngineLoop, ...] = ()
 
 
 class DescribeEngine(Event, frozen=True, kw_only=True):
@@ -950,6 +1120,7 @@ AnyEvent = (
     | EngineLeft
     | EngineHeartbeat
     | ExpertsActivated
+    | DispatchMeasured
     | CountsImported
     | RequestsProfiled
     | RequestsFinished
@@ -980,6 +1151,10 @@ AnyEvent = (
     | MigrationStaged
     | MigrationCommitted
     | MigrationAborted
+    | PlanJudged
+    | SteerLoop
+    | DescribeLoop
+    | LoopDescribed
     | DescribeEngine
     | DescribeProfile
     | DescribeClusters
@@ -1009,6 +1184,7 @@ STORED = (
     MigrationStaged,
     MigrationCommitted,
     MigrationAborted,
+    PlanJudged,
     RankDrained,
     ConfigChanged,
 )

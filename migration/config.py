@@ -3,10 +3,11 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-Policy = Literal["roost", "uniform", "full", "eplb", "eplb_hierarchical"]
-"""roost: new shares first, then few copies, then locality; a full re-placement only when it pays. uniform: few copies, replicas share evenly, for
-engines that cannot share otherwise. full: Roost's own placement from scratch, moved as little as possible. eplb, eplb_hierarchical: the published
-algorithm, without and with groups of experts kept on nodes, as the comparison."""
+Policy = Literal["roost", "replicate", "reweight", "uniform", "full", "eplb", "eplb_hierarchical"]
+"""roost: the whole loop: new shares first, then few copies, then experts and the homes of requests together; a full re-placement only when it pays.
+replicate: new shares, few copies and swaps, for balance alone. reweight: new shares alone; no weights are moved.
+uniform: few copies, replicas share evenly, for engines that cannot share otherwise. full: Roost's own placement from scratch, moved as little as
+possible. eplb, eplb_hierarchical: the published algorithm, without and with groups of experts kept on nodes, as the comparison."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -19,8 +20,10 @@ class MigrationConfig:
     most_incarnations: int = 1024
     """incarnations of engines whose placement is remembered; those longest gone are forgotten first"""
 
+    automatic: bool = True
+    """plans that pay are carried out without being asked for; false: only what an operator asks for"""
     policy: Policy = "roost"
-    """roost, uniform, full, eplb or eplb_hierarchical"""
+    """roost, replicate, reweight, uniform, full, eplb or eplb_hierarchical"""
     cycle_seconds: float = 30.0
     """what to do is thought over so often, and homes are published"""
     homes_seconds: float = 120.0
@@ -33,7 +36,9 @@ class MigrationConfig:
     """(token, k) pairs per expert of a layer, on average, that must be behind a window before anything is planned from it"""
 
     budget_bytes: int = 32_000_000_000
-    """weights that one plan may copy"""
+    """weights that one plan may copy, and that the planner's own plans may copy together within budget_seconds"""
+    budget_seconds: float = 900.0
+    """length of the interval that budget_bytes is for"""
     most_steps: int = 256
     """handovers that one plan may take"""
     most_replicas: int | None = None
@@ -45,6 +50,10 @@ class MigrationConfig:
     """an expert that was moved stays where it is for so long"""
     layer_cooldown_seconds: float = 0.0
     """so do all experts of a layer of which any was moved; 0: only the expert itself rests, so that a plan that its budget cut short can go on"""
+    judge_seconds: float = 60.0
+    """a plan of the planner's own is measured for so long before it, and for so long after its end, and then judged by that"""
+    settle_seconds: float = 10.0
+    """what is measured so soon after a plan's end does not count: requests that came before are still running"""
     lifetime_seconds: float = 900.0
     """how long a demand is expected to stay as it is: what a plan gains in this time must be worth what it costs"""
     least_gain: float = 0.002
@@ -98,5 +107,5 @@ class MigrationConfig:
             raise ValueError(f"planner.stale_seconds {self.stale_seconds} must not be above planner.window_seconds {self.window_seconds}")
 
 
-_ANY = ("metrics_address", "policy")
-_FROM_ZERO = ("budget_bytes", "critical_experts", "cooldown_seconds", "layer_cooldown_seconds", "least_gain", "least_pairs", "contention")
+_ANY = ("automatic", "metrics_address", "policy")
+_FROM_ZERO = ("budget_bytes", "critical_experts", "cooldown_seconds", "layer_cooldown_seconds", "least_gain", "least_pairs", "contention", "settle_seconds")

@@ -73,6 +73,8 @@ class Decided(NamedTuple):
 
 WAYS: dict[Policy, tuple[Maker, ...]] = {
     "roost": (shares, copies, copies_and_filling, local, anew),
+    "replicate": (shares, copies, copies_and_filling),
+    "reweight": (shares,),
     "uniform": (uniform, anew),
     "full": (anew,),
     "eplb": (eplb,),

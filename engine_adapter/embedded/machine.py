@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,6 +96,8 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             )
         opened.callback(runner.close)
         speed = runner.measure_speed()
+        if config.dispatch_seconds is not None:
+            speed = msgspec.structs.replace(speed, dispatch=config.dispatch_seconds)
         return Machine(
             shape=runner.shape,
             vocabulary=about.vocabulary,
