@@ -67,8 +67,11 @@ class Decided(NamedTuple):
 
     record: PlanRecord
     homes: Homes
+    """that hold with what is served now"""
     plan: Plan | None = None
     why: Why | None = None
+    homes_after: Homes | None = None
+    """that hold from the plan's last epoch on; None: no plan, or it gives no homes of its own"""
 
 
 WAYS: dict[Policy, tuple[Maker, ...]] = {

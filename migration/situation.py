@@ -38,6 +38,8 @@ class Question(NamedTuple):
     """only these may change; empty: all"""
     bounds: bool = False
     """also say how near locality comes to what is possible, which takes a linear programme"""
+    trust: float = 1.0
+    """from 0 on: what plans really gained lately, as a part of what was foretold of them; what is foretold counts for so much of it"""
 
 
 @dataclass(frozen=True, eq=False)
