@@ -254,6 +254,7 @@ class MigrationService:
                 self.watch.load(load, self._clock())
             case TablesPublished() as tables if tables.model in self.watch.models:
                 self.watch.gain(tables.model, tables.gain)
+                self.watch.foreseen(tables.model, tables.reliability)
             case ClustersPublished() as clusters if clusters.model in self.watch.models:
                 await self._clusters(clusters)
 

@@ -43,11 +43,13 @@ class Demand:
     """[ranks]: pairs behind each layer, as whoever said the demand says"""
     seconds: float
     """length of the window; 0: a moment"""
+    began: float = np.inf
+    """when it began, seconds on the clock of `View.now`; inf: nobody says, and it counts as new"""
 
     @classmethod
-    def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0) -> "Demand":
+    def of(cls, rates: NDArray[Any], pairs: NDArray[np.float64], seconds: float = 0.0, began: float = np.inf) -> "Demand":
         """Rates [ranks, layers, experts], pairs per second, with so many pairs [ranks] behind each layer."""
-        return cls(tuple(Counted(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds)
+        return cls(tuple(Counted(None, rank, 0.0, 0.0) for rank in np.asarray(rates, np.float32)), pairs, seconds, began)
 
     @cached_property
     def known(self) -> NDArray[np.float64]:
@@ -128,7 +130,10 @@ class View:
     cache: CacheUse | None = None
     clusters: ClusterModel | None = None
     gain: float = 0.0
-    """in [0, 1]: what predictions of clusters are worth at present"""
+    """in [0, 1]: what predictions of clusters are worth at present, under the placement that there is"""
+    foreseen: float = 0.0
+    """in [0, 1]: how far requests can be told apart before they run, whatever the placement: how far what is foretold of one goes from the traffic's mix
+    to hindsight"""
     homes: Homes | None = None
     """what was said of homes last; None: nothing"""
     history: History | None = None

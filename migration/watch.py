@@ -6,6 +6,7 @@ holds are pairs, as many as were really routed, and so its sampling noise is tha
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from fleet.events import DemandPublished, EngineJoined, KvMetrics
 from fleet.experts import ModelShape
 from fleet.placement import Placement
+from fleet.prediction import SOURCES, together
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
@@ -91,7 +93,7 @@ class _Engine:
 
     def demand(self, now: float) -> Demand:
         """The window that is open, as it stands."""
-        return Demand(tuple(rank.counted for rank in self.ranks), np.array([rank.pairs for rank in self.ranks]), now - self.began)
+        return Demand(tuple(rank.counted for rank in self.ranks), np.array([rank.pairs for rank in self.ranks]), now - self.began, self.began)
 
 
 class Watch:
@@ -103,6 +105,7 @@ class Watch:
         """by worker_id"""
         self._clusters: OrderedDict[str, ClusterModel] = OrderedDict()
         self._gains: OrderedDict[str, float] = OrderedDict()
+        self._foreseen: OrderedDict[str, float] = OrderedDict()
 
     @property
     def models(self) -> set[str]:
@@ -223,6 +226,12 @@ class Watch:
         self._gains[model] = min(max(gain, 0.0), 1.0) if np.isfinite(gain) else 0.0
         _bound(self._gains, model)
 
+    def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
+        """How well requests of a model can be foretold: by source, as the tables say it."""
+        said = [reliability.get(source, 0.0) for source in SOURCES]
+        self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in said])
+        _bound(self._foreseen, model)
+
     def turn(self, now: float) -> None:
         """Close the windows that are long enough."""
         for engine in self._engines.values():
@@ -262,6 +271,7 @@ class Watch:
             cache=_cache(engine),
             clusters=self._clusters.get(joined.model),
             gain=self._gains.get(joined.model, 0.0),
+            foreseen=self._foreseen.get(joined.model, 0.0),
             homes=engine.homes,
             history=engine.history,
             since=engine.since,
