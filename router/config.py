@@ -12,6 +12,7 @@ ZERO_ALLOWED = (
     "private_port",
     "settle_seconds",
     "temperature_ms",
+    "home_confidence",
     "session_affinity_seconds",
     "session_affinity_ms",
     "queue_requests",
@@ -84,6 +85,8 @@ class RouterConfig:
     """a conversation stays with its rank until it has been silent for so long; 0: the cost alone decides"""
     session_affinity_ms: float = 1000.0
     """a conversation leaves its rank when another one is cheaper by more than this"""
+    home_confidence: float = 0.2
+    """a request goes home, where the planner has given homes, if it is foretold with this confidence at least; 1: none does"""
     correction_limit: float = 4.0
     """measured speeds correct each term of the time model at most by this factor, either way; 1: not at all"""
     expected_output_tokens: int = 128
@@ -172,7 +175,7 @@ class RouterConfig:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._check(name, 0, above=not name.endswith("_weight") and name not in ZERO_ALLOWED)
         self._check("correction_limit", 1, above=False)
-        for name in ("max_kv_share", "max_ejected_share", "retry_share"):
+        for name in ("max_kv_share", "max_ejected_share", "retry_share", "home_confidence"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be 0..1, not {getattr(self, name)}")
         if not self.classes or len(set(self.classes)) != len(self.classes) or self.default_class not in self.classes:

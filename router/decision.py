@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from router.candidates import Candidates
 from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys
 from router.homes import at_home
+from router.muster import Versions
 from router.policies import Choice, Column, Facts, Rules, Unit, choose, scored
-from router.record import Candidate, DecisionRecord, Epochs, Load, Supposed, Terms
+from router.record import Candidate, DecisionRecord, Epochs, HomesEpoch, Load, Supposed, Terms
 from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
 from router.roster import Excluded, RankKey, Roster, Target, columns
 from router.scoring import TERMS, Expected, Scores, Weights, score, uncached_tokens
@@ -59,6 +60,8 @@ class Outlook(NamedTuple):
     priced: NDArray[np.bool_]
     home: Column | None = None
     """float64 [candidates], how many times its even share of the request a rank is to get; None: the planner says nothing of homes"""
+    versions: Versions | None = None
+    """of prices and homes"""
 
     @property
     def expected(self) -> Expected | None:
@@ -77,12 +80,13 @@ class Outlook(NamedTuple):
             columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
         )
         home = None if self.home is None else columns(self.home, at)
-        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home)
+        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions)
 
-    @property
-    def homes(self) -> NDArray[np.bool_] | None:
-        """bool [candidates]: where the request is at home, as far as it is believed; None: nowhere."""
-        return at_home(self.home) if self.home is not None and self.forecast.gain else None
+    def homes(self, rules: Rules) -> NDArray[np.bool_] | None:
+        """bool [candidates]: where the request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that,
+        not what prediction has earned so far: it can earn nothing before placement and requests are aligned."""
+        heeded = self.home is not None and rules.steers and self.forecast.confidence >= rules.home_confidence
+        return at_home(self.home) if self.home is not None and heeded else None
 
 
 class Conditions(NamedTuple):
@@ -120,6 +124,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     view_version: int
     outlook: Outlook | None
     """None: there are no prediction tables"""
+    homes: NDArray[np.bool_] | None
+    """bool [candidates]: where the request is at home, as far as that was heeded; None: nowhere"""
     target: Target
     """the chosen rank"""
 
@@ -160,11 +166,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def nbytes(self) -> int:
         """Memory of the columns, more or less."""
         return _COLUMN_BYTES * len(self.at)
-
-    @property
-    def homes(self) -> NDArray[np.bool_] | None:
-        """bool [candidates]: where the request is at home; None: nowhere."""
-        return None if self.outlook is None else self.outlook.homes
 
     def name(self, candidate: int) -> str:
         """engine/rank of a candidate."""
@@ -212,22 +213,48 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             if_gone=None if gone is None else self.name(gone),
             supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
             session_rank=None if self.held is None else self.name(self.held),
-            home_ranks=[] if self.homes is None else [self.name(at) for at in self.homes.nonzero()[0].tolist()],
+            home_ranks=[self.name(at) for at in self._at_home().nonzero()[0].tolist()],
+            homes_note=self._homes_note(),
             candidates=self._candidates(order[:most]),
             excluded=list(self.excluded),
             ignored=list(self.ignored),
             weights=weights,
-            epochs=Epochs(
-                placement={target.engine.engine: target.epoch for target in self.roster.targets},
-                tables=None if self.outlook is None else self.outlook.forecast.tables,
-                clusters=None if self.outlook is None else self.outlook.forecast.clusters,
-                view=self.view_version,
-            ),
+            epochs=self._epochs(),
             prediction=None if self.outlook is None else self.outlook.forecast.record(),
             attempt=self.ask.attempt,
             replaces=self.ask.replaces,
             cause=self.ask.cause,
         )
+
+    def _epochs(self) -> Epochs:
+        forecast, versions = (None, None) if self.outlook is None else (self.outlook.forecast, self.outlook.versions)
+        return Epochs(
+            placement={target.engine.engine: target.epoch for target in self.roster.targets},
+            prices={} if versions is None else versions.prices,
+            homes={} if versions is None else {engine: HomesEpoch(version=of, epoch=epoch) for engine, (of, epoch) in versions.homes.items()},
+            tables=None if forecast is None else forecast.tables,
+            clusters=None if forecast is None else forecast.clusters,
+            view=self.view_version,
+        )
+
+    def _at_home(self) -> NDArray[np.bool_]:
+        """bool [candidates]: where the request is at home, heeded or not."""
+        lift = None if self.outlook is None else self.outlook.home
+        return np.zeros(len(self.at), np.bool_) if lift is None else at_home(lift)
+
+    def _homes_note(self) -> str | None:
+        """Why a request's homes were not heeded, or why it has none; None: they were."""
+        if self.outlook is None:
+            return UNKNOWN_MODEL
+        forecast, versions = self.outlook.forecast, self.outlook.versions
+        if self.outlook.home is None:
+            waits = [] if versions is None else [f"{engine}'s wait for epoch {epoch}" for engine, (_, epoch) in versions.coming.items()]
+            return f"no cluster has a home{': ' if waits else ''}{', '.join(waits)}"
+        if not self.rules.steers:
+            return f"not heeded: the policy {self.rules.policy}, as it is weighed, does not mind where experts are"
+        if self.homes is None:
+            return f"not heeded: the request is foretold with a confidence of {forecast.confidence:.3f}; {self.rules.home_confidence:g} is asked for"
+        return None if self.homes.any() else "no rank is to get clearly more than its even share of such requests"
 
     def _candidates(self, at: list[int]) -> list[Candidate]:
         """Of these, in this order."""
@@ -263,6 +290,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             remote_nodes=remote_nodes if priced else None,
             local_share=local if priced else None,
             added_experts=added,
+            home_lift=None if self.outlook is None or self.outlook.home is None else float(self.outlook.home[at]),
             experts_note=self._note(at),
         )
 
@@ -305,7 +333,8 @@ def decide(
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
-    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, None if outlook is None else outlook.homes)
+    homes = None if outlook is None else outlook.homes(rules)
+    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, homes)
     return Decision(
         ask=ask,
         roster=roster,
@@ -323,6 +352,7 @@ def decide(
         rules=rules,
         view_version=view_version,
         outlook=outlook,
+        homes=homes,
         target=roster.targets[int(at[choice.chosen])],
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed
-from router.homes import Homes
+from router.homes import Settled
 from router.locality import Locality, Prices
 from router.roster import Dialect, Excluded, RankKey, Roster, Target
 
@@ -50,8 +51,19 @@ class EngineState:
     distinct: Cells | None = None
     """[K]: experts that a request of each cluster adds to a step of the engine; None: nobody has said"""
     handover_seconds: float = 0.0
-    homes: Homes | None = None
-    """None: the planner has said nothing"""
+    homes: Settled = Settled()  # noqa: RUF009 immutable
+
+    def resume(self, old: "EngineState") -> None:
+        """Take over what is known of an incarnation that introduces itself again. Its prices stand until they are found anew, unless they are
+        another engine's by now."""
+        self.heard_at, self.blocked, self.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
+        self.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
+        if old.placement is not None and (self.placement is None or old.placement.epoch > self.placement.epoch):
+            self.placement, self.layout = old.placement, old.layout
+        if len(old.joined.urls) == len(self.joined.urls):
+            self.homes = old.homes
+            if (old.layout, old.nodes, old.joined.shape, old.joined.model) == (self.layout, self.nodes, self.joined.shape, self.joined.model):
+                self.locality, self.priced_epoch = old.locality, old.priced_epoch
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -87,6 +99,17 @@ class EngineState:
         return self.blocked if self.standing is Standing.LIVE else self.standing.value
 
 
+class Versions(NamedTuple):
+    """What prices and homes are of, by engine."""
+
+    prices: dict[str, int | None]
+    """placement epoch; None: not priced yet, or the placement is unknown"""
+    homes: dict[str, tuple[int, int]]
+    """version and placement epoch of the homes that go with these prices; engines without are left out"""
+    coming: dict[str, tuple[int, int]]
+    """of homes that wait for their epoch"""
+
+
 class PriceList:
     """The prices of a model's targets, in the order of its roster, for a token of each cluster: one matrix, so that a decision needs one
     product. Where `priced`, bool [targets], is not, they are 0."""
@@ -104,6 +127,7 @@ class PriceList:
         """[engines, K]: experts added to a step"""
         self.homes: NDArray[np.float32] | None = None
         """[targets, K]: `homes.Homes.lift`; None: nobody has a home"""
+        self.versions = Versions({}, {}, {})
         self._prior: tuple[Weights, Cells] | None = None
 
     def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
@@ -232,8 +256,20 @@ def price_list(roster: Roster, engines: Mapping[int, EngineState], clusters: Clu
             found.priced[at] = True
         if state.distinct is not None and len(state.distinct) == found.clusters:
             found.distinct[roster.engine[at]] = state.distinct
+    found.versions = _versions(roster, engines)
     if clusters is not None:
         found.homes = _homes(roster, engines, clusters)
+    return found
+
+
+def _versions(roster: Roster, engines: Mapping[int, EngineState]) -> Versions:
+    found = Versions({}, {}, {})
+    for first in roster.first.tolist():
+        name, state = roster.targets[first].engine.engine, engines[roster.targets[first].key[0]]
+        found.prices[name] = None if state.locality is None else state.priced_epoch
+        for homes, said in ((state.homes.now, found.homes), (state.homes.coming, found.coming)):
+            if homes is not None:
+                said[name] = homes.version, homes.epoch
     return found
 
 
@@ -242,7 +278,7 @@ def _homes(roster: Roster, engines: Mapping[int, EngineState], clusters: Cluster
     found = None
     for at, target in enumerate(roster.targets):
         state = engines[target.key[0]]
-        lift = None if state.homes is None or state.is_one_of_many else state.homes.lift
+        lift = None if state.homes.now is None or state.is_one_of_many else state.homes.now.lift
         if lift is not None and lift.shape[1] == clusters.clusters:
             if found is None:
                 found = np.ones((len(roster.targets), clusters.clusters), np.float32)

@@ -285,7 +285,8 @@ class Picker:
             nothing = np.zeros(len(roster.targets))
             return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, np.zeros(len(roster.targets), np.bool_))
         remote, nodes, local, added = prices.of(forecast.weights)
-        return Outlook(forecast, remote, nodes, local, prices.prior_local(forecast.shares), added, prices.priced, prices.home(forecast.weights))
+        prior, home = prices.prior_local(forecast.shares), prices.home(forecast.weights)
+        return Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions)
 
 
 def _block_size(roster: Roster) -> int:

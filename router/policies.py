@@ -37,6 +37,13 @@ class Rules:
     gamma: float = 1.0
     temperature_ms: float = 0.0
     stay_ms: float = 1000.0
+    home_confidence: float = 0.2
+    """a request that is foretold with less is not sent home"""
+
+    @property
+    def steers(self) -> bool:
+        """Whether it matters to these rules where experts are; to those to whom it does not, homes do not either."""
+        return self.weights.experts > 0 if self.policy == "cost" else self.policy == "classic" and self.beta > 0
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Rules":
@@ -50,7 +57,7 @@ class Rules:
             config.handover_weight,
         )
         classic = (config.classic_alpha, config.classic_beta, config.classic_gamma)
-        return cls(config.policy, weights, *classic, config.temperature_ms, config.session_affinity_ms)
+        return cls(config.policy, weights, *classic, config.temperature_ms, config.session_affinity_ms, config.home_confidence)
 
     def without(self, terms: tuple[str, ...]) -> "Rules":
         """As if these terms did not count."""

@@ -53,14 +53,28 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """share of the request's routed pairs that is expected to find its expert here"""
     added_experts: float | None
     """experts that a step of the engine is expected to read for this request alone, summed over MoE layers"""
+    home_lift: float | None
+    """how many times its even share of such requests the planner wants the rank to get; None: it has given no cluster a home"""
     experts_note: str | None
+
+
+class HomesEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """Which homes: the planner's version of them, and the placement epoch from which on they hold."""
+
+    version: int
+    epoch: int
 
 
 class Epochs(msgspec.Struct, frozen=True, kw_only=True):
     """The versions of everything the decision was made with."""
 
     placement: dict[str, int | None]
-    """by engine"""
+    """that is served, by engine"""
+    prices: dict[str, int | None]
+    """placement epoch that the expert terms are of, by engine; it follows the one above within moments. None: not priced yet; empty: there were no
+    prediction tables"""
+    homes: dict[str, HomesEpoch]
+    """that go with these prices, by engine; engines of which the planner said nothing are left out"""
     tables: int | None
     """prediction tables; None: there were none"""
     clusters: int | None
@@ -105,6 +119,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """the rank that the conversation was at, as far as it is still routed to"""
     home_ranks: list[str]
     """candidates where the planner wants requests like this to live, by what was foretold of it; empty: nowhere, or nothing is known of that"""
+    homes_note: str | None
+    """why these were not heeded, or why there are none; None: they were heeded"""
     candidates: list[Candidate]
     """lowest score first"""
     excluded: list[Excluded]

@@ -47,10 +47,7 @@ class View:
         old = self._engines.get(joined.worker_id)
         state = EngineState(joined, now, placement, joined.layout)
         if old is not None:
-            state.heard_at, state.blocked, state.handover_seconds, state.homes = old.heard_at, old.blocked, old.handover_seconds, old.homes
-            state.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
-            if old.placement is not None and (placement is None or old.placement.epoch > placement.epoch):
-                state.placement, state.layout = old.placement, old.layout
+            state.resume(old)
         superseded = [worker for worker, other in self._engines.items() if other.joined.engine == joined.engine and worker != joined.worker_id]
         for worker in superseded:
             self.forget(worker)
@@ -131,22 +128,25 @@ class View:
         return models
 
     def settle(self, worker_id: int, homes: Homes) -> bool:
-        """The planner says where an engine's requests are at home. False when the engine is unknown, or something newer is known."""
+        """The planner says where an engine's requests are at home; before their epoch is priced they wait. False when the engine is unknown, or
+        something newer is known."""
         state = self._engines.get(worker_id)
-        if state is None or (state.homes is not None and state.homes.version >= homes.version):
+        settled = None if state is None else state.homes.hearing(homes, state.priced_epoch)
+        if state is None or settled is None or settled is state.homes:
             return False
-        state.homes = homes
+        state.homes = settled
         self._prices.pop(state.joined.model, None)
         self.version += 1
         return True
 
     def price(self, worker_id: int, epoch: int | None, found: Locality) -> None:
-        """Note what a placement epoch costs; ignored when the epoch has passed meanwhile."""
+        """Note what a placement epoch costs: from now on it is decided by, and by the homes that waited for it. Ignored when the epoch has passed
+        meanwhile."""
         state = self._engines.get(worker_id)
         if state is None or epoch != (None if state.placement is None else state.placement.epoch):
             return
         said = note(state)
-        state.locality, state.priced_epoch = found, epoch
+        state.locality, state.priced_epoch, state.homes = found, epoch, state.homes.reaching(epoch)
         if note(state) == said:
             self.version += 1
             self._prices.pop(state.joined.model, None)

@@ -11,6 +11,7 @@ from fleet.signatures import ClusterModel
 from router.homes import at_home, homes_of
 from router.policies import Rules, choose
 from router.record import DecisionRecord
+from router.scoring import Weights
 from router.view import View
 from tests.router.decided import SLOW, decided, foretold, view_of
 from tests.router.houses import SHAPE, OpenHouse, until
@@ -47,6 +48,7 @@ def test_shares_are_read_as_times_the_even_share_and_a_cluster_without_a_home_is
         {"share": ((-1.0, 2.0),)},
         {"share": ((0.2, 0.2),)},
         {"share": ((np.inf, 0.0),)},
+        {"epoch": -1},
     ],
 )
 def test_homes_that_contradict_themselves_or_the_engine_are_refused(wrong: dict[str, Any]) -> None:
@@ -88,8 +90,26 @@ def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
     assert (decision.target.name, decision.choice.why) == ("e0/1", "home")
     record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
     assert (record.home_ranks, record.chosen, record.candidates[0].rank) == (["e0/1"], "e0/1", 1)
-    unproved = decided(roster, outlook=outlook._replace(forecast=outlook.forecast._replace(gain=0.0)))
-    assert (unproved.record().home_ranks, unproved.choice.why) == ([], "tie")
+    assert record.homes_note is None
+    assert {candidate.rank: candidate.home_lift for candidate in record.candidates if candidate.engine == "e0"} == {0: 0.4, 1: 1.6}
+
+
+def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has_earned() -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    outlook = foretold([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    assert outlook.forecast.confidence == 0.25
+    assert decided(roster, outlook=outlook).choice.why == "home"
+    unsure = decided(roster, outlook=outlook, rules=Rules(home_confidence=0.26))
+    assert (unsure.record().home_ranks, unsure.choice.why, unsure.homes) == (["e0/1"], "tie", None)
+    assert "0.26 is asked for" in (unsure.record().homes_note or "")
+
+
+@pytest.mark.parametrize("rules", [Rules(weights=Weights(experts=0.0)), Rules("kv"), Rules("least_loaded"), Rules("round_robin"), Rules("classic", beta=0.0)])
+def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: Rules) -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    record = decided(roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules).record()
+    assert "does not mind where experts are" in (record.homes_note or "")
+    assert record.why != "home"
 
 
 def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing() -> None:
@@ -119,6 +139,6 @@ async def test_homes_heard_on_the_bus_reach_decisions_and_garbage_does_not(open_
     await publisher.publish(said(8, **about))
     state = house.service.view.engine(joined.worker_id)
     assert state is not None
-    await until(lambda: state.homes is not None)
-    assert state.homes is not None
-    assert state.homes.version == 8
+    await until(lambda: state.homes.now is not None)
+    assert state.homes.now is not None
+    assert state.homes.now.version == 8
