@@ -1,10 +1,10 @@
 """Beside one rank of an engine: says on the bus what the rank did, and, on rank 0, that the engine is there.
 
-Every rank publishes its KV events, its load, its activated experts and what each ended request activated (`profiling`), each under a
-publisher identity of its own, answers requests for a snapshot of its KV cache, and takes part in handovers (`handover`). Rank 0 alone
-speaks membership: it claims the engine's name, records the join, beats, answers descriptions, and leaves. The bus may go away and come
-back at any time: publishing goes on (the sequence numbers show what was lost, and readers repair it by a snapshot), and what was
-promised is recorded again.
+Every rank publishes its KV events, its load, its activated experts, where its tokens were sent (`dispatching`) and what each ended request
+activated (`profiling`), each under a publisher identity of its own, answers requests for a snapshot of its KV cache, and takes part in
+handovers (`handover`). Rank 0 alone speaks membership: it claims the engine's name, records the join, beats, answers descriptions, and
+leaves. The bus may go away and come back at any time: publishing goes on (the sequence numbers show what was lost, and readers repair it
+by a snapshot), and what was promised is recorded again.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from bus import Bus, BusError, Message
 from bus.claims import NameClaim
 from bus.subjects import Subjects
 from engine_adapter.config import AgentConfig
+from engine_adapter.dispatching import DispatchReports
 from engine_adapter.engine import Activations, Engine, Load
 from engine_adapter.handover import HandoverDesk, Staging
 from engine_adapter.kv_mirror import KvMirror
@@ -84,6 +85,7 @@ class Agent:
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
         self._experts = bus.publisher(subjects.experts)
+        self._dispatching = DispatchReports(bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds)
         self._profiling = self._make_profiling()
         self.desk = None if engine.experts is None else HandoverDesk(bus, subjects, engine, identity.worker_id, staging)
         """takes part in handovers; None: this engine's experts stay where they are"""
@@ -124,6 +126,7 @@ class Agent:
     async def _report(self) -> None:
         clock = asyncio.get_running_loop().time
         self._experts_at = self._looked_at = clock()
+        self._dispatching.begin(self._looked_at)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(min(self._load_at + self._config.load_seconds, self._experts_at + self._config.experts_seconds)):
@@ -132,6 +135,8 @@ class Agent:
             await self._say_kv(facts.kv)
             await self._say_load(facts.load, now)
             await self._say_experts(facts.activations, 0 if placement is None else placement.epoch, now)
+            if self._about.capabilities.experts:
+                await self._dispatching.hear(facts.sent, now)
             if self._profiling is not None and (facts.ended or facts.ended_lost):
                 self._profiling.take(facts.ended, facts.ended_lost, placement)
             await asyncio.sleep(self._config.facts_seconds)

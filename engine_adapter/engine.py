@@ -65,6 +65,54 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """Where the tokens of this rank's requests were sent in some steps of one epoch, and what this rank served. A step counts when it is over.
+
+    Arrays are float64 [layers], sums over the steps; layers that are sharded have zeros.
+    """
+
+    epoch: int
+    steps: int
+    """of the engine, in which any rank had a token"""
+    step_seconds: float
+    """that these took, all together"""
+    tokens: int
+    """of this rank's requests"""
+    pairs: int
+    """(token, k) pairs of these tokens in one layer"""
+    remote_ranks: NDArray[np.float64]
+    """distinct other ranks that each of these tokens was sent to"""
+    local: NDArray[np.float64]
+    """of these pairs: that this rank served itself"""
+    served: NDArray[np.float64]
+    """pairs that this rank served, whoever's"""
+    balance: NDArray[np.float64]
+    """mean / highest load of a rank in pairs; 1 for a step without any"""
+
+    def with_more(self, more: "Sent") -> "Sent":
+        """These steps and those, which are of the same epoch; ValueError when they are not."""
+        if more.epoch != self.epoch:
+            raise ValueError(f"what was sent in epoch {more.epoch} does not add to that of epoch {self.epoch}")
+        return Sent(
+            epoch=self.epoch,
+            steps=self.steps + more.steps,
+            step_seconds=self.step_seconds + more.step_seconds,
+            tokens=self.tokens + more.tokens,
+            pairs=self.pairs + more.pairs,
+            remote_ranks=self.remote_ranks + more.remote_ranks,
+            local=self.local + more.local,
+            served=self.served + more.served,
+            balance=self.balance + more.balance,
+        )
+
+
+def balance(served: NDArray[Any]) -> NDArray[np.float64]:
+    """float64 [...] of [..., ranks] pairs that ranks serve: mean / highest ("balancedness"); 1 where there is nothing to serve."""
+    most = served.max(axis=-1)
+    return np.asarray(np.where(most > 0, served.mean(axis=-1) / np.maximum(most, np.finfo(np.float64).tiny), 1.0), np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class EndedRequest:
     """A request that is over, however it ended, and of which at least one token was computed here.
 
@@ -100,6 +148,8 @@ class Facts:
     """requests that ended, in order; bounded in bytes"""
     ended_lost: int = 0
     """older ones that had to be let go before they were taken"""
+    sent: tuple[Sent, ...] = ()
+    """where tokens were sent, one per epoch that was served meanwhile, in order; empty: there was no step"""
 
 
 class EngineFailed(Exception):

@@ -133,6 +133,12 @@ class Handle:
 class Dispatch(Protocol):
     """Dispatch and combine of one rank. All ranks call both for every layer of a step, also with no tokens."""
 
+    @property
+    def served_by(self) -> Sequence[Indices]:
+        """int64 [all tokens, k] per layer that was dispatched in this step so far, ranks' tokens in order: the rank that serves each pair. Not
+        changed any more. Empty where there is but one rank."""
+        ...
+
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
         """Say how many tokens this rank brings to the step, and each rank (None: the ranks tell each other). CapacityError when too many."""
         ...
@@ -209,6 +215,7 @@ class LocalDispatch:
         self._slots = placement.slots_per_rank
         self._max_tokens = max_tokens
         self._calls = _Calls()
+        self.served_by: Sequence[Indices] = ()
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
         _check_step(tokens, 0, (tokens,) if tokens_by_rank is None else tokens_by_rank, 1, self._max_tokens)
@@ -251,25 +258,28 @@ class GlooDispatch:
         self._small_gather_bytes = small_gather_bytes
         self._calls = _Calls()
         self._step = _Step.of((0,) * group.ranks)
+        self.served_by: list[Indices] = []
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
         if tokens_by_rank is None:
             tokens_by_rank = self._group.all_gather(torch.tensor([tokens])).view(-1).tolist()
         _check_step(tokens, self._group.rank, tokens_by_rank, self._group.ranks, self._max_tokens)
-        self._step = _Step.of(tuple(tokens_by_rank))
+        self._step, self.served_by = _Step.of(tuple(tokens_by_rank)), []
 
     def dispatch(self, layer: int, x: torch.Tensor, experts: NDArray[Any]) -> Dispatched:
         _check_experts(experts, self._experts)
         small = self._step.most * x.shape[1] * x.element_size() <= self._small_gather_bytes
         everyones_x, ids = self._gather(x if small else x[:, :0], experts)
         slots = self._sending.slots(layer, self._step.home, ids)
-        pairs = np.flatnonzero(slots // self._slots == self._group.rank)
+        ranks = slots // self._slots
+        self.served_by.append(ranks)
+        pairs = np.flatnonzero(ranks == self._group.rank)
         tokens = pairs // ids.shape[1]
         if not small:
-            everyones_x, tokens = self._fetch(x, slots // self._slots, tokens)
+            everyones_x, tokens = self._fetch(x, ranks, tokens)
         groups = group_by_slot(slots.reshape(-1)[pairs] - self._group.rank * self._slots, self._slots)
         rows = everyones_x.index_select(0, torch.from_numpy(tokens[groups.pair_of_row]))
-        return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, self._handle(slots, pairs, groups))
+        return Dispatched(rows, torch.from_numpy(groups.ends), groups.counts, self._handle(ranks, pairs, groups))
 
     def combine(self, results: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
         self._calls.close(handle)
@@ -304,10 +314,10 @@ class GlooDispatch:
         rows = self._group.all_to_all(outgoing, [len(wanted) for wanted in wanted_by], receive.tolist())
         return rows, (np.cumsum(needed) - 1)[tokens]
 
-    def _handle(self, slots: Indices, pairs: Indices, groups: Groups) -> Handle:
-        k = slots.shape[1]
+    def _handle(self, ranks: Indices, pairs: Indices, groups: Groups) -> Handle:
+        k = ranks.shape[1]
         computed_for = np.bincount(self._step.home[pairs // k], minlength=self._group.ranks)
-        own = slots[self._step.home == self._group.rank].reshape(-1) // self._slots
+        own = ranks[self._step.home == self._group.rank].reshape(-1)
         back_order = np.empty(len(own), np.int64)
         back_order[np.argsort(own, kind="stable")] = np.arange(len(own))
         from_ranks = np.bincount(own, minlength=self._group.ranks)

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         speed=machine.speed,
         tokenizer=tokenizer.archive,
     )
-    steps = StepLoop(machine, config, tokenizer.eos, facts, report)
+    steps = StepLoop(machine, config, tokenizer.eos, facts, report, rank)
     return _Loaded(machine, tokenizer, description, facts, steps, None if machine.experts is None else RankExperts(machine.experts, steps))
 
 
@@ -179,7 +179,7 @@ class EmbeddedEngine:
 
     def take_facts(self) -> Facts:
         self._news.clear()
-        return self._alive.facts.take()
+        return replace(self._alive.facts.take(), sent=self._alive.steps.take_sent())
 
     async def run(self) -> None:
         """Supervise until cancelled, then leave at the next step, or until EngineFailed. Either way no request stays open."""

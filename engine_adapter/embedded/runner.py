@@ -52,6 +52,8 @@ class Forward:
     """fp32 [works that want logits, vocabulary], in the order of the works"""
     routed: NDArray[Any]
     """uint8 (uint16 above 256 experts) [tokens, layers, k]: the experts chosen for every computed token, works in order, tokens in order"""
+    served_by: Sequence[NDArray[np.int64]] = ()
+    """int64 [tokens of all ranks, k] per layer, rank by rank: the rank that served each pair; empty where there is but one"""
 
 
 class WorkError(ValueError):
@@ -226,7 +228,7 @@ class Runner:
         routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
         for layer in range(self.config.layers):
             routed[:, layer] = self._layer(layer, hidden, len(ids), plan, dispatch)
-        return Forward(self._logits(hidden, work), routed)
+        return Forward(self._logits(hidden, work), routed, dispatch.served_by)
 
     def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch) -> NDArray[Any]:
         """Run one layer on the residual stream [rows, H], in place; the experts chosen, [tokens, k]."""

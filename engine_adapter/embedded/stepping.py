@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.lockstep import StepHeader
 from engine_adapter.embedded.machine import Machine
-from engine_adapter.embedded.runner import Prepared, Work
-from engine_adapter.engine import EndedRequest, Load
+from engine_adapter.embedded.runner import Forward, Prepared, Work
+from engine_adapter.embedded.sent import SentLog, Step
+from engine_adapter.engine import EndedRequest, Load, Sent
 from engine_adapter.rank.answers import Answer, Delta, Ending, GenerationRequest, Moments, Outcome, ScoredToken
 from engine_adapter.rank.facts import DecodeSteps, FactLog
 from engine_adapter.rank.kv_cache import KvCache
@@ -95,9 +96,9 @@ class _Order(NamedTuple):
 
 
 class StepLoop:
-    """`run` belongs to the step thread; `submit`, `cancel`, `adopt`, `leave`, `placement` and `stepping_since` to any."""
+    """`run` belongs to the step thread; `submit`, `cancel`, `adopt`, `leave`, `take_sent`, `placement` and `stepping_since` to any."""
 
-    def __init__(self, machine: Machine, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[Report], None]) -> None:
+    def __init__(self, machine: Machine, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[Report], None], rank: int = 0) -> None:
         self._machine = machine
         self._eos = eos
         self._facts = facts
@@ -111,6 +112,7 @@ class StepLoop:
         self.placement: Placement = machine.placement
         """the one that is served"""
         self._decoding = DecodeSteps()
+        self._sent = SentLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
         self._began = 0
         """wall clock at which the present step began, nanoseconds"""
         self.leaving = False
@@ -135,6 +137,10 @@ class StepLoop:
         self.leaving = True
         self._nudge()
 
+    def take_sent(self) -> tuple[Sent, ...]:
+        """Where this rank's tokens were sent since the last call, by epoch."""
+        return self._sent.take()
+
     def run(self) -> None:
         """Step until this rank leaves. PeerLeft when another one does; LockstepError and whatever a forward pass raises."""
         while True:
@@ -148,8 +154,8 @@ class StepLoop:
                 return
             awake = any(tokens_by_rank)
             if awake:
-                self._compute(slices, tokens_by_rank, report)
-                self._note_step(slices, tokens_by_rank)
+                forward = self._compute(slices, tokens_by_rank, report)
+                self._note_step(slices, tokens_by_rank, forward)
             self._say(report)
             self._step += 1
             if not awake:
@@ -157,11 +163,13 @@ class StepLoop:
                 self.stepping_since = None
                 self._machine.lockstep.sleep(self._step)
 
-    def _note_step(self, slices: list[Slice], tokens_by_rank: list[int]) -> None:
+    def _note_step(self, slices: list[Slice], tokens_by_rank: list[int], forward: Forward) -> None:
         """Other ranks say only how many tokens they compute: no more than sequences can decode are taken for decoding."""
+        now = time.monotonic()
+        seconds = now - (now if self.stepping_since is None else self.stepping_since)
         if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
-            now = time.monotonic()
-            self._decoding.note(now, now - (now if self.stepping_since is None else self.stepping_since))
+            self._decoding.note(now, seconds)
+        self._sent.add(self.placement.epoch, Step(seconds, tokens_by_rank, forward.served_by))
 
     def _order(self, order: _Order) -> None:
         self._orders.append(order)
@@ -213,7 +221,7 @@ class StepLoop:
             report.facts = True
         self._scheduler.remove(seat.generation)
 
-    def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: Report) -> None:
+    def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: Report) -> Forward:
         work = [Work(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
         self._note_admissions(slices)
         forward = self._machine.runner.forward(work, tokens_by_rank)
@@ -222,6 +230,7 @@ class StepLoop:
         rows = [self._seats[one.generation] for one in slices if one.last]
         if rows:
             self._advance(rows, forward.logits.numpy(), now, report)
+        return forward
 
     def _book(self, slices: list[Slice], routed: NDArray[Any]) -> None:
         """The slices are computed: their pages are valid, their routing is known."""

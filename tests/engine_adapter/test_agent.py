@@ -14,7 +14,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from engine_adapter.agent import Agent, Identity
 from engine_adapter.config import AgentConfig
-from engine_adapter.engine import Activations, EndedRequest, EngineDescription, Facts, Load
+from engine_adapter.engine import Activations, EndedRequest, EngineDescription, Facts, Load, Sent
 from fleet.blocks import sequence_hashes
 from fleet.events import (
     Capabilities,
@@ -22,6 +22,7 @@ from fleet.events import (
     DescribeClusters,
     DescribeEngine,
     DescribeHandover,
+    DispatchMeasured,
     EngineHeartbeat,
     EngineJoined,
     EngineLeft,
@@ -66,13 +67,22 @@ class PuppetEngine:
         self._load = IDLE
         self._activations: Activations | None = None
         self._ended: tuple[EndedRequest, ...] = ()
+        self._sent: tuple[Sent, ...] = ()
         self._new = asyncio.Event()
         self.seen = asyncio.Event()
         """what it did last was looked at"""
         self.looks = 0
 
-    def did(self, *kv: KvChange | str, load: Load | None = None, activations: Activations | None = None, ended: tuple[EndedRequest, ...] = ()) -> None:
+    def did(
+        self,
+        *kv: KvChange | str,
+        load: Load | None = None,
+        activations: Activations | None = None,
+        ended: tuple[EndedRequest, ...] = (),
+        sent: tuple[Sent, ...] = (),
+    ) -> None:
         self._kv += kv
+        self._sent += sent
         self._ended += ended
         self._load = load or self._load
         self._activations = activations
@@ -88,8 +98,8 @@ class PuppetEngine:
         self._new.clear()
         self.seen.set()
         self.looks += 1
-        facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended)  # type: ignore[arg-type]
-        self._kv, self._activations, self._ended = [], None, ()
+        facts = Facts(kv=tuple(self._kv), load=self._load, activations=self._activations, ended=self._ended, sent=self._sent)  # type: ignore[arg-type]
+        self._kv, self._activations, self._ended, self._sent = [], None, (), ()
         return facts
 
     async def run(self) -> None: ...
@@ -245,6 +255,47 @@ async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_
     assert all(one.seconds > 0 for one in reports)  # type: ignore[union-attr]
 
 
+def sent(epoch: int, steps: int) -> Sent:
+    """Of 2 layers and top 2: each step takes 10 ms and has one token here, which goes elsewhere in the second layer."""
+    zero, one = np.zeros(2), np.full(2, float(steps))
+    return Sent(epoch, steps, 0.01 * steps, steps, 2 * steps, one * [0, 1], 2 * one - one * [0, 2], one + zero, 0.5 * one)
+
+
+async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_who_says_it(broker: MemoryBroker) -> None:
+    engine = PuppetEngine(rank=1, ranks=2)
+    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched) as heard, running(broker, engine, identity(ranks=2)):
+        total, reports = 0, 0
+        for _ in range(3):
+            engine.did(sent=(sent(0, 2),))
+            await engine.seen.wait()
+        while total < 6:
+            message = (await next_of(heard, DispatchMeasured)).message
+            assert isinstance(message, DispatchMeasured)
+            assert (message.engine, message.worker_id, message.rank, message.model, message.epoch) == ("a", WORKER, 1, "m", 0)
+            assert message.seconds >= CONFIG.experts_seconds
+            steps = message.steps
+            assert (message.tokens, message.pairs, message.step_seconds) == (steps, 2 * steps, pytest.approx(0.01 * steps))
+            assert (message.remote_ranks, message.local, message.served, message.balance) == ((0, steps), (2 * steps, 0), (steps, steps), (steps / 2,) * 2)
+            total, reports = total + steps, reports + 1
+        assert reports <= 3
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(4 * CONFIG.experts_seconds):
+                await next_of(heard, DispatchMeasured)
+
+
+async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_there_were_between_two_looks(broker: MemoryBroker) -> None:
+    engine = PuppetEngine()
+    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched) as heard, running(broker, engine):
+        engine.did(sent=(sent(0, 1),))
+        await engine.seen.wait()
+        engine.did(sent=(sent(0, 2), sent(1, 4)))
+        await engine.seen.wait()
+        engine.did(sent=(sent(1, 8), sent(2, 16)))
+        reports = [(await next_of(heard, DispatchMeasured)).message for _ in range(3)]
+    assert [(one.epoch, one.steps) for one in reports] == [(0, 3), (1, 12), (2, 16)]  # type: ignore[union-attr]
+    assert all(one.seconds >= one.step_seconds for one in reports)  # type: ignore[union-attr]
+
+
 @asynccontextmanager
 async def tracking(broker: MemoryBroker) -> AsyncIterator[list[Message]]:
     """A tracker that knows clusters of 2 layers x 4 experts; what it was asked."""
@@ -289,7 +340,7 @@ async def test_an_engine_that_says_nothing_of_experts_never_asks_for_clusters(br
 async def test_what_an_engine_cannot_report_is_not_published(broker: MemoryBroker) -> None:
     engine = PuppetEngine(capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False))
     async with MemoryBus(broker).subscribe(SUBJECTS.everything) as heard, running(broker, engine):
-        engine.did(stored(1), load=BUSY, activations=Activations(counts=np.ones((2, 4)), tokens=1, cached_tokens=0))
+        engine.did(stored(1), load=BUSY, activations=Activations(counts=np.ones((2, 4)), tokens=1, cached_tokens=0), sent=(sent(0, 1), sent(1, 1)))
         kinds = {type((await next_of(heard, object)).message) for _ in range(6)}
     assert kinds <= {EngineJoined, EngineHeartbeat}
 

@@ -55,12 +55,15 @@ class Witness:
     """logits of every position that wanted them"""
     steps: list[tuple[int, int]] = field(default_factory=list)
     """(collectives made before it, epoch) of every forward pass"""
+    routed: list[tuple[Placement, np.ndarray]] = field(default_factory=list)
+    """what was served, and the experts of this rank's tokens, of every forward pass"""
 
     def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
         assert self.machine.experts is not None
         self.steps.append((self.machine.lockstep.collectives, self.machine.runner.placement.epoch))
         found = self.machine.runner.forward(work, tokens_by_rank)
         self.rows += list(found.logits.numpy().copy())
+        self.routed.append((self.machine.runner.placement, found.routed))
         return found
 
 
@@ -223,6 +226,54 @@ async def test_a_step_in_which_all_go_over_takes_no_collective_more(checkpoint: 
         assert set(np.diff(epochs).tolist()) <= {0, 1}, "one after the other"
         assert set(np.diff(before).tolist()) == {1 + 2 * LAYERS}
     assert all(one == other for (_, one), (_, other) in zip(*seen, strict=False)), "both ranks served the same epoch in every step"
+
+
+def sent_by_hand(ranks: Sequence[Rank], rank: int, epoch: int) -> list[list[float]]:
+    """Of each layer: ranks reached, own pairs at home, pairs served, balance; of placements in which every expert is in one slot only."""
+    found = [[0.0] * 4 for _ in range(LAYERS)]
+    for passes in zip(*(one.seen.routed for one in ranks), strict=True):
+        placement = passes[0][0]
+        if placement.epoch != epoch:
+            continue
+        for layer, sums in enumerate(found):
+            holder = {int(expert): slot // placement.slots_per_rank for slot, expert in enumerate(placement.expert_of_slot[layer])}
+            by = [[[holder[expert] for expert in token[layer].tolist()] for token in routed] for _, routed in passes]
+            pairs = [at for tokens in by for token in tokens for at in token]
+            loads = [pairs.count(at) for at in range(len(ranks))]
+            sums[0] += sum(len(set(token) - {rank}) for token in by[rank])
+            sums[1] += sum(token.count(rank) for token in by[rank])
+            sums[2] += loads[rank]
+            sums[3] += sum(loads) / len(loads) / max(loads)
+    return found
+
+
+@pytest.mark.parametrize("small_gather_bytes", [SMALL_GATHER_BYTES, 0], ids=["small-steps", "as-large-steps"])
+async def test_where_tokens_were_sent_is_reported_per_epoch_as_counting_by_hand_finds_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_gather_bytes: int
+) -> None:
+    monkeypatch.setitem(GlooDispatch.__init__.__kwdefaults__, "small_gather_bytes", small_gather_bytes)
+    dice = np.random.default_rng(8)
+    async with ranks_of(checkpoint, tmp_path, 2, slots_per_rank=3) as ranks:
+        for _ in range(3):
+            answers = await all_prompts(ranks)
+            await go_over(ranks, one_layer_anew(dice, ranks[0].engine.placement))
+            for answer in answers:
+                await answer.rest()
+        for rank in ranks:
+            rank.run.cancel()
+        await asyncio.wait([rank.run for rank in ranks])
+        steps = []
+        for number, rank in enumerate(ranks):
+            sent = rank.engine.take_facts().sent
+            assert [one.epoch for one in sent] == [0, 1, 2, 3]
+            for one in sent:
+                expected = np.array(sent_by_hand(ranks, number, one.epoch))
+                assert np.stack([one.remote_ranks, one.local, one.served, one.balance], axis=1) == pytest.approx(expected)
+                assert one.step_seconds > 0
+            steps.append([one.steps for one in sent])
+            assert sum(one.tokens for one in sent) == sum(len(routed) for _, routed in rank.seen.routed)
+        assert steps[0] == steps[1]
+        assert sum(steps[0]) == len(ranks[0].seen.routed)
 
 
 async def test_a_rank_that_alone_is_ready_goes_nowhere_and_serves_until_the_other_is(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""Counts where a rank's tokens were sent, and what it served: put down by the step thread, counted when somebody asks.
+
+Every rank knows which rank serves every pair of a step, whoever's it is. Counting takes some twenty calls of numpy however many steps
+it is for, so that steps are kept as they are until a few have come together.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.engine import Sent, balance
+
+KEPT_PAIRS = 1 << 15
+"""(token, k) pairs, of all ranks and layers, from which steps are counted although nobody asked"""
+KEPT_STEPS = 256
+MOST_EPOCHS = 16
+"""that are kept apart until somebody takes them; beyond, the oldest are let go"""
+
+
+class Step(NamedTuple):
+    """A step that is over."""
+
+    seconds: float
+    tokens_by_rank: Sequence[int]
+    served_by: Sequence[NDArray[np.int64]]
+    """int64 [tokens of all ranks, k] per layer: the rank that served each pair; empty where there is but one rank"""
+
+
+class SentLog:
+    """Where tokens go. `add` is for the step thread, `take` for any."""
+
+    def __init__(self, rank: int, *, layers: int, top_k: int) -> None:
+        self._rank = rank
+        self._layers, self._top_k = layers, top_k
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._steps: list[Step] = []
+        """of this epoch, not counted yet"""
+        self._pairs = 0
+        """in them"""
+        self._counted: deque[Sent] = deque(maxlen=MOST_EPOCHS)
+        """one per epoch"""
+
+    def add(self, epoch: int, step: Step) -> None:
+        """A step in which any rank had a token is over; epoch: that it was served with."""
+        with self._lock:
+            if epoch != self._epoch:
+                self._count()
+                self._epoch = epoch
+            self._steps.append(step)
+            self._pairs += sum(step.tokens_by_rank) * self._top_k * self._layers
+            if self._pairs >= KEPT_PAIRS or len(self._steps) >= KEPT_STEPS:
+                self._count()
+
+    def take(self) -> tuple[Sent, ...]:
+        """What was sent since the last call, one per epoch; empty when there was no step."""
+        with self._lock:
+            self._count()
+            counted = tuple(self._counted)
+            self._counted.clear()
+            return counted
+
+    def _count(self) -> None:
+        if not self._steps:
+            return
+        new = counted(self._epoch, self._steps, self._rank, layers=self._layers, top_k=self._top_k)
+        self._steps, self._pairs = [], 0
+        if self._counted and self._counted[-1].epoch == new.epoch:
+            self._counted.append(self._counted.pop().with_more(new))
+        else:
+            self._counted.append(new)
+
+
+def counted(epoch: int, steps: Sequence[Step], rank: int, *, layers: int, top_k: int) -> Sent:
+    """What rank `rank` sent and served in steps of one epoch, at least one."""
+    tokens = np.array([step.tokens_by_rank for step in steps])  # [steps, ranks]
+    own = int(tokens[:, rank].sum())
+    seconds = sum(step.seconds for step in steps)
+    remote, local, served, balanced = _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
+    return Sent(epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced)
+
+
+def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:
+    """As `_among`, where everything stays at home."""
+    return np.broadcast_to(np.array([0.0, tokens * top_k, tokens * top_k, steps])[:, None], (4, layers))
+
+
+def _among(steps: Sequence[Step], tokens: NDArray[np.int64], rank: int) -> NDArray[np.float64]:
+    """float64 [4, layers]: ranks reached, pairs at home, pairs served, balance; summed over steps. tokens: [steps, ranks]."""
+    ranks, layers = tokens.shape[1], len(steps[0].served_by)
+    every = _by_layer(steps, [slice(None)] * len(steps))
+    place = (np.arange(layers)[:, None] * len(steps) + np.repeat(np.arange(len(steps)), tokens.sum(axis=1))) * ranks
+    loads = np.bincount((place[:, :, None] + every).ravel(), minlength=layers * len(steps) * ranks).reshape(layers, len(steps), ranks)
+    first = tokens[:, :rank].sum(axis=1)
+    own = _by_layer(steps, [slice(begin, begin + count) for begin, count in zip(first.tolist(), tokens[:, rank].tolist(), strict=True)])
+    reached = np.zeros((*own.shape[:2], ranks), np.bool_)
+    np.put_along_axis(reached, own, True, axis=2)
+    went = reached.sum(axis=1)  # [layers, ranks] own tokens that reach each rank
+    return np.stack([went.sum(axis=1) - went[:, rank], (own == rank).sum(axis=(1, 2)), loads[:, :, rank].sum(axis=1), balance(loads).sum(axis=1)])
+
+
+def _by_layer(steps: Sequence[Step], rows: Sequence[slice]) -> NDArray[np.int64]:
+    """int64 [layers, tokens, k] of these rows of each step, steps in order."""
+    layers = len(steps[0].served_by)
+    found = np.concatenate([step.served_by[layer][part] for layer in range(layers) for step, part in zip(steps, rows, strict=True)])
+    return found.reshape(layers, -1, found.shape[1])
