@@ -70,6 +70,11 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
+def printable(text: str) -> str:
+    """Words from elsewhere, without what a terminal would take for commands."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print aligned columns; nothing is folded or cut, whatever the width of the terminal."""
     lines = [[escape(cell) for cell in row] for row in rows]

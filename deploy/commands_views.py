@@ -34,7 +34,7 @@ from router.scoring import TERMS
 
 KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
 FAMILIES = {
-    "migration": ("MigrationPlanned", "MigrationStaged", "MigrationCommitted", "MigrationAborted", "PlacementCommitted"),
+    "migration": ("MigrationPlanned", "MigrationStaged", "MigrationCommitted", "MigrationAborted", "PlanJudged", "PlacementCommitted"),
     "membership": ("EngineJoined", "EngineLeft"),
     "handover": ("ProposeHandover", "CommitHandover", "AbortHandover", "DescribeHandover", "HandoverDescribed"),
 }
@@ -50,12 +50,17 @@ def add_to(app: typer.Typer) -> None:
         app.command(command.__name__)(command)
 
 
-def status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
-    """Show engines, ranks, their load and epochs, as heard on the bus."""
-    from deploy.view_fleet import show_status
+def status(
+    engine: Annotated[str | None, typer.Argument(help="Only this engine.  [default: all]", show_default=False)] = None,
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Show engines, ranks, load and epochs, and what the loop measured, foretold, decided and moved, in one screenful. Live: roost top."""
+    from deploy.view_status import show_status
 
     bus = bus_from(config, nats)
-    show_status(bus, router_processes(bus.url), as_json=as_json)
+    show_status(bus, router_processes(bus.url), engine, as_json=as_json)
 
 
 def placement(
@@ -65,7 +70,7 @@ def placement(
     config: ConfigOption = CONFIG,
 ) -> None:
     """Show which expert is where: per engine its epoch, its slots, and the experts of each rank (* where there are replicas)."""
-    from deploy.view_fleet import show_placement
+    from deploy.view_placement import show_placement
 
     show_placement(bus_from(config, nats), layer, as_json=as_json)
 

@@ -21,6 +21,7 @@ COMMANDS = (
     "popularity",
     "plan",
     "migrate",
+    "migration",
     "rollback",
     "explain",
     "events",
@@ -126,7 +127,7 @@ def test_unknown_options_and_commands_are_usage_errors() -> None:
     assert "nonsense" in refused(2, "nonsense")
 
 
-@pytest.mark.parametrize("command", [["status"], ["placement"], ["events"], ["tracker"], ["planner"], ["worker"]])
+@pytest.mark.parametrize("command", [["status"], ["migration", "pause"], ["placement"], ["events"], ["tracker"], ["planner"], ["worker"]])
 def test_without_nats_a_command_fails_with_address_and_remedy(command: list[str], unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOST_BUS_CONNECT_SECONDS", "0.3")
     said = refused(1, *command, "--nats", f"nats://127.0.0.1:{unused_port}")

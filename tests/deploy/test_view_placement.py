@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bus.config import BusConfig
-from deploy import view_fleet
+from deploy import view_placement
 from fleet.placement import FULL, Placement
 
 TABLE = np.array([[0, 1, 2, 2, 3, 0], [0, 1, 2, 3, 2, 0]], np.int16)
@@ -26,8 +26,8 @@ def shown(placement: Placement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def answer(config: BusConfig, ask: Any) -> dict[str, Placement]:
         return {"a": placement}
 
-    monkeypatch.setattr(view_fleet, "on_bus", answer)
-    view_fleet.show_placement(BusConfig(), layer, as_json=as_json)
+    monkeypatch.setattr(view_placement, "on_bus", answer)
+    view_placement.show_placement(BusConfig(), layer, as_json=as_json)
     return capsys.readouterr().out
 
 

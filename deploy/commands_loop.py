@@ -1,0 +1,53 @@
+"""`roost top`, `migration pause|resume|status`: the loop that closes by itself, watched and steered.
+
+What does the work is imported when its command runs: the NATS client is not for every command.
+"""
+
+from typing import Annotated
+
+import typer
+
+from deploy.commandline import CONFIG, JSON, NATS, ConfigOption, JsonOption, NatsOption, bus_from
+
+migration = typer.Typer(
+    name="migration",
+    help="Let the planner make plans by itself, or not: pause, resume, status. Single migrations: roost migrate, roost plan --apply, roost rollback.",
+    no_args_is_help=True,
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.add_typer(migration)
+
+
+@migration.command()
+def pause(
+    reason: Annotated[str, typer.Option("--reason", help="Why, for those who wonder later that nothing moves.")] = "",
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Make no plans until it is resumed, also after a restart of the planner; what operators ask for is still carried out.
+
+    It moves no experts back: roost rollback does.
+    """
+    from deploy.view_loop import show_steering
+
+    show_steering(bus_from(config, nats), True, reason, as_json=as_json)
+
+
+@migration.command()
+def resume(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
+    """Make plans again, and carry out those that pay."""
+    from deploy.view_loop import show_steering
+
+    show_steering(bus_from(config, nats), False, "", as_json=as_json)
+
+
+@migration.command("status")
+def migration_status(nats: NatsOption = NATS, as_json: JsonOption = JSON, config: ConfigOption = CONFIG) -> None:
+    """Whether plans are made without being asked for, and since when not; roost status tells the rest."""
+    from deploy.view_loop import show_steering
+
+    show_steering(bus_from(config, nats), None, "", as_json=as_json)

@@ -1,0 +1,50 @@
+"""What the migration service does by itself: asked over the bus, and told to rest or to go on."""
+
+import asyncio
+from collections.abc import Callable
+
+from bus import Bus, BusTimeout, Declined
+from bus.subjects import Subjects
+from fleet.events import DescribeLoop, LoopDescribed, SteerLoop
+
+ASK_SECONDS = 3.0
+TAKEOVER_SECONDS = 8.0
+"""in which a planner that died is started again, or another one leads"""
+LOOKS = 4
+"""times that it is asked again meanwhile"""
+SILENCE = "no planner says what it does by itself: it is not running (roost events --kind migration, and its log, tell), or it is of an older version of Roost"
+
+
+class NotTold(Exception):
+    """Nobody says what the migration service does by itself; the text says why, as far as that is known."""
+
+
+async def described(bus: Bus, subjects: Subjects, seconds: float = ASK_SECONDS) -> LoopDescribed:
+    """The planner's own words, asked for once. NotTold when there is none, or one that knows no such question; BusError without a bus."""
+    return await _asked(bus, subjects, DescribeLoop(), seconds)
+
+
+async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]) -> LoopDescribed:
+    """Have the planner make no plans by itself, or make them again. Where none is there, one that may take over is waited for; then NotTold."""
+    for look in range(LOOKS):
+        try:
+            return await _asked(bus, subjects, SteerLoop(paused=paused, reason=reason), ASK_SECONDS)
+        except NotTold as error:
+            if not isinstance(error.__cause__, BusTimeout):
+                raise
+            if not look:
+                say("no planner is there; one may be about to take over")
+            await asyncio.sleep(TAKEOVER_SECONDS / LOOKS)
+    raise NotTold(f"{SILENCE}; nothing was changed")
+
+
+async def _asked(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop, seconds: float) -> LoopDescribed:
+    try:
+        answer = await bus.request(subjects.loop, question, seconds)
+    except BusTimeout as error:
+        raise NotTold(SILENCE) from error
+    except Declined as refusal:
+        raise NotTold(str(refusal)) from refusal
+    if not isinstance(answer, LoopDescribed):
+        raise NotTold(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
+    return answer

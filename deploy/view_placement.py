@@ -1,0 +1,99 @@
+"""Which expert is where: in words, as JSON, and as heat maps of now, and of now beside the first epoch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus import Bus
+from bus.config import BusConfig
+from bus.subjects import Subjects
+from deploy.commandline import console, fail, in_json, show, table
+from deploy.view_fleet import members, on_bus
+from fleet.events import PlacementCommitted
+from fleet.experts import ExpertId
+from fleet.placement import FULL, Placement
+
+_SAME = 0.1
+"""percent by which a share may differ and still be taken for the even one"""
+
+
+def show_placement(bus_config: BusConfig, layer: int | None, *, as_json: bool) -> None:
+    """Per engine its epoch, its slots, and the experts of each rank, of one layer or of all."""
+    placements = on_bus(bus_config, _placements_now)
+    for name, now in placements.items():
+        if layer is not None and layer >= now.layers:
+            fail(f"engine {name} has MoE layers 0 to {now.layers - 1}, not {layer}")
+    if as_json:
+        show(in_json({name: _placement_record(now, layer) for name, now in placements.items()}))
+        return
+    if not placements:
+        console().print("no engine with experts has joined")
+    for name, now in placements.items():
+        console().print(
+            f"{name}: epoch {now.epoch}, {now.layers} layers x {now.experts} experts on {now.ranks} ranks, {now.slots_per_rank} slots each per layer"
+        )
+        rows = ((str(at), *(_experts(now, at, rank) for rank in range(now.ranks))) for at in _shown_layers(now, layer))
+        table(("layer", *(f"rank {rank}" for rank in range(now.ranks))), rows)
+        if not now.even:
+            console().print("e*30%,k50%,n20%: this replica takes 30 % of what nobody keeps, keeps 50 % of its rank's own tokens, takes 20 % of its node's")
+
+
+async def _placements_now(bus: Bus, subjects: Subjects) -> dict[str, Placement]:
+    """The last placement recorded for each engine that is a member; its join's where nothing newer was recorded for it."""
+    joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
+    found = {name: Placement.from_record(joined.placement) for name, joined in joins.items() if joined.placement is not None}
+    async for received in bus.replay(subjects.placements(), latest=True, follow=False):
+        message = received.message
+        if isinstance(message, PlacementCommitted) and message.engine in joins and joins[message.engine].worker_id == message.worker_id:
+            found[message.engine] = Placement.from_record(message.placement)
+    return found
+
+
+def _shown_layers(now: Placement, layer: int | None) -> range:
+    return range(now.layers) if layer is None else range(layer, layer + 1)
+
+
+def _placement_record(now: Placement, layer: int | None) -> dict[str, Any]:
+    return {
+        "epoch": now.epoch,
+        "layers": now.layers,
+        "experts": now.experts,
+        "ranks": now.ranks,
+        "slots_per_rank": now.slots_per_rank,
+        "expert_of_slot": {str(at): [now.on_rank(rank)[at].tolist() for rank in range(now.ranks)] for at in _shown_layers(now, layer)},
+        "split": None if now.even else {name: _of_layers(now, part, layer) for name, part in now.split._asdict().items()},
+    }
+
+
+def _of_layers(now: Placement, part: NDArray[np.uint16], layer: int | None) -> dict[str, list[list[int]]]:
+    """By layer and rank, as the slots are."""
+    return {str(at): part[at].reshape(now.ranks, -1).tolist() for at in _shown_layers(now, layer)}
+
+
+def _experts(now: Placement, layer: int, rank: int) -> str:
+    """The experts in a rank's slots, in runs; `*` marks those with more than one replica, and says what this one takes where that is uneven."""
+    first = rank * now.slots_per_rank
+    held = sorted((int(expert), slot) for slot, expert in enumerate(now.on_rank(rank)[layer], start=first) if expert >= 0)
+    replicas = {expert: len(now.holders(ExpertId(layer, expert))) for expert, _ in held}
+    copied = [f"{expert}*{_uneven(now, layer, slot, replicas[expert])}" for expert, slot in held if replicas[expert] > 1]
+    return " ".join([*_runs([expert for expert, _ in held if replicas[expert] == 1]), *copied]) or "-"
+
+
+def _uneven(now: Placement, layer: int, slot: int, replicas: int) -> str:
+    """What a slot takes of the tokens that nobody keeps, keeps of its rank's own, and takes of its node's, each where it is not the usual."""
+    keep, spill, near = (100 * int(part[layer, slot]) / FULL for part in now.split)
+    said = [] if abs(spill - 100 / replicas) < _SAME else [f"{spill:.0f}%"]
+    return ",".join([*said, *([f"k{keep:.0f}%"] if keep < 100 else []), *([f"n{near:.0f}%"] if near else [])])
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """0 1 2 5 as "0-2", "5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -1,0 +1,149 @@
+"""`roost status`: engines, ranks, their load and epochs, and what the loop did and means to do, in one screenful."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from rich.text import Text
+
+from bus import Bus, BusError
+from bus.config import BusConfig
+from bus.subjects import Subjects
+from deploy.commandline import USAGE, fail, in_json, printable, show
+from deploy.loops import NotTold, described
+from deploy.view_fleet import EngineNow, as_record, engines_now, on_bus
+from deploy.view_loop import in_rows, overview, say, story, wrapped
+from fleet.events import KvMetrics, LoopDescribed
+
+HEIGHT = 40
+"""lines of a screen"""
+MOST_RANKS = 16
+"""of an engine that have a line each; of larger ones the whole engine has one"""
+Telling = Literal["whole", "brief", "rows"]
+"""how much is said of the loop's doing with each engine; rows: one line"""
+_FORMS: tuple[tuple[bool, Telling], ...] = ((True, "whole"), (False, "whole"), (False, "brief"), (True, "rows"), (False, "rows"))
+"""whether each rank has a line, and how the loop is told; the fullest first"""
+Loop = LoopDescribed | NotTold
+"""what the planner said, or why it said nothing"""
+
+
+def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, *, as_json: bool) -> None:
+    """All of the fleet, or of one engine; and where each of several router processes can be asked how it is."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop]:
+        return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects))
+
+    (engines, rejected), loop = on_bus(bus_config, ask)
+    if engine is not None:
+        engines, loop = only(engine, engines, loop)
+    if as_json:
+        said = {"nats": bus_config.url, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
+        show(in_json({**said, "routers": list(routers), **loop_record(loop)}))
+        return
+    lines = [Text(f"NATS {bus_config.url}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
+    if routers:
+        lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
+    say([*lines, *fitting(engines, loop, time.time(), HEIGHT - len(lines))])
+
+
+async def loop_of(bus: Bus, subjects: Subjects) -> Loop:
+    """What the planner says of itself, or why it does not."""
+    try:
+        return await described(bus, subjects)
+    except NotTold as error:
+        return error
+    except BusError as error:
+        return NotTold(str(error))
+
+
+def loop_record(loop: Loop) -> dict[str, LoopDescribed | str | None]:
+    """For programs."""
+    return {"loop": None, "loop_unknown": str(loop)} if isinstance(loop, NotTold) else {"loop": loop, "loop_unknown": None}
+
+
+def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[EngineNow], Loop]:
+    """What is about one engine; ends the command when there is none of the name."""
+    found = [one for one in engines if one.joined.engine == name]
+    if not found:
+        fail(f"no engine {name!r}; there are: {', '.join(one.joined.engine for one in engines) or 'none'}", USAGE)
+    if isinstance(loop, NotTold):
+        return found, loop
+    return found, LoopDescribed(
+        **{field: getattr(loop, field) for field in loop.__struct_fields__ if field != "engines"},
+        engines=tuple(one for one in loop.engines if one.engine == name),
+    )
+
+
+def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int) -> list[Text]:
+    """Engines and the loop, in full where a screen has room for that; else in fewer lines."""
+    shorter: list[Text] = []
+    for each, telling in _FORMS:
+        shorter = [*(line for one in engines for line in engine_lines(one, each=each)), *loop_lines(loop, now, telling)]
+        if len(shorter) <= height:
+            break
+    return shorter
+
+
+def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
+    """An engine, and its ranks: each in a line, or all in one."""
+    joined, beat = engine.joined, engine.heartbeat
+    layout = "" if joined.layout is None else f", {joined.layout.attention} h={joined.layout.boundary}"
+    epoch = "silent" if beat is None else f"epoch {beat.epoch}"
+    moving = f"; plan {printable(engine.migrating)} is being carried out: roost top" if engine.migrating else ""
+    yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{moving}", "bold")
+    if each and len(joined.urls) <= MOST_RANKS:
+        yield Text(f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL")
+        yield from (Text(line) for line in _ranks(engine))
+    else:
+        yield Text(_together(engine))
+
+
+def _ranks(engine: EngineNow) -> Iterator[str]:
+    joined = engine.joined
+    for rank, url in enumerate(joined.urls):
+        load = engine.load.get(rank, KvMetrics(worker_id=joined.worker_id))
+        promised = (_or_dash(load.running), _or_dash(load.waiting), _or_dash(load.active_prefill_tokens))
+        blocks = f"{_or_dash(load.kv_used_blocks)}/{joined.kv_blocks}" if joined.kv_blocks else "-"
+        yield f"{rank:6}  {_state(engine, rank):6} {promised[0]:>7} {promised[1]:>7} {promised[2]:>8} {blocks:>11}  {printable(url)}"
+
+
+def _together(engine: EngineNow) -> str:
+    loads, ranks = engine.load.values(), len(engine.joined.urls)
+    drained = [str(rank) for rank in range(ranks) if engine.drained(rank) is not None]
+    said = [f"{ranks} ranks", f"running {_sum(load.running for load in loads)}", f"waiting {_sum(load.waiting for load in loads)}"]
+    said += [f"prefill {_sum(load.active_prefill_tokens for load in loads)} tokens"]
+    if engine.joined.kv_blocks:
+        said.append(f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{ranks * engine.joined.kv_blocks}")
+    if drained:
+        said.append(f"draining: {', '.join(drained)}")
+    return f"  {', '.join(said)}"
+
+
+def _sum(numbers: Iterable[int | None]) -> int:
+    return sum(number or 0 for number in numbers)
+
+
+def _state(engine: EngineNow, rank: int) -> str:
+    alive, reason = "silent" if engine.heartbeat is None else "alive", engine.drained(rank)
+    return alive if reason is None else f"{alive}, draining" + (f": {printable(reason)}" if reason else "")
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def loop_lines(loop: Loop, now: float, telling: Telling = "whole") -> list[Text]:
+    """What the loop does."""
+    if isinstance(loop, NotTold):
+        return wrapped(f"loop: {printable(str(loop))}")
+    lines = overview(loop, now)
+    if not loop.engines:
+        return [*lines, Text("the planner knows no engine with experts")]
+    if telling == "rows" and len(loop.engines) > 1:
+        return [*lines, *in_rows(loop, now)]
+    for one in loop.engines:
+        if len(loop.engines) > 1:
+            lines.append(Text(f"{printable(one.engine)}, epoch {one.epoch}", "bold"))
+        lines += story(loop, one, now, brief=telling != "whole")
+    return lines

@@ -1,0 +1,166 @@
+"""`roost status` and `roost migration`: the loop's story in a screenful, and letting it rest."""
+
+import json
+import math
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from rich.text import Text
+
+from bus import Message
+from bus.memory import MemoryBus
+from bus.subjects import Subjects
+from deploy import loops
+from deploy.commandline import in_json
+from deploy.loops import NotTold, described, steered
+from deploy.view_fleet import EngineNow
+from deploy.view_loop import overview, sparkline, story
+from deploy.view_status import Loop, fitting, loop_of, loop_record
+from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, RequestRefused, SteerLoop
+from tests.deploy.loop_figures import ENGINE, KEPT, NOW, loop
+
+SUBJECTS = Subjects()
+
+
+def engine_now(name: str, ranks: int = 4) -> EngineNow:
+    about = {"engine": name, "worker_id": 7}
+    urls = tuple(f"http://127.0.0.1:40{rank:03}" for rank in range(ranks))
+    joined = EngineJoined(**about, model="m", node="n", urls=urls, block_size=16, kv_blocks=2048, max_context=512, max_batch_tokens=256)
+    loads = {rank: KvMetrics(worker_id=7, dp_rank=rank, running=3, waiting=1, active_prefill_tokens=120, kv_used_blocks=310) for rank in range(ranks)}
+    return EngineNow(joined, EngineHeartbeat(**about, epoch=5), loads)
+
+
+def screen(engines: int, ranks: int = 4, told: Loop | None = None) -> list[str]:
+    names = [f"engine-{number}" for number in range(engines)]
+    said = told or loop(*(msgspec.structs.replace(ENGINE, engine=name) for name in names))
+    return plain(fitting([engine_now(name, ranks) for name in names], said, NOW, 39))
+
+
+def plain(lines: list[Text]) -> list[str]:
+    return [line.plain for line in lines]
+
+
+# The story
+
+
+@pytest.mark.parametrize(("engines", "ranks"), [(1, 4), (1, 16), (1, 64), (2, 4), (2, 8), (3, 4), (8, 4), (8, 8)])
+def test_the_story_of_a_fleet_fits_on_a_screen(engines: int, ranks: int) -> None:
+    lines = screen(engines, ranks)
+    assert len(lines) <= 39
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert all(any(f"engine-{number}" in line for line in lines) for number in range(engines))
+    assert any("engine-0" in line and "epoch 5" in line for line in lines)
+
+
+def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> None:
+    said = "\n".join(screen(1))
+    for words in (
+        "loop: automatic, policy roost, thinks every 30 s, may copy 32 GB in 15 min",
+        "1.442        1.969        1.430        -26.8 %",
+        "+26.9 points",
+        "9.1 ms",
+        "balance by layer",
+        "0.850 to 0.964",
+        "trust 0.85; 12.3 MB of the budget spent, 32 GB left; 40 MB moved in all; 3",
+        "decided 12 s ago (thought over again in 18 s): no plan: nothing is to be gained",
+        "9 clusters have one",
+        "aborted: rank 1 has no free cell",
+        "1.97>1.43 (1.44) 10.2>9.05 (9.1)",
+        "by rollback",
+        "running",
+    ):
+        assert words in said, words
+
+
+def test_what_was_given_up_is_no_promise() -> None:
+    assert "foretold" in "\n".join(plain(story(loop(), ENGINE, NOW)))
+    given_up = msgspec.structs.replace(
+        ENGINE, plans=(msgspec.structs.replace(KEPT, outcome="aborted: room"), msgspec.structs.replace(KEPT, outcome="under way"))
+    )
+    said = plain(story(loop(), given_up, NOW))
+    assert not any("at start     foretold" in line for line in said)
+    assert any("under way" in line for line in said)
+
+
+def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
+    fresh = msgspec.structs.replace(ENGINE, measured=None, layers=None, at_start=None, decided_at=None, next_seconds=None, plans=(), homes=0, homes_note="")
+    said = "\n".join(plain(story(loop(), fresh, NOW)))
+    for words in ("nothing was measured yet", "nothing was decided yet; it is thought over only when asked for", "no plan was carried out yet"):
+        assert words in said
+
+
+def test_a_pause_is_what_is_said_first_with_its_reason() -> None:
+    assert plain(overview(loop(paused=True, paused_reason="new fan", paused_at=NOW - 300), NOW))[0].startswith(
+        "loop: PAUSED for 5 min: new fan; roost migration resume"
+    )
+    assert "only what is asked for" in plain(overview(loop(automatic=False), NOW))[0]
+
+
+def test_words_from_the_bus_give_the_terminal_no_commands_and_numbers_that_are_none_are_dashes() -> None:
+    odd = msgspec.structs.replace(ENGINE, decided="\x1b[2Jgone\r", measured=msgspec.structs.replace(ENGINE.measured, remote_ranks=math.nan))  # type: ignore[type-var]
+    said = plain(story(loop(), odd, NOW))
+    assert all(line.isprintable() for line in said)
+    assert said[1].split()[3:] == ["token", "-", "1.969", "1.430", "-"]
+
+
+def test_a_sparkline_shows_the_worst_of_each_group_of_many_layers() -> None:
+    assert sparkline([0.0, 1.0, math.nan, 0.5]).split("  ")[1] == "0.000 to 1.000"
+    assert sparkline([0.25] * 3).endswith("  0.250")
+    assert sparkline([math.nan]) == "-"
+    bars = sparkline([*([1.0] * 99), 0.0], min).split("  ")[0]
+    assert len(bars) <= 36
+    assert (bars[0], bars[-1]) == ("█", "▁")
+
+
+# Who answers
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[MemoryBus]:
+    bus = MemoryBus()
+    yield bus
+    await bus.close()
+
+
+async def test_without_a_planner_the_rest_is_told_and_that_none_answers(bus: MemoryBus) -> None:
+    silent = await loop_of(bus, SUBJECTS)
+    assert isinstance(silent, NotTold)
+    assert "no planner says what it does by itself" in "\n".join(screen(1, told=silent))
+    record = json.loads(in_json(loop_record(silent)))
+    assert record["loop"] is None
+    assert "older version" in record["loop_unknown"]
+
+
+async def test_a_planner_that_declines_is_quoted(bus: MemoryBus) -> None:
+    async def decline(message: Message) -> Message:
+        return RequestRefused(reason="this one only stands by")
+
+    async with bus.serve(SUBJECTS.loop, decline):
+        with pytest.raises(NotTold, match="this one only stands by"):
+            await described(bus, SUBJECTS)
+        with pytest.raises(NotTold, match="this one only stands by"):
+            await steered(bus, SUBJECTS, True, "", lambda _: None)
+
+
+async def test_pausing_is_asked_of_the_planner_and_what_it_says_comes_back(bus: MemoryBus) -> None:
+    heard: list[Message] = []
+
+    async def steer(message: Message) -> Message:
+        heard.append(message)
+        return loop(paused=isinstance(message, SteerLoop) and message.paused)
+
+    async with bus.serve(SUBJECTS.loop, steer):
+        assert (await steered(bus, SUBJECTS, True, "new fan", lambda _: None)).paused
+        assert heard == [SteerLoop(paused=True, reason="new fan")]
+        told = await loop_of(bus, SUBJECTS)
+    assert isinstance(told, LoopDescribed)
+    assert not told.paused
+
+
+async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "TAKEOVER_SECONDS", 0.01)
+    said: list[str] = []
+    with pytest.raises(NotTold, match="nothing was changed"):
+        await steered(bus, SUBJECTS, True, "", said.append)
+    assert said == ["no planner is there; one may be about to take over"]
