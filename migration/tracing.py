@@ -1,6 +1,7 @@
-"""One trace per plan: its span, and one below it for each handover, which links to it too. Off without a provider.
+"""One trace per plan: its span, one below it for each handover, which links to it too, and one for the verdict on it. Off without a provider.
 
-A plan that a dead predecessor began goes on in a trace of its own, which links to that one.
+A plan that answers something (a shift of popularity, a plan that did harm) has its span below that one's, in the same trace. One that a dead
+predecessor began goes on below the span that this one never ended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned
+from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, PlanJudged
 from fleet.handover import Cue
 from migration.coordinator import Move, Proceeding, Undertaking
 from migration.plan import Plan
@@ -19,6 +20,7 @@ from migration.plan import Plan
 Provider = TracerProvider
 """For those who hand a provider on without importing OpenTelemetry."""
 
+Attributes = dict[str, str | int | float]
 _EVENTS = {Cue.ALL_STAGED: "decided", Cue.FAILED: "given up", Cue.ALL_SERVING: "flipped", Cue.ALL_ABORTED: "aborted", Cue.ENGINE_GONE: "engine gone"}
 
 
@@ -35,28 +37,41 @@ class Tracing:
         provider = trace.get_tracer_provider() if provider is None else provider
         return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
 
-    def plan(self, engine: str, plan: Plan, origin: str) -> "PlanTrace":
-        """A plan begins."""
-        about: dict[str, str | int] = {"roost.plan": plan.id, "roost.engine": engine, "roost.origin": origin, "roost.bytes": plan.bytes}
+    def plan(self, engine: str, plan: Plan, origin: str, parent: str = "") -> "PlanTrace":
+        """A plan begins. parent: traceparent of what it answers; without a valid one it is a trace of its own."""
+        about: Attributes = {"roost.plan": plan.id, "roost.engine": engine, "roost.origin": origin, "roost.bytes": plan.bytes}
         about |= {"roost.handovers": len(plan.handovers), "roost.epoch.base": plan.base_epoch}
-        return PlanTrace(self, self.span("roost.plan", about))
+        return PlanTrace(self, self.span("roost.plan", about, self._context(parent)))
 
     def resumed(self, planned: MigrationPlanned) -> "PlanTrace":
         """A plan of a predecessor goes on."""
-        about: dict[str, str | int] = {"roost.plan": planned.plan, "roost.engine": planned.engine, "roost.origin": planned.origin, "roost.bytes": planned.bytes}
-        return PlanTrace(self, self.span("roost.plan.resumed", about, links=self._links(planned.traceparent)))
+        about: Attributes = {"roost.plan": planned.plan, "roost.engine": planned.engine, "roost.origin": planned.origin, "roost.bytes": planned.bytes}
+        return PlanTrace(self, self.span("roost.plan.resumed", about, self._context(planned.traceparent), self._links(planned.traceparent)))
 
-    def span(self, name: str, about: Mapping[str, str | int], within: Span | None = None, links: Sequence[Link] = ()) -> Span:
-        context = Context() if within is None else trace.set_span_in_context(within, Context())
-        return self._tracer.start_span(name, context, attributes=dict(about), links=links)
+    def judged(self, verdict: PlanJudged, parent: str) -> None:
+        """What a plan has really brought is known now. parent: the plan's traceparent; its span has long ended."""
+        about: Attributes = {"roost.plan": verdict.plan, "roost.engine": verdict.engine, "roost.epoch": verdict.epoch, "roost.verdict": verdict.verdict}
+        about |= {"roost.trust": verdict.trust, "roost.reason": verdict.reason}
+        if verdict.realised is not None:
+            about["roost.realised"] = verdict.realised
+        for when in ("predicted_before", "predicted_after", "measured_before", "measured_after"):
+            about |= _figures(when.replace("_", "."), getattr(verdict, when))
+        self.span("roost.plan.judged", about, self._context(parent), self._links(parent)).end()
+
+    def span(self, name: str, about: Mapping[str, str | int | float], below: Context, links: Sequence[Link] = ()) -> Span:
+        """below: what its parent is taken from."""
+        return self._tracer.start_span(name, below, attributes=dict(about), links=links)
 
     def traceparent(self, span: Span) -> str:
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span, Context()))
         return carrier.get("traceparent", "")
 
+    def _context(self, traceparent: str) -> Context:
+        return self._propagator.extract({"traceparent": traceparent}, Context())
+
     def _links(self, traceparent: str) -> tuple[Link, ...]:
-        context = trace.get_current_span(self._propagator.extract({"traceparent": traceparent}, Context())).get_span_context()
+        context = trace.get_current_span(self._context(traceparent)).get_span_context()
         return (Link(context),) if context.is_valid else ()
 
 
@@ -70,7 +85,7 @@ class PlanTrace:
 
     def handover(self, what: Undertaking) -> "HandoverTrace":
         """The next handover begins."""
-        about: dict[str, str | int] = {
+        about: Attributes = {
             "roost.plan": what.plan,
             "roost.engine": what.engine,
             "roost.worker_id": str(what.worker_id),
@@ -80,7 +95,8 @@ class PlanTrace:
             "roost.copies": what.copied,
             "roost.bytes": what.bytes,
         }
-        span = self._tracing.span("roost.handover", about, self._span, (Link(self._span.get_span_context()),))
+        below = trace.set_span_in_context(self._span, Context())
+        span = self._tracing.span("roost.handover", about, below, (Link(self._span.get_span_context()),))
         span.add_event("proposed")
         return HandoverTrace(span, self._tracing.traceparent(span))
 
@@ -110,6 +126,13 @@ class HandoverTrace:
         ends = [entry for entry in move.records if isinstance(entry, MigrationCommitted | MigrationAborted)]
         if ends:
             _end(self._span, ends[-1])
+
+
+def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:
+    if figures is None:
+        return {}
+    told = {"remote_ranks": figures.remote_ranks, "local": figures.local, "balance": figures.balance, "step_seconds": figures.step_seconds}
+    return {f"roost.{prefix}.{name}": value for name, value in told.items()}
 
 
 def _end(span: Span, end: MigrationCommitted | MigrationAborted | None) -> None:

@@ -1,4 +1,4 @@
-"""One trace per plan, a span per handover; what a successor goes on with links to it."""
+"""One trace per plan, a span per handover and one for the verdict; below what it answers, and whoever goes on with it."""
 
 import asyncio
 
@@ -9,9 +9,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import MigrationPlanned, ProposeHandover
+from fleet.events import LoopFigures, MigrationPlanned, PlanJudged, ProposeHandover
 from migration.tracing import Tracing
 from tests.migration.conducting_rig import apply, engine, leading, log, replicating
+
+SHIFT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
@@ -22,6 +24,12 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     tracing = Tracing.create(provider)
     monkeypatch.setattr(Tracing, "create", lambda: tracing)
     return exporter
+
+
+def trace_id(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.trace_id
 
 
 def traceparent(span: ReadableSpan) -> str:
@@ -71,7 +79,7 @@ async def test_an_abort_is_an_error_with_its_reason(spans: InMemorySpanExporter)
 
 
 @pytest.mark.looptime
-async def test_what_a_successor_goes_on_with_links_to_the_plan(spans: InMemorySpanExporter) -> None:
+async def test_what_a_successor_goes_on_with_is_of_the_plans_trace_and_links_to_it(spans: InMemorySpanExporter) -> None:
     broker = MemoryBroker()
     async with engine(broker) as ranks:
         ranks.stage_seconds = 0.4
@@ -80,7 +88,39 @@ async def test_what_a_successor_goes_on_with_links_to_the_plan(spans: InMemorySp
             await asyncio.sleep(0.1)
         async with leading(MemoryBus(broker)):
             await asyncio.sleep(5)
-    first, *_, resumed = spans.get_finished_spans()
+    first, *others, resumed = spans.get_finished_spans()
     assert (first.name, resumed.name) == ("roost.plan", "roost.plan.resumed")
     assert first.context is not None
     assert [link.context.span_id for link in resumed.links] == [first.context.span_id]
+    assert {trace_id(span) for span in (*others, resumed)} == {first.context.trace_id}
+    assert resumed.parent is not None
+    assert resumed.parent.span_id == first.context.span_id
+
+
+@pytest.mark.parametrize(("parent", "below"), [(SHIFT, True), ("", False), ("00-nonsense-01", False)])
+def test_a_plan_that_answers_something_is_in_its_trace_and_any_other_in_its_own(spans: InMemorySpanExporter, parent: str, below: bool) -> None:
+    tracing = Tracing.create()
+    assert tracing is not None
+    tracing.plan("one", replicating(), "planner", parent).end(None)
+    (span,) = spans.get_finished_spans()
+    assert (trace_id(span) == 0x0AF7651916CD43DD8448EB211C80319C) == below
+    assert (span.parent is not None and span.parent.span_id == 0xB7AD6B7169203331) == below
+
+
+def test_a_verdict_is_a_span_below_its_plan_that_says_what_was_foretold_and_measured(spans: InMemorySpanExporter) -> None:
+    tracing = Tracing.create()
+    assert tracing is not None
+    plan = tracing.plan("one", replicating(), "planner")
+    plan.end(None)
+    before, after = (LoopFigures(remote_ranks=ranks, local=0.25, balance=0.9, step_seconds=0.01) for ranks in (2.0, 1.5))
+    about = {"engine": "one", "worker_id": 1, "plan": "p-1", "epoch": 3, "trust": 0.8, "reason": "it brought half of it"}
+    tracing.judged(PlanJudged(verdict="kept", predicted_before=before, predicted_after=after, measured_after=before, realised=0.5, **about), plan.traceparent)  # type: ignore[arg-type]
+    first, judged = spans.get_finished_spans()
+    assert judged.name == "roost.plan.judged"
+    assert judged.parent is not None
+    assert first.context is not None
+    assert (trace_id(judged), judged.parent.span_id) == (first.context.trace_id, first.context.span_id)
+    told = dict(judged.attributes or {})
+    assert (told["roost.verdict"], told["roost.epoch"], told["roost.realised"], told["roost.trust"]) == ("kept", 3, 0.5, 0.8)
+    assert (told["roost.predicted.before.remote_ranks"], told["roost.measured.after.remote_ranks"]) == (2.0, 2.0)
+    assert not any(name.startswith("roost.measured.before") for name in told)
