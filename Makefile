@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up test test-slow lint bench venv clean
+.PHONY: up test test-slow soak lint bench venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -31,6 +31,9 @@ test: venv ## the fast tests, under six minutes on two cores
 
 test-slow: venv ## soaks and long fault loops
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
+
+soak: venv ## an hour of users and faults before a whole fleet; ARGS="--soak-seconds 600 --soak-seed 7" changes that
+	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 3600 --soak-report soak.json $(ARGS)
 
 lint: venv ## ruff, mypy, the walls
 	@$(BIN)/ruff check .

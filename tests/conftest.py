@@ -18,6 +18,13 @@ settings.register_profile("roost", deadline=None)  # a busy machine is no defect
 settings.load_profile("roost")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Of the soak (`tests/system/test_soak.py`)."""
+    parser.addoption("--soak-seconds", type=float, default=60.0, help="length of the soak")
+    parser.addoption("--soak-seed", type=int, default=6, help="what decides when something fails, and what")
+    parser.addoption("--soak-report", default=None, metavar="FILE", help="write what happened to this file, as JSON")
+
+
 def pytest_configure() -> None:
     """Say that no event loop is set: otherwise pytest-asyncio, asking for the old one, makes one on Python 3.11 and never closes it."""
     asyncio.set_event_loop(None)

@@ -16,6 +16,7 @@ from fleet.events import (
     MigrationPlanned,
     MigrationStaged,
     PlacementCommitted,
+    PlanJudged,
 )
 from fleet.placement import Placement
 from migration.plan import Plan
@@ -62,6 +63,7 @@ class Records:
         self.bus = bus
         self.subjects = subjects
         self.histories: dict[str, History] = {}
+        self.judged: list[PlanJudged] = []
 
     async def follow(self) -> None:
         """Read for ever."""
@@ -79,6 +81,8 @@ class Records:
                     self.history(said.engine).joins.append(said)
                 case MigrationPlanned() | MigrationStaged() | MigrationCommitted() | MigrationAborted():
                     self.history(said.engine).migrations.append(said)
+                case PlanJudged():
+                    self.judged.append(said)
 
     def history(self, engine: str) -> History:
         return self.histories.setdefault(engine, History())

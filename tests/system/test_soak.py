@@ -1,0 +1,290 @@
+"""A fleet for a long time: experts and requests move by themselves, users come and change their subject, and everything fails that can.
+
+    make soak                                            an hour
+    pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
+
+What is asserted: no request is lost (`tests.system.crowd` has the rule); what is said and stored of epochs never goes back within a life of an
+engine, and every expert is somewhere in every placement that is stored; plans end; the fleet is whole again after every mishap; no process grows,
+and none is left over.
+"""
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.process import alongside
+from fleet.events import MigrationCommitted, MigrationPlanned
+from tests.faults.house import until
+from tests.faults.records import Records
+from tests.system.crowd import ONE_TRY_SECONDS, Crowd, Library, Tide, tides
+from tests.system.fleets import Fleet, leave_nothing, new_home
+from tests.system.mishaps import Mischief
+from tests.system.moving import Movers
+from tests.system.vigil import MIB, Epochs, Growth, Life, Memories, growth, listen, unended
+
+ENGINES, RANKS = 2, 2
+PER_SECOND = 2.5
+"""users"""
+MISHAP_EVERY_SECONDS = 12.0
+"""on average; about half of them find their victim spared"""
+LOOK_SECONDS = 5.0
+SAY_SECONDS = 60.0
+JUDGED_SECONDS = 600.0
+"""lives of this length are judged by their slope"""
+MOST_SLOPE = 24 * MIB
+"""bytes per hour, in the second half of a life"""
+MOST_GROWN = 12 * MIB
+"""between the third quarter of such a life and the last, by their medians"""
+MOST_RESIDENT = 1024 * MIB
+"""of any process at any time"""
+REST_SECONDS = 90.0
+BROKEN_SECONDS = 20.0
+"""connections may break so long after a router was killed: those that waited for the next one included"""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Two engines of two ranks each before two router processes; a loop that is in a hurry."""
+    home = new_home(
+        ROOST_ENGINE_STEP_TIMEOUT_SECONDS="3.0",
+        ROOST_ENGINE_KV_BLOCKS="256",
+        ROOST_ENGINE_SLOTS_PER_RANK="20",
+        ROOST_ENGINE_DISPATCH_SECONDS="3e-5",
+        ROOST_TRANSFER_WAY="nixl",
+        ROOST_PLANNER_LEASE_SECONDS="1.0",
+        ROOST_PLANNER_REPEAT_SECONDS="0.2",
+        ROOST_PLANNER_STAGE_SECONDS="3.0",
+        ROOST_PLANNER_CYCLE_SECONDS="5.0",
+        ROOST_PLANNER_WINDOW_SECONDS="15.0",
+        ROOST_PLANNER_HOMES_SECONDS="10.0",
+        ROOST_PLANNER_JUDGE_SECONDS="15.0",
+        ROOST_PLANNER_SETTLE_SECONDS="3.0",
+        ROOST_PLANNER_COOLDOWN_SECONDS="20.0",
+        ROOST_PLANNER_BUDGET_SECONDS="120.0",
+        ROOST_TRACKER_SHIFT_WARMUP_SECONDS="20.0",
+        ROOST_TRACKER_SHIFT_COOLDOWN_SECONDS="20.0",
+        ROOST_TRACKER_SLOW_SECONDS="120.0",
+        ROOST_ROUTER_DEAD_AFTER_SECONDS="6.0",  # a busy machine is not dead
+        ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS="20.0",
+    )
+    fleet = Fleet(home, "--ranks", str(RANKS), "--engines", str(ENGINES), "--processes", "2")
+    yield fleet
+    fleet.http.close()
+    leave_nothing(fleet)
+
+
+@dataclass
+class Soak:
+    """Everything that goes on."""
+
+    seconds: float
+    seed: int
+    course: list[Tide]
+    crowd: Crowd
+    mischief: Mischief
+    memories: Memories
+    epochs: Epochs
+    records: Records
+    movers: Movers
+    began: float
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return tuple(f"engine-{number}" for number in range(ENGINES))
+
+    def line(self) -> str:
+        """How it goes."""
+        told, happened = self.crowd.told, self.mischief.happened
+        epochs = {name: max((one.placement.epoch for one in self.records.history(name).placements), default=-1) for name in self.engines}
+        resident = {life.name: life.resident[-1] // MIB for life in self.memories.lives if life.resident}
+        return (
+            f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered, {told.asked_again} when asked again, {len(told.lost)} lost, "
+            f"{len(told.wrong)} wrong; epochs {epochs}; {len(happened.mishaps)} mishaps; MiB {resident}"
+        )
+
+    # what must be so
+
+    def failures(self) -> list[str]:
+        """Everything that is not as it should be, in sentences."""
+        told, happened = self.crowd.told, self.mischief.happened
+        return [
+            *(f"lost: {said}" for said in told.lost[:20]),
+            *(f"wrong: {said}" for said in told.wrong[:20]),
+            *self._breaks(),
+            *(f"epochs: {said}" for said in self.epochs.wrong[:20]),
+            *happened.wrong[:20],
+            *(f"left over: {said}" for said in self.memories.left_over),
+            *self._stuck(),
+            *growing(self.memories.lives),
+        ]
+
+    def _breaks(self) -> list[str]:
+        """Connections that broke though no router had been killed."""
+        kills = self.mischief.happened.router_kills
+        alone = [at for at in self.crowd.told.broken if not any(kill - 1.0 <= at <= kill + BROKEN_SECONDS for kill in kills)]
+        return [f"{len(alone)} connections broke, and no router had been killed: at {alone[:5]}"] if alone else []
+
+    def _stuck(self) -> list[str]:
+        forgotten = self.mischief.happened.forgotten
+        left = {name: [plan for plan in unended(self.records.history(name).migrations) if plan not in forgotten] for name in self.engines}
+        return [f"plans of {name} that never ended: {plans}" for name, plans in left.items() if plans]
+
+    def report(self, domains: tuple[str, ...]) -> dict[str, Any]:
+        """For whoever was not there."""
+        told, happened = self.crowd.told, self.mischief.happened
+        said = [one for name in self.engines for one in self.records.history(name).migrations]
+        return {
+            "seconds": self.seconds,
+            "seed": self.seed,
+            "fleet": {"engines": ENGINES, "ranks": RANKS, "routers": 2},
+            "requests": {
+                "came": told.came,
+                "answered": told.answered,
+                "streamed": told.streamed,
+                "tokens": told.tokens,
+                "asked_again": told.asked_again,
+                "refused_to_come_again": {str(status): count for status, count in told.refused.items()},
+                "connections_broken_with_a_router": len(told.broken),
+                "turned_away": told.turned_away,
+                "compared": told.compared,
+                "close_choices": told.close,
+                "wrong": len(told.wrong),
+                "lost": len(told.lost),
+                "seconds_median": float(np.median(told.seconds)) if told.seconds else None,
+                "seconds_99": float(np.quantile(told.seconds, 0.99)) if told.seconds else None,
+            },
+            "epochs": {"heard": self.epochs.heard, "stored": self.epochs.committed, "went_back": len(self.epochs.wrong)},
+            "plans": {
+                **Counter(f"{one.origin}" for one in said if isinstance(one, MigrationPlanned)),
+                "handovers": sum(isinstance(one, MigrationCommitted) for one in said),
+                "bytes": sum(one.bytes for one in said if isinstance(one, MigrationPlanned)),
+                "judged": dict(Counter(one.verdict for one in self.records.judged)),
+            },
+            "orders": happened.orders,
+            "mishaps": [asdict(one) for one in happened.mishaps],
+            "tides": [{"kind": one.kind, "seconds": one.seconds, "last": dict(zip(domains, one.last.round(3).tolist(), strict=True))} for one in self.course],
+            "memory": [{"name": life.name, "pid": life.pid, **thinned(life)} for life in self.memories.lives if life.at],
+            "growth": [asdict(one) for one in grown(self.memories.lives)],
+            "failures": self.failures(),
+        }
+
+
+def grown(lives: list[Life]) -> list[Growth]:
+    return [growth(life) for life in lives if len(life.at) >= 8 and life.seconds >= JUDGED_SECONDS]
+
+
+def growing(lives: list[Life]) -> list[str]:
+    """Lives that used more and more memory, or too much."""
+    found = [
+        f"memory: {one.name} (pid {one.pid}) grows by {one.slope / MIB:.1f} MiB an hour, and by {one.grown / MIB:.1f} MiB from the third quarter of its "
+        f"{one.seconds:.0f} s to the last"
+        for one in grown(lives)
+        if one.slope > MOST_SLOPE and one.grown > MOST_GROWN * min(1.0, one.seconds / 3600.0)
+    ]
+    large = [(life, max(life.resident)) for life in lives if life.resident]
+    return found + [f"memory: {life.name} (pid {life.pid}) had {most / MIB:.0f} MiB" for life, most in large if most > MOST_RESIDENT]
+
+
+def thinned(life: Life) -> dict[str, list[float]]:
+    """About one look a minute: seconds, and MiB."""
+    every = max(1, round(SAY_SECONDS / LOOK_SECONDS))
+    return {"at": [round(at) for at in life.at[::every]], "mib": [round(resident / MIB, 1) for resident in life.resident[::every]]}
+
+
+async def soak(fleet: Fleet, seconds: float, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """What happened; under "failures" what should not have."""
+    subjects = Subjects("roost")
+    bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(url=fleet.nats, reconnect_most_seconds=0.2), name="soak")
+    dice = [np.random.default_rng((seed, part)) for part in range(3)]
+    library = await asyncio.to_thread(Library)
+    course = tides(len(library.domains), seconds, dice[0])
+    records, memories, epochs = Records(bus, subjects), Memories(fleet), Epochs()
+    limits, connector = aiohttp.ClientTimeout(total=ONE_TRY_SECONDS), aiohttp.TCPConnector(limit=0, force_close=True)
+    try:
+        async with (
+            alongside(records.follow(), "reads what is stored") as reading,
+            alongside(listen(bus, subjects, epochs), "listens for epochs") as listening,
+            alongside(memories.look_on(LOOK_SECONDS), "looks at memory") as looking,
+            aiohttp.ClientSession(fleet.router, timeout=limits, connector=connector) as http,
+        ):
+            crowd = Crowd(http, library, course, PER_SECOND, dice[1])
+            mischief = Mischief(fleet, http, records, dice[2], engines=ENGINES, ranks=RANKS, seconds=seconds)
+            running = Soak(seconds, seed, course, crowd, mischief, memories, epochs, records, Movers(records), time.monotonic())
+
+            async def tell() -> None:
+                while True:
+                    await asyncio.sleep(SAY_SECONDS)
+                    say(running.line())
+
+            async with alongside(tell(), "says how it goes"), asyncio.TaskGroup() as tasks:
+                tasks.create_task(crowd.come(seconds), name="users")
+                tasks.create_task(mischief.go_on(min(MISHAP_EVERY_SECONDS, seconds / 20), say), name="mishaps")
+            await come_to_rest(running)
+            for watching in (reading, listening, looking):
+                assert not watching.done(), watching
+            say(running.line())
+            return running.report(library.domains)
+    finally:
+        await bus.close()
+
+
+async def come_to_rest(running: Soak) -> None:
+    """Nothing new from the loop; every plan ends, every rank serves what is stored, and an operator can still move experts."""
+    if await running.mischief.steer(paused=True) is None:
+        running.mischief.happened.wrong.append("the loop cannot be paused in the end: nobody answers")
+    for engine in running.engines:
+        try:
+            await until(lambda name=engine: rests(running, name), lambda name=engine: standing(running, name), REST_SECONDS)
+            await until(lambda name=engine: moves(running, name), lambda name=engine: f"{name} takes a plan: {running.mischief.happened.orders}", REST_SECONDS)
+            await until(lambda name=engine: rests(running, name), lambda name=engine: standing(running, name), REST_SECONDS)
+        except AssertionError as error:
+            running.mischief.happened.wrong.append(f"in the end: {error}")
+
+
+async def rests(running: Soak, engine: str) -> bool:
+    history = running.records.history(engine)
+    forgotten = running.mischief.happened.forgotten
+    if not history.known or any(plan not in forgotten for plan in unended(history.migrations)):
+        return False
+    served = await running.movers.served(engine)
+    return bool(served) and set(served) == {history.latest.epoch}
+
+
+async def moves(running: Soak, engine: str) -> bool:
+    """Whether a plan of one handover was accepted; it is asked for again while it is not."""
+    return await running.mischief.move(engine, 1) == "accepted"
+
+
+def standing(running: Soak, engine: str) -> str:
+    history = running.records.history(engine)
+    return f"{engine} rests: on record {history.latest.epoch}, known {history.known}, open plans {unended(history.migrations)}, last {history.migrations[-3:]}"
+
+
+def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(fleet: Fleet, request: pytest.FixtureRequest) -> None:
+    seconds, seed = float(request.config.getoption("--soak-seconds")), int(request.config.getoption("--soak-seed"))
+    file = request.config.getoption("--soak-report")
+    assert math.isfinite(seconds), seconds
+    assert seconds >= 30, seconds
+
+    def say(text: str) -> None:
+        print(text, flush=True)  # noqa: T201
+
+    say(f"\nsoak: {seconds:.0f} s, seed {seed}, in {fleet.run_directory}")
+    found = asyncio.run(soak(fleet, seconds, seed, say))
+    if file is not None:
+        Path(file).write_text(json.dumps(found, allow_nan=False) + "\n")
+    assert not found["failures"], "\n".join(found["failures"])

@@ -1,0 +1,180 @@
+"""Who watches a fleet over a long time: how much memory each process has, whether any is left over, and whether epochs only go forward."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from bus import Bus, Received
+from bus.subjects import Subjects
+from fleet.events import ExpertsActivated, MigrationAborted, MigrationCommitted, MigrationPlanned, PlacementCommitted
+from fleet.placement import Placement
+from tests.system.fleets import Fleet
+
+MIB = 2**20
+HOUR = 3600.0
+
+
+@dataclass
+class Life:
+    """One process from its start to its end: when it was looked at, in seconds since the beginning, and its resident memory in bytes."""
+
+    name: str
+    pid: int
+    at: list[float] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.at[-1] - self.at[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Of one life, over its second half. Bytes."""
+
+    name: str
+    pid: int
+    seconds: float
+    """of the whole life"""
+    middle: float
+    """median of the third quarter"""
+    end: float
+    """median of the last quarter"""
+    slope: float
+    """per hour; Theil-Sen"""
+
+    @property
+    def grown(self) -> float:
+        return self.end - self.middle
+
+
+def growth(life: Life) -> Growth:
+    """ValueError for a life that was looked at less than eight times."""
+    if len(life.at) < 8:
+        raise ValueError(f"{life.name} was looked at {len(life.at)} times; 8 are needed")
+    at, resident = np.array(life.at), np.array(life.resident, np.float64)
+    half, three = len(at) // 2, len(at) * 3 // 4
+    return Growth(
+        life.name, life.pid, life.seconds, float(np.median(resident[half:three])), float(np.median(resident[three:])), theil_sen(at[half:], resident[half:])
+    )
+
+
+def theil_sen(at: NDArray[np.float64], value: NDArray[np.float64]) -> float:
+    """The median of the slopes of all pairs of points, per hour. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968."""
+    if len(at) > 400:
+        chosen = np.linspace(0, len(at) - 1, 400).astype(int)
+        at, value = at[chosen], value[chosen]
+    first, second = np.triu_indices(len(at), 1)
+    return float(np.median((value[second] - value[first]) / (at[second] - at[first]))) * HOUR
+
+
+class Memories:
+    """Looks at every process of a fleet now and then, while `look_on` runs."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.lives: list[Life] = []
+        self.left_over: list[str] = []
+        """processes of the fleet that are nobody's children any more"""
+        self._fleet = fleet
+        self._present: dict[int, Life] = {}
+
+    async def look_on(self, every: float) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            await asyncio.to_thread(self._look, loop.time() - began)
+            await asyncio.sleep(every)
+
+    def _look(self, now: float) -> None:
+        there = {"up": psutil.Process(self._fleet.up.process.pid), **self._fleet.processes()}
+        for name, process in there.items():
+            life = self._present.get(process.pid)
+            if life is None or life.name != name:
+                life = self._present[process.pid] = Life(name, process.pid)
+                self.lives.append(life)
+            try:
+                resident = process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+            life.at.append(now)
+            life.resident.append(resident)
+        self._present = {process.pid: self._present[process.pid] for process in there.values()}
+        self.left_over += [said for said in strays(self._fleet) if said not in self.left_over]
+
+
+def strays(fleet: Fleet) -> list[str]:
+    """Processes of a fleet that its supervisor does not have below it."""
+    ours = {fleet.up.process.pid, *(child.pid for child in fleet.up.children())}
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if str(fleet.run_directory) in command and process.pid not in ours and process.is_running() and process.pid not in _below(fleet):
+            found.append(f"pid {process.pid}: {command[:200]}")
+    return found
+
+
+def _below(fleet: Fleet) -> set[int]:
+    """Looked at once more: it may have been started meanwhile."""
+    return {child.pid for child in fleet.up.children()}
+
+
+@dataclass
+class Epochs:
+    """What an independent listener hears of epochs, and what is wrong with it."""
+
+    heard: int = 0
+    committed: int = 0
+    highest: dict[tuple[int, int], int] = field(default_factory=dict)
+    """by worker and rank: what it said last that it serves; rank -1: what is stored of the worker"""
+    wrong: list[str] = field(default_factory=list)
+
+    def said(self, received: Received) -> None:
+        match received.message:
+            case ExpertsActivated() as counts:
+                self.heard += 1
+                self._forward((counts.worker_id, counts.rank), counts.epoch, counts.engine)
+            case PlacementCommitted() as committed:
+                self.committed += 1
+                placement = Placement.from_record(committed.placement)
+                self._forward((committed.worker_id, -1), placement.epoch, committed.engine)
+                for layer in range(placement.layers):
+                    missing = set(range(placement.experts)) - set(placement.expert_of_slot[layer].tolist())
+                    if missing:
+                        self.wrong.append(f"epoch {placement.epoch} of {committed.engine}, layer {layer}: nobody has experts {sorted(missing)}")
+
+    def _forward(self, key: tuple[int, int], epoch: int, engine: str) -> None:
+        before = self.highest.get(key, -1)
+        if epoch < before:
+            self.wrong.append(f"{engine} (worker {key[0]}, rank {key[1]}): epoch {epoch} after {before}")
+        self.highest[key] = max(epoch, before)
+
+
+async def listen(bus: Bus, subjects: Subjects, epochs: Epochs) -> None:
+    """For ever: to what ranks say that they serve, and to what is stored."""
+
+    async def hear() -> None:
+        async with bus.subscribe(subjects.experts) as heard:
+            async for received in heard:
+                epochs.said(received)
+
+    async def follow() -> None:
+        async for received in bus.replay(subjects.placements()):
+            epochs.said(received)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(hear(), name="hears which epochs are served")
+        tasks.create_task(follow(), name="reads which epochs are stored")
+
+
+Plans = Sequence[MigrationPlanned | MigrationCommitted | MigrationAborted | object]
+
+
+def unended(said: Plans) -> list[str]:
+    """Plans of one engine that began, and of which nothing says that they ended."""
+    begun = [one.plan for one in said if isinstance(one, MigrationPlanned)]
+    ended = {one.plan for one in said if isinstance(one, MigrationAborted) or (isinstance(one, MigrationCommitted) and one.last)}
+    return [plan for plan in dict.fromkeys(begun) if plan not in ended]
