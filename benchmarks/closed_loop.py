@@ -1,0 +1,190 @@
+"""The whole loop on one live fleet: four ranks of the demo model, NATS, router, tracker, planner, experts that travel over NIXL.
+
+Policies are exchanged on the same fleet by rewriting roost.toml and `roost reload`. Before each of them the fleet is set back to its first day: the first
+placement (by a rollback), a tracker that knows nothing, a planner that remembers nothing, prompts that no cache has seen. All are asked the same requests in
+the same order, but for an offset of a few tokens: windows of held-out documents, domains mixed at random.
+
+- static + KV-only: experts stay; the router looks at cached prefixes and load.
+- EPLB + KV-only: the published algorithm places experts for balance; the router as before.
+- joint routing, static placement: the router prices expert traffic; experts stay.
+- full loop: the planner moves experts and says where requests are at home, the router sends them there.
+
+What decides is what ranks say of each token they sent (`DispatchMeasured`), and what a client sees. Further parts (--only): flip, homogeneous, alternating.
+
+    python -m benchmarks.closed_loop --quick
+"""
+
+import asyncio
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.rig.live_parts import alternating, flip, homogeneous
+from benchmarks.rig.live_run import CADENCE, DISPATCH_SECONDS, EPLB, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
+from benchmarks.rig.live_traffic import Texts, texts
+from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+
+FEWER, BALANCE, PARTS = 0.20, 0.08, ("policies", "flip", "homogeneous", "alternating")
+SPEED = 0.97
+"""of tokens per second: "no worse" within the noise of a shared machine, which is printed"""
+_COLUMNS = [
+    "policy",
+    "remote ranks per token",
+    "remote %",
+    "balance, steps",
+    "balance, all",
+    "tokens/s",
+    "TTFT p50 ms",
+    "p99 ms",
+    "MB moved",
+    "of it measured",
+    "plans",
+    "step ms",
+]
+
+
+Traffic = typer.Option(None, help="folder with a text file, or a folder of text files, per domain; unset: the held-out documents")
+Plot = typer.Option(None, help="folder for plots")
+
+
+@dataclass
+class LiveReport(Report):
+    """With what plots are made of."""
+
+    courses: dict[str, Any] = field(default_factory=dict)
+    setup: dict[str, Any] = field(default_factory=dict)
+
+
+def row(name: str, phases: list[Phase]) -> list[str | float | int]:
+    """Medians over the rounds."""
+
+    def middle(values: list[float]) -> float:
+        return statistics.median(values)
+
+    return [
+        name,
+        middle([one.sent.remote_ranks for one in phases]),
+        100 * middle([one.sent.remote for one in phases]),
+        middle([one.sent.step_balance for one in phases]),
+        middle([one.sent.balance for one in phases]),
+        middle([one.tokens_per_second for one in phases]),
+        1e3 * middle([one.first_p50 for one in phases]),
+        1e3 * middle([one.first_p99 for one in phases]),
+        middle([one.bytes / 1e6 for one in phases]),
+        middle([one.late_bytes / 1e6 for one in phases]),
+        round(middle([one.plans for one in phases])),
+        1e3 * middle([one.sent.step_seconds for one in phases]),
+    ]
+
+
+async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int) -> dict[str, list[Phase]]:
+    """Every policy in every round, each round beginning with another one; hash dispatch behind EPLB."""
+    found: dict[str, list[Phase]] = {}
+    for number in range(rounds):
+        for policy in POLICIES[number % len(POLICIES) :] + POLICIES[: number % len(POLICIES)]:
+            one = await phase(fleet, policy, traffic.requests(much.prompt, seed + number, fleet.offset), much)
+            found.setdefault(one.policy, []).append(one)
+            if policy is EPLB:
+                some = Plenty(much.warm // 4, much.count // 2, much.concurrency, much.prompt, much.output)
+                other = await hashed(fleet, traffic.requests(much.prompt, seed + number, fleet.offset), some)
+                found.setdefault(other.policy, []).append(other)
+    return found
+
+
+def judge(report: LiveReport, found: dict[str, list[Phase]]) -> None:
+    """Rows, and the ratios of each round: both sides of a ratio were measured within minutes."""
+    for name, phases in found.items():
+        report.add(*row(name, phases))
+        report.courses[name] = [[[at, *sent, moved] for at, sent, moved in one.course] for one in phases]
+    pairs = list(zip(found[LOOP.name], found[EPLB.name], strict=True))
+    fewer = [1 - loop.sent.remote_ranks / eplb.sent.remote_ranks for loop, eplb in pairs]
+    steps = [eplb.sent.step_balance - loop.sent.step_balance for loop, eplb in pairs]
+    whole = [eplb.sent.balance - loop.sent.balance for loop, eplb in pairs]
+    speed = [loop.tokens_per_second / eplb.tokens_per_second for loop, eplb in pairs]
+    static = [1 - loop.sent.remote_ranks / other.sent.remote_ranks for loop, other in zip(found[LOOP.name], found[STATIC.name], strict=True)]
+    lost = sum(one.lost for phases in found.values() for one in phases)
+    report.notes += [
+        (
+            f"full loop against EPLB + KV-only by round: remote ranks {spread([-100 * one for one in fewer], '%')}; balance of steps "
+            f"{spread([-one for one in steps])}, of all {spread([-one for one in whole])}; tokens/s {spread(speed, 'x')}"
+        ),
+        f"full loop against static + KV-only: remote ranks {spread([-100 * one for one in static], '%')}",
+    ]
+    report.targets += [
+        Target("requests lost", lost, 0, at_least=False, unit=""),
+        Target("full loop: balance of steps below EPLB + KV-only's by", statistics.median(steps), BALANCE, at_least=False, unit=""),
+        Target("full loop: balance of the whole below EPLB + KV-only's by", statistics.median(whole), BALANCE, at_least=False, unit=""),
+        Target("full loop: tokens/s beside EPLB + KV-only", statistics.median(speed), SPEED),
+        Target("full loop: distinct remote ranks per token fewer than EPLB + KV-only's by", 100 * statistics.median(fewer), 100 * FEWER, unit=" %"),
+    ]
+
+
+def spread(values: list[float], unit: str = "") -> str:
+    """Median, and the range where there are several."""
+    middle = f"{statistics.median(values):+.3g}{unit}" if unit != "x" else f"{statistics.median(values):.3f}x"
+    return middle if len(values) < 2 else f"{middle} ({min(values):.3g} to {max(values):.3g})"
+
+
+async def run(report: LiveReport, parts: list[str], traffic: Texts, much: Plenty, rounds: int, seed: int, dispatch_seconds: float, scale: float) -> None:
+    async with live(dispatch_seconds) as fleet:
+        report.setup |= {"speed": fleet.joined.speed, "settings": fleet.settings}
+        report.notes.append(setting(fleet, much, traffic))
+        if "policies" in parts:
+            judge(report, await policies(fleet, traffic, much, rounds, seed))
+        for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
+            if name in parts:
+                told = await part(fleet, traffic, much, seed, scale)
+                report.notes += told.notes
+                report.targets += told.targets
+                report.courses[name] = told.course
+        report.notes += fleet.notes
+
+
+def setting(fleet: Live, much: Plenty, traffic: Texts) -> str:
+    """What all was measured with."""
+    speed = fleet.joined.speed
+    said = "" if speed is None else f"; a step takes {1e3 * speed.step:.1f} ms, a prompt token {1e6 * speed.prefill_token:.0f} us"
+    quick = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
+    return (
+        f"{RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL; engine.dispatch_seconds stated as "
+        f"{DISPATCH_SECONDS if speed is None else speed.dispatch:g}{said}; {much.concurrency} requests at once of {much.prompt} + {much.output} tokens out of "
+        f"{traffic.source} ({', '.join(traffic.domains)}), greedy; {much.warm} to get going, then {much.count} measured; cadence: {quick}"
+    )
+
+
+def main(
+    quick: bool = Quick,
+    as_json: bool = AsJson,
+    check: bool = Check,
+    only: str = typer.Option("policies", help=f"parts, with commas between: {', '.join(PARTS)}; or all"),
+    traffic: Path = Traffic,
+    rounds: int = typer.Option(None, help="of all policies"),
+    warm: int = typer.Option(None, help="requests of each policy before it is measured"),
+    count: int = typer.Option(None, help="requests of each policy that are measured"),
+    concurrency: int = typer.Option(16, help="requests at once"),
+    prompt: int = typer.Option(192, help="tokens"),
+    output: int = typer.Option(48, help="tokens"),
+    seed: int = typer.Option(0, help="of the order of domains and documents"),
+    dispatch_seconds: float = typer.Option(DISPATCH_SECONDS, help="stated price of sending a token to another rank and back, per layer"),
+    scale: float = typer.Option(None, help="of the times of the long parts; 1: as stated"),
+    plot: Path = Plot,
+) -> None:
+    """The four policies on one live fleet, and what the loop does when traffic changes, or has nothing to give."""
+    parts = list(PARTS) if only == "all" else only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    much = Plenty(warm or (24 if quick else 450), count or (24 if quick else 300), concurrency, prompt, output)
+    report = LiveReport("The closed loop: policies on one live fleet", _COLUMNS)
+    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds or (1 if quick else 3), seed, dispatch_seconds, scale or (0.1 if quick else 1.0)))
+    if plot is not None:
+        from benchmarks.rig.live_plots import draw_all
+
+        draw_all(report.courses, plot)
+    report.finish(as_json=as_json, check=check)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,96 @@
+"""A closed load of streamed completions on the router: so many at once, each in the order of one list; times to the first token, and what was lost."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from benchmarks.rig.live_traffic import Request
+
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Seconds by the monotonic clock."""
+
+    domain: str
+    sent: float
+    first: float
+    """when its first token came"""
+    ended: float
+    tokens: int
+    """of output"""
+
+
+@dataclass
+class Load:
+    """What a load got so far. `number` of a request counts those that were sent."""
+
+    answered: list[Answered] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    sent: int = 0
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until_sent(self, count: int) -> None:
+        """Return once so many were sent."""
+        while self.sent < count:
+            self._more.clear()
+            await self._more.wait()
+
+    def one_more(self) -> None:
+        self.sent += 1
+        self._more.set()
+
+
+class Asker:
+    """Sends completions of token ids, greedy and of a fixed length."""
+
+    def __init__(self, http: aiohttp.ClientSession, model: str, output: int) -> None:
+        self._http = http
+        self._model = model
+        self._output = output
+
+    def body(self, prompt: list[int]) -> dict[str, Any]:
+        return {"model": self._model, "prompt": prompt, "max_tokens": self._output, "temperature": 0, "stream": True, "ignore_eos": True}
+
+    async def ask(self, request: Request, load: Load) -> None:
+        """One request. What is no whole answer is lost, and said."""
+        load.one_more()
+        sent, first, said = time.monotonic(), 0.0, bytearray()
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS), self._http.post("/v1/completions", json=self.body(request.prompt)) as answer:
+                async for chunk in answer.content.iter_any():
+                    first = first or time.monotonic()
+                    said += chunk
+                if answer.status != 200 or b"data: [DONE]" not in said or b'"error"' in said:
+                    load.lost.append(f"{answer.status}: {said[-300:].decode(errors='replace')}")
+                    return
+        except (aiohttp.ClientError, TimeoutError) as error:
+            load.lost.append(repr(error)[:300])
+            return
+        load.answered.append(Answered(request.domain, sent, first, time.monotonic(), self._output))
+
+
+@asynccontextmanager
+async def asking(router: str, model: str, requests: Iterator[Request], concurrency: int, output: int) -> AsyncIterator[Load]:
+    """So many clients ask while the context lasts, or until there is no further request; what they have begun is answered before it ends."""
+    load, going = Load(), True
+
+    async def client(asker: Asker) -> None:
+        while going and (request := next(requests, None)) is not None:
+            await asker.ask(request, load)
+            if load.lost and not load.answered and len(load.lost) > concurrency:
+                raise RuntimeError(f"nothing is answered: {load.lost[-1]}")
+
+    async with aiohttp.ClientSession(router, connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as tasks:
+        for number in range(concurrency):
+            tasks.create_task(client(Asker(http, model, output)), name=f"client {number} asks one thing after another")
+        try:
+            yield load
+        finally:
+            going = False

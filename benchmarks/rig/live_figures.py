@@ -1,0 +1,158 @@
+"""What a fleet says of itself while it serves: where tokens were sent, what was moved, what was decided; and the figures that this makes of an interval."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bus import Bus, Subscription
+from bus.subjects import Subjects
+from fleet.events import (
+    DispatchMeasured,
+    HomesPublished,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    PlacementCommitted,
+    PlanJudged,
+    PopularityShifted,
+    TablesPublished,
+)
+from fleet.placement import Placement
+
+
+class Sent(NamedTuple):
+    """Of an interval, all ranks together."""
+
+    tokens: int
+    """computed, of prompts and of answers"""
+    remote_ranks: float
+    """distinct other ranks that a token was sent to, mean over tokens and layers"""
+    remote: float
+    """share of (token, k) pairs that another rank served"""
+    step_balance: float
+    """mean / highest load of a rank: of single steps, mean over these and the layers"""
+    balance: float
+    """the same of the loads of the whole interval"""
+    step_seconds: float
+    """of one step, mean"""
+    steps: int
+
+
+NOTHING = Sent(0, float("nan"), float("nan"), float("nan"), float("nan"), float("nan"), 0)
+
+
+def sent(reports: Iterable[DispatchMeasured]) -> Sent:
+    """What the reports of all ranks of one engine say together; layers in which nothing was served are sharded and do not count."""
+    several = list(reports)
+    if not several:
+        return NOTHING
+    served = _by_rank(several)
+    layers = served.sum(axis=0) > 0
+    tokens, pairs = sum(one.tokens for one in several), sum(one.pairs for one in several)
+    steps = sum(one.steps for one in several)
+    if not (tokens and pairs and steps and layers.any()):
+        return NOTHING
+    remote = np.sum([one.remote_ranks for one in several], axis=0)[layers] / tokens
+    local = np.sum([one.local for one in several], axis=0)[layers] / pairs
+    balance = np.sum([one.balance for one in several], axis=0)[layers] / steps
+    loads = served[:, layers]
+    ranks = len({one.rank for one in several})
+    return Sent(
+        tokens=tokens,
+        remote_ranks=float(remote.mean()),
+        remote=float(1 - local.mean()),
+        step_balance=float(balance.mean()),
+        balance=float((loads.mean(axis=0) / loads.max(axis=0)).mean()),
+        step_seconds=sum(one.step_seconds for one in several) / steps,
+        steps=steps // ranks,
+    )
+
+
+def _by_rank(several: list[DispatchMeasured]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """float64 [ranks, layers]: pairs served."""
+    ranks = 1 + max(one.rank for one in several)
+    found = np.zeros((ranks, len(several[0].served)))
+    for one in several:
+        found[one.rank] += one.served
+    return found
+
+
+@dataclass
+class Watcher:
+    """Everything heard, with the monotonic second at which it was."""
+
+    dispatched: list[tuple[float, DispatchMeasured]] = field(default_factory=list)
+    moved: list[tuple[float, MigrationCommitted]] = field(default_factory=list)
+    planned: list[tuple[float, MigrationPlanned]] = field(default_factory=list)
+    aborted: list[tuple[float, MigrationAborted]] = field(default_factory=list)
+    judged: list[tuple[float, PlanJudged]] = field(default_factory=list)
+    shifts: list[tuple[float, PopularityShifted]] = field(default_factory=list)
+    gains: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)
+    """second, gain, reliability"""
+    homes: list[tuple[float, HomesPublished]] = field(default_factory=list)
+    placements: list[tuple[float, Placement]] = field(default_factory=list)
+    dropped: int = 0
+
+    def hear(self, message: object, now: float) -> None:
+        match message:
+            case DispatchMeasured():
+                self.dispatched.append((now, message))
+            case MigrationCommitted():
+                self.moved.append((now, message))
+            case MigrationPlanned():
+                self.planned.append((now, message))
+            case MigrationAborted():
+                self.aborted.append((now, message))
+            case PlanJudged():
+                self.judged.append((now, message))
+            case PopularityShifted():
+                self.shifts.append((now, message))
+            case TablesPublished():
+                self.gains.append((now, message.gain, message.reliability))
+            case HomesPublished():
+                self.homes.append((now, message))
+            case PlacementCommitted():
+                self.placements.append((now, Placement.from_record(message.placement)))
+
+    def sent(self, begin: float, end: float) -> Sent:
+        """What was sent in (begin, end]; a report counts where it was heard, which is a second late at most."""
+        return sent(one for heard, one in self.dispatched if begin < heard <= end)
+
+    def bytes_moved(self, begin: float, end: float) -> int:
+        return sum(one.bytes for heard, one in self.moved if begin < heard <= end)
+
+    def handovers(self, begin: float, end: float) -> int:
+        return sum(begin < heard <= end for heard, _ in self.moved)
+
+    def plans(self, begin: float, end: float) -> list[MigrationPlanned]:
+        return [one for heard, one in self.planned if begin < heard <= end]
+
+    def course(self, begin: float, end: float, width: float) -> list[tuple[float, Sent, int]]:
+        """(seconds after `begin` at the window's middle, what was sent, bytes moved) of windows of `width` seconds that follow one another."""
+        edges = np.arange(begin, end, width)
+        return [(at + width / 2 - begin, self.sent(at, at + width), self.bytes_moved(at, at + width)) for at in edges.tolist()]
+
+
+@asynccontextmanager
+async def watching(bus: Bus, subjects: Subjects) -> AsyncIterator[Watcher]:
+    """Hears what is said while the context lasts."""
+    watcher = Watcher()
+    said = (subjects.dispatched, subjects.migrations(), subjects.placements(), subjects.shifts, subjects.homes, subjects.tables)
+
+    async def listen(heard: Subscription) -> None:
+        async for received in heard:
+            watcher.hear(received.message, time.monotonic())
+            watcher.dropped = heard.dropped
+
+    async with bus.subscribe(*said) as heard:
+        task = asyncio.create_task(listen(heard), name="hears what the fleet says of itself")
+        try:
+            yield watcher
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

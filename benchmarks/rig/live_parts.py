@@ -1,0 +1,170 @@
+"""What the loop does when traffic changes at once, when it has nothing to give, and when it goes to and fro."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.rig.live_figures import Sent, Watcher
+from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, STATIC, Live, Plenty
+from benchmarks.rig.live_traffic import Request, Texts
+from benchmarks.rig.report import Target
+
+FLIP_SECONDS, BEFORE_SECONDS, BASELINE_SECONDS = 240.0, 120.0, 30.0
+HOMOGENEOUS_SECONDS = 600.0
+ALTERNATING_SECONDS, EVERY_SECONDS = 360.0, 30.0
+BACK = 0.9
+"""share of the steady gain that counts as being back"""
+BACK_SECONDS = 120.0
+WIDTH = 10.0
+"""seconds over which what was sent is averaged"""
+
+
+@dataclass
+class Told:
+    notes: list[str] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    course: Any = None
+
+
+class Tap:
+    """Requests out of what is set at the moment."""
+
+    def __init__(self, source: Iterator[Request]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        return next(self.source)
+
+
+def halves(traffic: Texts, seed: int) -> tuple[Texts, Texts]:
+    """Two kinds of traffic without a domain in common, drawn."""
+    order = np.random.default_rng(seed).permutation(traffic.domains).tolist()
+    middle = len(order) // 2
+    return traffic.some(order[:middle]), traffic.some(order[middle:])
+
+
+def value(sent: Sent) -> float:
+    return sent.remote_ranks
+
+
+async def baseline(live: Live, traffic: Texts, much: Plenty, seed: int, seconds: float) -> float:
+    """Remote ranks per token of a traffic with nothing but the first placement and KV-only routing."""
+    await live.reset()
+    async with live.loaded(traffic.requests(much.prompt, seed, live.offset), much.concurrency, much.output):
+        await asyncio.sleep(3.0)
+        begin = time.monotonic()
+        await asyncio.sleep(seconds)
+        end = time.monotonic()
+    return live.watcher.sent(begin, end).remote_ranks
+
+
+async def flip(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
+    """All domains change at once for others. The gain is what the loop saves against the first placement with KV-only routing under the same traffic."""
+    before, after = halves(traffic, seed)
+    plain = [await baseline(live, one, much, seed, max(BASELINE_SECONDS * scale, 5.0)) for one in (before, after)]
+    await live.reset()
+    await live.use(LOOP)
+    tap = Tap(before.requests(much.prompt, seed, live.offset))
+    began = time.monotonic()
+    async with live.loaded(tap, much.concurrency, much.output) as load:
+        await asyncio.sleep(BEFORE_SECONDS * scale)
+        flipped = time.monotonic()
+        tap.source = after.requests(much.prompt, seed + 1, live.offset)
+        await asyncio.sleep(FLIP_SECONDS * scale)
+        end = time.monotonic()
+    await asyncio.sleep(HEARD_SECONDS)
+    return flip_told(live, plain, (before.domains, after.domains), began, flipped, end, len(load.lost))
+
+
+def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str]], began: float, flipped: float, end: float, lost: int) -> Told:
+    watcher = live.watcher
+    steady = plain[1] - watcher.sent(end - (end - flipped) / 3, end).remote_ranks
+    first = plain[0] - watcher.sent(flipped - (flipped - began) / 3, flipped).remote_ranks
+    moments = [(at - flipped, plain[1] - watcher.sent(at - WIDTH, at).remote_ranks) for at in np.arange(flipped + WIDTH, end, 1.0).tolist()]
+    back = next((at for at, gain in moments if gain >= BACK * steady), float("inf"))
+    moved = watcher.bytes_moved(flipped, end)
+    budget, seconds = live.settings["planner"]["budget_bytes"], live.settings["planner"]["budget_seconds"]
+    allowed = budget * (1 + int((end - flipped) // seconds))
+    shifts = [heard - flipped for heard, one in watcher.shifts if flipped < heard <= end and not one.settled]
+    notes = [
+        (
+            f"flip: {', '.join(domains[0])} -> {', '.join(domains[1])}; remote ranks per token without the loop {plain[0]:.3f} and {plain[1]:.3f}; the loop "
+            f"saves {first:.3f} before and {steady:.3f} in the end; back to {BACK:.0%} of that {back:.0f} s after the flip (mean of the {WIDTH:g} s before); "
+            f"{moved / 1e6:.1f} MB in {watcher.handovers(flipped, end)} handovers of {len(watcher.plans(flipped, end))} plans; "
+            f"popularity was said to have shifted after {', '.join(f'{at:.0f} s' for at in shifts) or 'never'}"
+        )
+    ]
+    targets = [
+        Target("flip: requests lost", lost, 0, at_least=False, unit=""),
+        Target("flip: gain in the end, of the remote ranks without the loop", 100 * steady / plain[1], 20.0, unit=" %"),
+        Target(f"flip: seconds until {BACK:.0%} of the gain is back", back, BACK_SECONDS, at_least=False, unit=" s"),
+        Target("flip: bytes moved, of the budget", moved / allowed, 1.0, at_least=False),
+    ]
+    return Told(notes, targets, {"began": 0.0, "flipped": flipped - began, "plain": plain, "course": course(watcher, began, end)})
+
+
+def course(watcher: Watcher, began: float, end: float) -> list[list[float]]:
+    return [[at, *sent, moved] for at, sent, moved in watcher.course(began, end, 5.0)]
+
+
+async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
+    """Prompts that are all alike: nothing can be gained by sending some here and others there, and nothing moves."""
+    told = Told(course={})
+    for name, source in (
+        ("all domains shuffled within each prompt", traffic.shuffled(much.prompt, seed, live.offset)),
+        (f"one domain ({traffic.domains[0]})", traffic.some(traffic.domains[:1]).requests(much.prompt, seed, live.offset)),
+    ):
+        await live.reset()
+        await live.use(LOOP)
+        began = time.monotonic()
+        async with live.loaded(source, much.concurrency, much.output) as load:
+            await asyncio.sleep(HOMOGENEOUS_SECONDS * scale)
+            end = time.monotonic()
+        await asyncio.sleep(HEARD_SECONDS)
+        moved, found = live.watcher.bytes_moved(began, end), live.watcher.sent(began, end)
+        told.notes.append(
+            f"homogeneous, {name}: {end - began:.0f} s, {len(load.answered)} requests, {moved:,} bytes in {len(live.watcher.plans(began, end))} plans; remote "
+            f"ranks per token {found.remote_ranks:.3f}, balance {found.balance:.3f}"
+        )
+        told.targets.append(Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit=""))
+        told.course[name] = course(live.watcher, began, end)
+    return told
+
+
+async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
+    """Two kinds of traffic by turns, faster than experts can follow: bytes stay within the budget, and most of it is not even used."""
+    kinds = [one.requests(much.prompt, seed, live.offset) for one in halves(traffic, seed)]
+    await live.reset()
+    await live.use(STATIC)
+    await live.use(LOOP)
+    tap, turns = Tap(kinds[0]), max(2, round(ALTERNATING_SECONDS * scale / EVERY_SECONDS))
+    began = time.monotonic()
+    async with live.loaded(tap, much.concurrency, much.output) as load:
+        for turn in range(turns):
+            tap.source = kinds[turn % 2]
+            await asyncio.sleep(EVERY_SECONDS * min(1.0, scale * 10))
+        end = time.monotonic()
+    await asyncio.sleep(HEARD_SECONDS)
+    watcher, middle = live.watcher, (began + end) / 2
+    moved, later = watcher.bytes_moved(began, end), watcher.bytes_moved(middle, end)
+    budget = live.settings["planner"]["budget_bytes"] * (1 + int((end - began) // live.settings["planner"]["budget_seconds"]))
+    return Told(
+        [
+            (
+                f"alternating every {EVERY_SECONDS:g} s for {end - began:.0f} s: {moved / 1e6:.1f} MB in {len(watcher.plans(began, end))} plans, "
+                f"{later / 1e6:.1f} MB of it in the second half; remote ranks per token {watcher.sent(middle, end).remote_ranks:.3f} in the second half"
+            )
+        ],
+        [
+            Target("alternating: requests lost", len(load.lost), 0, at_least=False, unit=""),
+            Target("alternating: bytes moved, of the budget", moved / budget, 1.0, at_least=False),
+        ],
+        {"every": EVERY_SECONDS, "course": course(watcher, began, end)},
+    )

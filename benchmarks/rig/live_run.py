@@ -1,0 +1,286 @@
+"""One fleet under policies that are exchanged while it runs: set up, reset to the first day, loaded, measured."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.rig.live_client import Answered, Load, asking
+from benchmarks.rig.live_figures import Sent, Watcher, watching
+from benchmarks.rig.live_fleet import LiveFleet, Settings, live_fleet, merged
+from benchmarks.rig.live_traffic import Request
+from bus import Bus, ClaimLost
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.subjects import Subjects
+from deploy.migrations import carried_out
+from deploy.settings import DEMO_MODEL
+from fleet.events import ApplyPlan, EngineJoined, RollBack
+from fleet.placement import Placement, even_split
+from migration.plan import Handover, Plan, SplitRecord, Step, planned
+
+RANKS, SLOTS = 4, 10
+ENGINE = "engine-0"
+DISPATCH_SECONDS = 3e-5
+SETTLED_SECONDS = 60.0
+"""in which a plan that is under way ends"""
+HEARD_SECONDS = 1.2
+"""after which everything that was measured has been heard"""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to run the fleet: what of roost.toml differs."""
+
+    name: str
+    settings: Settings
+
+
+STATIC = Policy("static + KV-only", {"router": {"policy": "kv"}, "planner": {"automatic": False, "policy": "roost"}})
+EPLB = Policy("EPLB + KV-only", {"router": {"policy": "kv"}, "planner": {"automatic": True, "policy": "eplb"}})
+JOINT = Policy("joint routing, static placement", {"router": {"policy": "cost"}, "planner": {"automatic": False, "policy": "roost"}})
+LOOP = Policy("full loop", {"router": {"policy": "cost"}, "planner": {"automatic": True, "policy": "roost"}})
+POLICIES = (STATIC, EPLB, JOINT, LOOP)
+
+CADENCE: dict[str, dict[str, Any]] = {
+    "planner": {
+        "cycle_seconds": 3.0,
+        "window_seconds": 10.0,
+        "stale_seconds": 5.0,
+        "homes_seconds": 5.0,
+        "judge_seconds": 15.0,
+        "settle_seconds": 4.0,
+        "cooldown_seconds": 20.0,
+        "budget_bytes": 32_000_000,
+        "budget_seconds": 120.0,
+    },
+    "tracker": {
+        "fast_seconds": 6.0,
+        "slow_seconds": 60.0,
+        "publish_seconds": 1.0,
+        "refine_seconds": 3.0,
+        "memory_outcomes": 200,
+        "shift_warmup_seconds": 20.0,
+        "shift_cooldown_seconds": 15.0,
+    },
+}
+"""Defaults are for hours; here everything happens within minutes."""
+
+
+def base(dispatch_seconds: float, cadence: Settings) -> dict[str, dict[str, Any]]:
+    """What all policies have in common: engine, slots, dispatch rule, links, cadence."""
+    engine = {"ranks": RANKS, "slots_per_rank": SLOTS, "dispatch_seconds": dispatch_seconds}
+    return merged({"engine": engine, "transfer": {"way": "nixl"}, "worker": {"name": "engine"}}, cadence, STATIC.settings)
+
+
+class Phase(NamedTuple):
+    """What one policy did with the traffic."""
+
+    policy: str
+    seconds: float
+    """of what is measured"""
+    sent: Sent
+    tokens_per_second: float
+    """of answers"""
+    first_p50: float
+    first_p99: float
+    """seconds to the first token"""
+    bytes: int
+    """moved since the policy began, warm-up included"""
+    late_bytes: int
+    """of these: while it was measured"""
+    handovers: int
+    plans: int
+    lost: int
+    course: list[tuple[float, Sent, int]]
+    """from the policy's beginning on"""
+
+
+@dataclass
+class Live:
+    """The fleet, and what is heard of it."""
+
+    fleet: LiveFleet
+    bus: Bus
+    subjects: Subjects
+    watcher: Watcher
+    first: Placement
+    """that everything begins with"""
+    joined: EngineJoined
+    settings: Settings
+    notes: list[str] = field(default_factory=list)
+    _offsets: Iterator[int] = field(default_factory=lambda: cycle(range(16)))
+
+    @property
+    def placement(self) -> Placement:
+        return self.watcher.placements[-1][1] if self.watcher.placements else self.first
+
+    @property
+    def offset(self) -> int:
+        """By which the next phase's prompts are moved on, so that no cache knows them."""
+        return next(self._offsets)
+
+    async def use(self, policy: Policy) -> None:
+        """From now on."""
+        await self.fleet.reload(merged(self.settings, policy.settings))
+
+    async def reset(self) -> None:
+        """The first placement, a tracker that knows nothing, a planner that remembers nothing."""
+        await self.use(STATIC)
+        await self._go_back()
+        await self.fleet.forget_traffic()
+        await self._forget_plans()
+
+    async def settled(self) -> None:
+        """Return once no plan is being carried out."""
+        async with asyncio.timeout(SETTLED_SECONDS):
+            while self._is_moving:  # noqa: ASYNC110 a watcher tells nobody
+                await asyncio.sleep(0.1)
+
+    @property
+    def _is_moving(self) -> bool:
+        if not self.watcher.planned:
+            return False
+        last = self.watcher.planned[-1][1].plan
+        over = any(one.plan == last and one.last for _, one in self.watcher.moved) or any(one.plan == last for _, one in self.watcher.aborted)
+        return not over
+
+    async def _go_back(self) -> None:
+        """To the first placement, by handovers like any other."""
+        await self.settled()
+        begun = [one.plan for _, one in self.watcher.planned if one.base_epoch == self.first.epoch]
+        if not same(self.placement, self.first):
+            await self._carry_out(RollBack(engine=ENGINE, plan=begun[0]))
+        if not same(self.placement, self.first):
+            raise RuntimeError(f"epoch {self.placement.epoch} is not the placement that was there before plan {begun[0]}")
+        self.first = self.placement
+
+    async def _carry_out(self, order: RollBack | ApplyPlan) -> None:
+        """RuntimeError when it is given up; NotAccepted when it is refused."""
+        course = await carried_out(self.bus, self.subjects, order, wait=True, began=lambda _: None, say=lambda _: None)
+        if course.given_up is not None:
+            raise RuntimeError(f"plan {course.accepted.plan} was given up: {course.given_up.reason}")
+        async with asyncio.timeout(SETTLED_SECONDS):
+            while self.placement.epoch != course.epoch:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def _forget_plans(self) -> None:
+        """What the planner has learnt of its plans is durable; it is as new once that is gone and it is started again."""
+        claim = await self.bus.read_claim(self.subjects.loop_key)
+        if claim is not None:
+            try:
+                await self.bus.release(self.subjects.loop_key, claim.revision)
+            except ClaimLost:
+                return await self._forget_plans()
+        await self.fleet.restart("planner")
+
+    async def apply(self, plan: Plan) -> None:
+        """Have a plan carried out."""
+        await self._carry_out(ApplyPlan(engine=ENGINE, plan=msgspec.json.encode(plan)))
+
+    @asynccontextmanager
+    async def loaded(self, requests: Iterator[Request], concurrency: int, output: int) -> AsyncIterator[Load]:
+        """Under this load while the context lasts."""
+        async with asking(self.fleet.router, DEMO_MODEL, requests, concurrency, output) as load:
+            yield load
+
+
+def same(one: Placement, other: Placement) -> bool:
+    """Whether both serve alike, whatever their epochs."""
+    return np.array_equal(one.expert_of_slot, other.expert_of_slot) and all(np.array_equal(a, b) for a, b in zip(one.split, other.split, strict=True))
+
+
+def evenly(placement: Placement) -> Plan:
+    """The plan that has replicas share evenly, whoever asks, as engines do that choose one by a hash of the token: no bytes move."""
+    split = even_split(placement.expert_of_slot, placement.experts)
+    split = split._replace(keep=np.zeros_like(split.keep))
+    steps = tuple(Step(kind="reweight", layer=layer, why="replicas share evenly, wherever a token lives") for layer in range(placement.layers))
+    record = SplitRecord.of(split, np.arange(placement.layers))
+    return planned(placement, [Handover(epoch=placement.epoch + 1, steps=steps, split=record)], reason="replicas are chosen as by a hash")
+
+
+@asynccontextmanager
+async def live(dispatch_seconds: float = DISPATCH_SECONDS, cadence: Settings = CADENCE) -> AsyncIterator[Live]:
+    """A fleet that serves, with an ear on its bus."""
+    settings = base(dispatch_seconds, cadence)
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(live_fleet(settings))
+        subjects = Subjects(BusConfig().namespace)
+        bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(url=fleet.nats), name="benchmark")
+        stack.push_async_callback(bus.close)
+        watcher = await stack.enter_async_context(watching(bus, subjects))
+        joined = [one.message async for one in bus.replay(subjects.membership(ENGINE), latest=True, follow=False)][-1]
+        if not isinstance(joined, EngineJoined) or joined.placement is None:
+            raise RuntimeError(f"engine {ENGINE} does not say what it serves: {joined}")
+        yield Live(fleet, bus, subjects, watcher, Placement.from_record(joined.placement), joined, settings)
+
+
+@dataclass(frozen=True)
+class Plenty:
+    """How much is asked: requests to get going and to measure, so many at once, so many tokens of each."""
+
+    warm: int
+    count: int
+    concurrency: int
+    prompt: int
+    output: int
+
+
+async def phase(live: Live, policy: Policy, requests: Iterator[Request], much: Plenty) -> Phase:
+    """From the reset on: some requests to get going, the others measured. The load goes on until the last is sent."""
+    await live.reset()
+    await live.use(policy)
+    return await further(live, policy.name, requests, much)
+
+
+async def further(live: Live, name: str, requests: Iterator[Request], much: Plenty) -> Phase:
+    """The same with things as they are."""
+    began = time.monotonic()
+    async with live.loaded(islice(requests, much.warm + much.count), much.concurrency, much.output) as load:
+        await load.until_sent(much.warm)
+        begin = time.monotonic()
+        await load.until_sent(much.warm + much.count)
+        end = time.monotonic()
+    await asyncio.sleep(HEARD_SECONDS)
+    live.fleet.check()
+    return measured(live.watcher, name, load, began, begin, end)
+
+
+async def hashed(live: Live, requests: Iterator[Request], much: Plenty) -> Phase:
+    """With the placement as it is, and replicas chosen evenly, without regard to where a token lives; nobody moves anything meanwhile."""
+    await live.use(STATIC)
+    await live.settled()
+    await live.apply(evenly(live.placement))
+    return await further(live, f"{EPLB.name}, hash dispatch", requests, much)
+
+
+def measured(watcher: Watcher, name: str, load: Load, began: float, begin: float, end: float) -> Phase:
+    """The figures of what was measured from `begin` to `end`, of a policy that has held since `began`."""
+    within = [one for one in load.answered if begin < one.ended <= end]
+    p50, p99 = firsts(load.answered, begin, end)
+    return Phase(
+        policy=name,
+        seconds=end - begin,
+        sent=watcher.sent(begin, end),
+        tokens_per_second=sum(one.tokens for one in within) / (end - begin),
+        first_p50=p50,
+        first_p99=p99,
+        bytes=watcher.bytes_moved(began, end),
+        late_bytes=watcher.bytes_moved(begin, end),
+        handovers=watcher.handovers(began, end),
+        plans=len(watcher.plans(began, end)),
+        lost=len(load.lost),
+        course=watcher.course(began, end, 5.0),
+    )
+
+
+def firsts(answered: list[Answered], begin: float, end: float) -> tuple[float, float]:
+    """Seconds to the first token of requests that were sent meanwhile: median, and 99 of 100."""
+    taken = [one.first - one.sent for one in answered if begin < one.sent <= end]
+    return (float(np.percentile(taken, 50)), float(np.percentile(taken, 99))) if taken else (float("nan"), float("nan"))

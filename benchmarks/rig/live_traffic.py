@@ -1,0 +1,91 @@
+"""Requests out of documents: prompts are windows of texts of several domains, drawn with a seed.
+
+A folder of the user's own holds one text file, or one folder of text files, per domain; the default is the demo model's held-out documents. One byte is one
+token of the demo model; for other models the tokenizer in the checkpoint counts.
+
+Windows begin at multiples of 16 tokens, a KV block, plus an offset by which phases of a run differ: no phase finds prompts of another in the prefix caches,
+and all draw from the same texts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from deploy.settings import DEMO_CHECKPOINT
+from fleet.blocks import BLOCK_SIZE
+
+HELDOUT = DEMO_CHECKPOINT.parent / "heldout"
+_NOT_TRAFFIC = ("licences",)
+PIECE = 16
+"""tokens of a piece of mixed prompts"""
+
+
+class Request(NamedTuple):
+    domain: str
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of each document, by domain."""
+
+    documents: dict[str, list[list[int]]]
+    source: str
+
+    @property
+    def domains(self) -> list[str]:
+        return sorted(self.documents)
+
+    def some(self, domains: Sequence[str]) -> "Texts":
+        """Of these domains alone."""
+        return Texts({name: self.documents[name] for name in domains}, self.source)
+
+    def requests(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
+        """Without end: windows of `prompt` tokens of random documents of random domains, the same ones for the same seed, moved on by `offset` tokens
+        (0..15)."""
+        dice = np.random.default_rng(seed)
+        while True:
+            domain = self.domains[int(dice.integers(len(self.domains)))]
+            yield Request(domain, self._window(domain, prompt, offset, dice))
+
+    def shuffled(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
+        """Without end: prompts that are all alike, each of pieces of `PIECE` tokens of all domains in random order."""
+        dice, pieces = np.random.default_rng(seed), -(-prompt // PIECE)
+        while True:
+            order = dice.permutation(np.arange(pieces) % len(self.domains)).tolist()
+            tokens = [token for at in order for token in self._window(self.domains[at], PIECE, offset, dice)]
+            yield Request("shuffled", tokens[:prompt])
+
+    def _window(self, domain: str, length: int, offset: int, dice: np.random.Generator) -> list[int]:
+        documents = self.documents[domain]
+        document = documents[int(dice.integers(len(documents)))]
+        begin = BLOCK_SIZE * int(dice.integers(_windows(document, length))) + offset
+        return document[begin : begin + length]
+
+
+def _windows(document: list[int], prompt: int) -> int:
+    return (len(document) - prompt - BLOCK_SIZE) // BLOCK_SIZE + 1
+
+
+def texts(folder: Path | None, prompt: int, checkpoint: Path = DEMO_CHECKPOINT) -> Texts:
+    """Of a folder, or (None) the held-out documents. ValueError says what is wrong with it."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    root = folder or HELDOUT
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder; name one with a text file, or a folder of text files, per domain")
+    found: dict[str, list[list[int]]] = {}
+    for place in sorted(root.iterdir()):
+        if place.name in _NOT_TRAFFIC or place.name.startswith(".") or (place.is_file() and place.suffix == ".json"):
+            continue
+        files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+        tokens = [list(tokenizer.encode(file.read_text("utf-8", errors="replace")).ids) for file in files]
+        long_enough = [document for document in tokens if _windows(document, prompt) >= 1]
+        if long_enough:
+            found[place.stem] = long_enough
+    if not found:
+        raise ValueError(f"{root}: no text is longer than {prompt + BLOCK_SIZE} tokens")
+    return Texts(found, "the held-out documents" if folder is None else str(folder))
