@@ -43,5 +43,8 @@ lint: venv ## ruff, mypy, the walls
 bench: venv ## every benchmark, quickly; make bench ARGS=--json
 	@for script in $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
 
+evidence: venv ## measure the closed loop on a live fleet (an hour) and write docs/evidence; ARGS="--only policies"
+	@$(BIN)/python -m benchmarks.rig.evidence $(ARGS)
+
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

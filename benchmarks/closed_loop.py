@@ -98,7 +98,8 @@ def judge(report: LiveReport, found: dict[str, list[Phase]]) -> None:
     """Rows, and the ratios of each round: both sides of a ratio were measured within minutes."""
     for name, phases in found.items():
         report.add(*row(name, phases))
-        report.courses[name] = [[[at, *sent, moved] for at, sent, moved in one.course] for one in phases]
+        rounds = [{**one._asdict(), "sent": one.sent._asdict(), "course": one.course._asdict()} for one in phases]
+        report.courses.setdefault("policies", {})[name] = rounds
     pairs = list(zip(found[LOOP.name], found[EPLB.name], strict=True))
     fewer = [1 - loop.sent.remote_ranks / eplb.sent.remote_ranks for loop, eplb in pairs]
     steps = [eplb.sent.step_balance - loop.sent.step_balance for loop, eplb in pairs]

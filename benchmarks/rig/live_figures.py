@@ -24,6 +24,9 @@ from fleet.events import (
 )
 from fleet.placement import Placement
 
+WIDTH_SECONDS = 5.0
+"""of a window of a course"""
+
 
 class Sent(NamedTuple):
     """Of an interval, all ranks together."""
@@ -132,10 +135,31 @@ class Watcher:
     def plans(self, begin: float, end: float) -> list[MigrationPlanned]:
         return [one for heard, one in self.planned if begin < heard <= end]
 
-    def course(self, begin: float, end: float, width: float) -> list[tuple[float, Sent, int]]:
-        """(seconds after `begin` at the window's middle, what was sent, bytes moved) of windows of `width` seconds that follow one another."""
-        edges = np.arange(begin, end, width)
-        return [(at + width / 2 - begin, self.sent(at, at + width), self.bytes_moved(at, at + width)) for at in edges.tolist()]
+    def course(self, begin: float, end: float) -> "Course":
+        """Windows of `WIDTH_SECONDS` that follow one another."""
+        edges = np.arange(begin, end, WIDTH_SECONDS).tolist()
+        several = [self.sent(at, at + WIDTH_SECONDS) for at in edges]
+        return Course(
+            seconds=[round(at + WIDTH_SECONDS / 2 - begin, 2) for at in edges],
+            remote_ranks=[_rounded(one.remote_ranks) for one in several],
+            balance=[_rounded(one.step_balance) for one in several],
+            bytes=[self.bytes_moved(at, at + WIDTH_SECONDS) for at in edges],
+        )
+
+
+class Course(NamedTuple):
+    """How it went, by windows: [windows] each."""
+
+    seconds: list[float]
+    """the window's middle, from the beginning"""
+    remote_ranks: list[float | None]
+    balance: list[float | None]
+    """of steps; None: nothing was sent"""
+    bytes: list[int]
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 4) if np.isfinite(value) else None
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rig.live_figures import Sent, Watcher
+from benchmarks.rig.live_figures import Sent
 from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, STATIC, Live, Plenty
 from benchmarks.rig.live_traffic import Request, Texts
 from benchmarks.rig.report import Target
@@ -107,11 +107,7 @@ def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str
         Target(f"flip: seconds until {BACK:.0%} of the gain is back", back, BACK_SECONDS, at_least=False, unit=" s"),
         Target("flip: bytes moved, of the budget", moved / allowed, 1.0, at_least=False),
     ]
-    return Told(notes, targets, {"began": 0.0, "flipped": flipped - began, "plain": plain, "course": course(watcher, began, end)})
-
-
-def course(watcher: Watcher, began: float, end: float) -> list[list[float]]:
-    return [[at, *sent, moved] for at, sent, moved in watcher.course(began, end, 5.0)]
+    return Told(notes, targets, {"began": 0.0, "flipped": flipped - began, "plain": plain, "course": watcher.course(began, end)._asdict()})
 
 
 async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
@@ -134,7 +130,7 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
             f"ranks per token {found.remote_ranks:.3f}, balance {found.balance:.3f}"
         )
         told.targets.append(Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit=""))
-        told.course[name] = course(live.watcher, began, end)
+        told.course[name] = live.watcher.course(began, end)._asdict()
     return told
 
 
@@ -166,5 +162,5 @@ async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale
             Target("alternating: requests lost", len(load.lost), 0, at_least=False, unit=""),
             Target("alternating: bytes moved, of the budget", moved / budget, 1.0, at_least=False),
         ],
-        {"every": EVERY_SECONDS, "course": course(watcher, began, end)},
+        {"every": EVERY_SECONDS, "course": watcher.course(began, end)._asdict()},
     )

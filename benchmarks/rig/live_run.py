@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.rig.live_client import Answered, Load, asking
-from benchmarks.rig.live_figures import Sent, Watcher, watching
+from benchmarks.rig.live_figures import Course, Sent, Watcher, watching
 from benchmarks.rig.live_fleet import LiveFleet, Settings, live_fleet, merged
 from benchmarks.rig.live_traffic import Request
 from bus import Bus, ClaimLost
@@ -98,7 +98,9 @@ class Phase(NamedTuple):
     handovers: int
     plans: int
     lost: int
-    course: list[tuple[float, Sent, int]]
+    begin: float
+    """when the measured part begins, seconds from the policy's beginning"""
+    course: Course
     """from the policy's beginning on"""
 
 
@@ -276,7 +278,8 @@ def measured(watcher: Watcher, name: str, load: Load, began: float, begin: float
         handovers=watcher.handovers(began, end),
         plans=len(watcher.plans(began, end)),
         lost=len(load.lost),
-        course=watcher.course(began, end, 5.0),
+        begin=begin - began,
+        course=watcher.course(began, end),
     )
 
 

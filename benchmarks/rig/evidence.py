@@ -1,0 +1,98 @@
+"""Writes docs/evidence: what `benchmarks.closed_loop` measured, as a page with tables, plots beside it, and the figures that they are made of.
+
+make evidence                                         # measures everything: about an hour
+make evidence ARGS="--only policies"                  # some parts; the others stay as they are
+make evidence ARGS="--from docs/evidence/closed-loop.json"   # only draws and writes anew
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.rig.live_plots import draw_all
+from benchmarks.rig.processes import ROOT
+
+FOLDER = ROOT / "docs" / "evidence"
+FIGURES, PAGE = "closed-loop.json", "closed-loop.md"
+PARTS = ("policies", "flip", "homogeneous", "alternating")
+CAPTIONS = {
+    "policies": "Medians as bars, rounds as dots.",
+    "policies-course": "The first round of each policy, from its reset on.",
+    "flip": "All domains of the traffic change at once for others.",
+    "homogeneous": "Nothing to gain by sending requests here or there: nothing moves.",
+    "alternating": "Two kinds of traffic by turns (dotted lines).",
+}
+Json = dict[str, Any]
+Folder = typer.Option(FOLDER, help="where everything is written")
+From = typer.Option(None, "--from", help="figures that were measured before; nothing is measured")
+
+
+def measured(part: str, arguments: list[str]) -> Json:
+    """What one part's run says. RuntimeError with the end of its complaint when it fails."""
+    command = [sys.executable, "-m", "benchmarks.closed_loop", "--only", part, "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command[1:])} ended with {done.returncode}: {done.stderr[-2000:]}")
+    found: Json = json.loads(done.stdout.splitlines()[-1])
+    shown = shlex.join(["python", *command[1:]])
+    return {**found, "command": shown, "date": datetime.now(UTC).date().isoformat()}
+
+
+def page(runs: dict[str, Json], pictures: list[Path]) -> str:
+    """Markdown: per part its command, hardware, what it was measured with, its table, its targets, its plots."""
+    lines = [
+        "# The closed loop, measured",
+        "",
+        "Written by `make evidence` out of `closed-loop.json`, which lies beside it; every number comes from a live fleet: four rank processes of the embedded",
+        "engine with the demo model, NATS, router, tracker, planner, experts over NIXL.",
+    ]
+    for part in (name for name in PARTS if name in runs):
+        run = runs[part]
+        lines += ["", f"## {part.capitalize()}", "", f"`{run['command']}`, {run['hardware']}, {run['date']}", "", *_table(run)]
+        lines += [f"- {'met' if one['met'] else '**missed**'}: {_target(one)}" for one in run["targets"]]
+        lines += [""] + [f"![{CAPTIONS[one.stem]}]({one.name})\n\n*{CAPTIONS[one.stem]}*\n" for one in pictures if one.stem.split("-")[0] == part]
+        lines += [note + "\n" for note in run["notes"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(run: Json) -> list[str]:
+    if not run["rows"]:
+        return []
+    head = "| " + " | ".join(run["columns"]) + " |"
+    rows = ["| " + " | ".join(f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row) + " |" for row in run["rows"]]
+    return [head, "|" + "---|" * len(run["columns"]), *rows, ""]
+
+
+def _target(target: Json) -> str:
+    sign = "at least" if target["at_least"] else "at most"
+    return f"{target['name']}: {target['value']:.3f}{target['unit']} ({sign} {target['limit']:g}{target['unit']})"
+
+
+def main(
+    folder: Path = Folder,
+    from_: Path = From,
+    only: str = typer.Option(",".join(PARTS), help="parts that are measured"),
+    quick: bool = typer.Option(False, "--quick", help="as of the benchmark: shows that it works, and decides nothing"),
+) -> None:
+    """Measure, draw and write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = from_ or folder / FIGURES
+    runs: dict[str, Json] = json.loads(kept.read_text()) if kept.exists() else {}
+    for part in [] if from_ else only.split(","):
+        typer.echo(f"measuring: {part}")
+        runs[part] = measured(part, ["--quick"] if quick else [])
+        (folder / FIGURES).write_text(json.dumps(runs, indent=None) + "\n")
+    courses = {name: course for run in runs.values() for name, course in run["courses"].items()}
+    pictures = draw_all(courses, folder)
+    (folder / PAGE).write_text(page(runs, pictures))
+    typer.echo(f"written: {', '.join(str(path.name) for path in (folder / PAGE, *pictures))} in {folder}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
