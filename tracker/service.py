@@ -42,6 +42,7 @@ from tracker.mismatch import Supply
 from tracker.refit import Refit
 from tracker.refusals import Fault, Refused
 from tracker.state import read, write
+from tracker.tracing import ShiftTracing
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class TrackerService:
         self._subjects = subjects
         self._config = config
         self._wall_clock = wall_clock
+        self._tracing = ShiftTracing()
         # Microseconds: a restarted tracker goes on above every version it gave before.
         self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=4 * config.most_ranks)
@@ -234,7 +236,8 @@ class TrackerService:
             for shift in self._knows.judge(now):
                 self.metrics.shifts.inc(not shift.settled)
                 logger.info("popularity of %s %s (%.4g nats)", shift.model, "has settled" if shift.settled else "is shifting", shift.divergence)
-                await self._say(shift)
+                with self._tracing.saying(shift) as said:
+                    await self._say(said)
             self._measure(now, sum(subscription.dropped for subscription in subscriptions))
 
     async def _teach(self) -> None:
