@@ -26,6 +26,7 @@ from benchmarks.rig.live_parts import alternating, flip, homogeneous
 from benchmarks.rig.live_run import CADENCE, DISPATCH_SECONDS, EPLB, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
 from benchmarks.rig.live_traffic import Texts, texts
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+from fleet.timing import EngineSpeed
 
 FEWER, BALANCE, PARTS = 0.20, 0.08, ("policies", "flip", "homogeneous", "alternating")
 SPEED = 0.97
@@ -132,7 +133,7 @@ def spread(values: list[float], unit: str = "") -> str:
 async def run(report: LiveReport, parts: list[str], traffic: Texts, much: Plenty, rounds: int, seed: int, dispatch_seconds: float, scale: float) -> None:
     async with live(dispatch_seconds) as fleet:
         report.setup |= {"speed": fleet.joined.speed, "settings": fleet.settings}
-        report.notes.append(setting(fleet, much, traffic))
+        report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
             judge(report, await policies(fleet, traffic, much, rounds, seed))
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
@@ -144,16 +145,22 @@ async def run(report: LiveReport, parts: list[str], traffic: Texts, much: Plenty
         report.notes += fleet.notes
 
 
-def setting(fleet: Live, much: Plenty, traffic: Texts) -> str:
+def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:
     """What all was measured with."""
-    speed = fleet.joined.speed
-    said = "" if speed is None else f"; a step takes {1e3 * speed.step:.1f} ms, a prompt token {1e6 * speed.prefill_token:.0f} us"
-    quick = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
-    return (
-        f"{RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL; engine.dispatch_seconds stated as "
-        f"{DISPATCH_SECONDS if speed is None else speed.dispatch:g}{said}; {much.concurrency} requests at once of {much.prompt} + {much.output} tokens out of "
-        f"{traffic.source} ({', '.join(traffic.domains)}), greedy; {much.warm} to get going, then {much.count} measured; cadence: {quick}"
-    )
+    speed = fleet.joined.speed or EngineSpeed()
+    cadence = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
+    return [
+        (
+            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, experts over NIXL; engine.dispatch_seconds is stated as {speed.dispatch:g} "
+            f"(between processes of this machine {fleet.measured_dispatch} were measured); it measured {1e3 * speed.step:.1f} ms a step, "
+            f"{1e6 * speed.prefill_token:.0f} us a prompt token"
+        ),
+        (
+            f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy, out of {traffic.source} ({', '.join(traffic.domains)}); "
+            f"{much.warm} to get going, then {much.count} measured"
+        ),
+        f"cadence, for all policies: {cadence}",
+    ]
 
 
 def main(
