@@ -151,12 +151,12 @@ def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:
     cadence = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
     return [
         (
-            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, experts over NIXL; engine.dispatch_seconds is stated as {speed.dispatch:g} "
+            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL; engine.dispatch_seconds is stated as {speed.dispatch:g} "
             f"(between processes of this machine {fleet.measured_dispatch} were measured); it measured {1e3 * speed.step:.1f} ms a step, "
             f"{1e6 * speed.prefill_token:.0f} us a prompt token"
         ),
         (
-            f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy, out of {traffic.source} ({', '.join(traffic.domains)}); "
+            f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy; {traffic.source} ({', '.join(traffic.domains)}); "
             f"{much.warm} to get going, then {much.count} measured"
         ),
         f"cadence, for all policies: {cadence}",
