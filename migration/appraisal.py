@@ -27,7 +27,7 @@ class Appraised:
     """of the whole model's layers"""
     payback: Payback
     gain_seconds: float
-    """by which a step gets shorter"""
+    """by which a step gets shorter, as far as can be foretold: `payback` counts it as far as that is trusted"""
 
     @property
     def net_seconds(self) -> float:
@@ -41,13 +41,20 @@ class Appraised:
 def appraised(found: Situation, candidate: Candidate, after: Judged | None = None) -> Appraised:
     """after: the judgement of where it leads to, where that is known. Unorderable when no series of handovers can make it."""
     placement = candidate.placement(found)
-    after = found.judge(placement) if after is None else after
-    by_layer = np.zeros(placement.layers) if found.question.dead else found.before.seconds - after.seconds  # the dead have no steps to compare with
+    after = candidate.situation(found).judge(placement) if after is None else after
+    by_layer = np.zeros(placement.layers) if found.question.dead else candidate.before(found).seconds - after.seconds  # the dead have no steps to compare
     handovers = _handovers(found, candidate, by_layer)
     if len(handovers) > found.config.most_steps:
         return appraised(found, _beginning(found, candidate, by_layer, len(handovers)))
     gain = float(by_layer.sum())
-    paid = payback(gain, found.steps_per_second, found.config.lifetime_seconds, transfers(handovers, placement.slots_per_rank), found.node, found.links)
+    paid = payback(
+        gain * found.question.trust,
+        found.steps_per_second,
+        found.config.lifetime_seconds,
+        transfers(handovers, placement.slots_per_rank),
+        found.node,
+        found.links,
+    )
     return Appraised(candidate, placement, after, handovers, paid, gain)
 
 
@@ -78,7 +85,8 @@ def _beginning(found: Situation, candidate: Candidate, by_layer: NDArray[np.floa
     """The best part of a candidate that takes too many handovers."""
     copies = int(candidate.changes.copies.sum()) * found.config.most_steps // (2 * handovers)
     changes = within(_in_seconds(candidate.changes, by_layer), copies)
-    return Candidate(candidate.name, changes, None if candidate.split is None else shared(found, made(found.table, changes)))
+    split = None if candidate.split is None else shared(candidate.situation(found), made(found.table, changes))
+    return candidate._replace(changes=changes, split=split)
 
 
 def _handovers(found: Situation, candidate: Candidate, by_layer: NDArray[np.float64]) -> tuple[Handover, ...]:

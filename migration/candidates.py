@@ -18,6 +18,7 @@ from migration.history import counted
 from migration.locality import located
 from migration.nearness import room_of
 from migration.noise import Noise
+from migration.objective import Judged
 from migration.reweight import SLACK, reweight
 from migration.situation import Situation
 from migration.toward import toward
@@ -26,12 +27,33 @@ NEARER = 0.05
 """Slack of shares that would rather serve tokens where they come from than even out the ranks."""
 
 
+class Foretold(NamedTuple):
+    """Of a way that changes where requests live: what it is judged by, in the place of the demand that was observed."""
+
+    found: Situation
+    """with the demand that is to be expected in the end"""
+    before: Judged
+    """what is served now, under the demand that is to be expected without this"""
+    homes: NDArray[np.float64]
+    """[K, ranks]: where clusters live in the end"""
+
+
 class Candidate(NamedTuple):
     """changes: of the situation's layers, in order; their gain is in no unit yet. split: how replicas share in the end; None: evenly."""
 
     name: str
     changes: Changes
     split: Split | None
+    foretold: Foretold | None = None
+    """None: requests go on living where they do"""
+
+    def situation(self, found: Situation) -> Situation:
+        """With the demand that goes with it."""
+        return found if self.foretold is None else self.foretold.found
+
+    def before(self, found: Situation) -> Judged:
+        """What it must be better than."""
+        return found.before if self.foretold is None else self.foretold.before
 
     def placement(self, found: Situation) -> Placement:
         """What it leads to."""
@@ -49,14 +71,14 @@ def shares(found: Situation) -> Candidate:
 
 def copies(found: Situation) -> Candidate:
     """Few copies, and shares that go with them."""
-    changes = _without_reversals(found, found.few_copies)
+    changes = without_reversals(found, found.few_copies)
     return Candidate("few copies", changes, shared(found, made(found.table, changes)))
 
 
 def copies_and_filling(found: Situation) -> Candidate:
     """Few copies; and what each rank wants most in the slots that are empty then."""
-    first = _without_reversals(found, found.few_copies)
-    fill = _without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
+    first = without_reversals(found, found.few_copies)
+    fill = without_reversals(found, filled(made(found.table, first), found.fit, found.ranks, found.limits))
     changes = joined([part for part in (first, fill) if part])
     if found.limits.most_copies is not None:
         changes = within(changes, found.limits.most_copies)
@@ -73,7 +95,7 @@ def local(found: Situation) -> Candidate:
     room = room_of(found)
     whole = keep_groups(found.view.shape, found.terms.speed, found.fit, room)
     goal = located(found.fit, replace(room, home=whole.home), present=found.table)
-    changes = _without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
+    changes = without_reversals(found, toward(found.table, goal.table, found.fit, room, found.limits))
     table = made(found.table, changes)
     ways = [Candidate("locality", changes, shared(found, table, slack)) for slack in (SLACK, NEARER)]
     return min(ways, key=lambda way: float(found.judge(way.placement(found)).seconds.sum()))
@@ -129,14 +151,14 @@ def _as_mapped(name: str, found: Situation, raw: NDArray[np.int64]) -> Candidate
 
 def _few(found: Situation) -> Changes:
     changes = few(found.table, found.load, found.ranks, found.limits, goal=found.anew_balance, noise=Noise(found.pairs), node=found.several_nodes)
-    return _without_reversals(found, shortened(found.table, changes, found.ranks))
+    return without_reversals(found, shortened(found.table, changes, found.ranks))
 
 
 def _towards(found: Situation, goal: Table) -> Changes:
     """As much of the way to another table as may be gone: of the chosen layers, within the budget, nothing that rests."""
     table = np.where(_open_layers(found)[:, None], goal, found.table)
     gain = np.where((table != found.table).any(axis=1), 1.0, 0.0)
-    changes = _without_reversals(found, between(found.table, table, found.ranks, gain))
+    changes = without_reversals(found, between(found.table, table, found.ranks, gain))
     return changes if found.limits.most_copies is None else within(changes, found.limits.most_copies)
 
 
@@ -146,7 +168,7 @@ def _open_layers(found: Situation) -> NDArray[np.bool_]:
     return found.chosen if frozen is None else found.chosen & ~frozen.any(axis=1)
 
 
-def _without_reversals(found: Situation, changes: Changes) -> Changes:
+def without_reversals(found: Situation, changes: Changes) -> Changes:
     """What is remembered is of all layers, sharded ones among them."""
     view, first = found.view, np.int32(found.first)
     if view.past is None:

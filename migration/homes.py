@@ -27,7 +27,7 @@ _SHUFFLES = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 0.81917
 """fractions whose multiples are in no order (of the golden ratio and its like in higher dimensions): further starts, clusters in a row as these say"""
 _FEW_SHUFFLES, _MANY_RANKS = 1, 16
 """of them, on more ranks than that, where a round takes longer and starts differ less"""
-_CELLS = 240_000
+_CELLS = 60_000
 """layers x ranks x experts that the search looks at: some layers tell as much as all of them, the placement itself is of all"""
 _EXCHANGES = 6
 _STILL = 1e-4
@@ -101,12 +101,13 @@ def homes(
     before: Values | None = None,
     present: Table | None = None,
     least: float = 0.005,
+    better: float = 0.005,
     rounds: int = ROUNDS,
 ) -> Housed:
     """Homes of the clusters and the placement that goes with them, or why there should be none.
 
-    pairs: [K] pairs per layer that each profile was learnt from, for the gate; None: it is not asked. before: [K, ranks], present homes, kept unless others
-    save at least `least` more (a share, as in `Housed.saved`); that much must also be saved over having none. present: int16 [layers, slots] placement.
+    pairs: [K] pairs per layer that each profile was learnt from, for the gate; None: it is not asked. least: what they must save over having none (a share, as
+    in `Housed.saved`). before: [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots] placement.
     """
     ranks, none = room.ranks, np.zeros((len(traffic.shares), room.ranks))
     found = None if pairs is None else gate(traffic.profiles, _told(pairs, traffic), of="clusters")
@@ -122,13 +123,35 @@ def homes(
         return Housed(None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns)
     reason = f"homes save {100 * value:.1f} % of dispatch, placement alone {100 * nothing:.1f} %"
     kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
-    if before is not None and kept is not None and value < kept + least:
+    if before is not None and kept is not None and value < kept + better:
         best, reason = before, f"the homes of before save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %"
     elif present is not None:
         best = laid_onto(best, search.held(best), held_of(present[search.layers], ranks, traffic.profiles.shape[2]), room, traffic.room_for(ranks))
     demand = traffic.demand(best)
     place = located(demand, room, present)
     return Housed(best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns)
+
+
+class Resident(NamedTuple):
+    """What homes would save under the placement that there is; shares as in `Housed`."""
+
+    none: float
+    """without any"""
+    kept: float | None
+    """by those of before; None: there are none"""
+    homes: Values
+    """[K, ranks]: those that save most"""
+    saved: float
+    """by these"""
+
+
+def resident(traffic: Traffic, room: Room, present: Table, before: Values | None = None) -> Resident:
+    """Homes for a placement that stays as it is. present: int16 [layers, slots]; before: [K, ranks]."""
+    search = _Search(traffic, room, present)
+    held = held_of(present[search.layers], room.ranks, traffic.profiles.shape[2])
+    best = search.routed_to(held)
+    none = search.saved_by(held, np.zeros_like(best))
+    return Resident(none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best))
 
 
 def _told(pairs: NDArray[Any], traffic: Traffic) -> NDArray[Any]:
@@ -162,6 +185,10 @@ class _Search:
         worth = worth_of(self._traffic.demand(homes), self._room)
         return float(worth.of(placed(worth, self._room, _EXCHANGES)).mean())
 
+    def saved_by(self, held: Held, homes: Values) -> float:
+        """By these homes under a placement that was made for whatever."""
+        return float(worth_of(self._traffic.demand(homes), self._room).of(held).mean())
+
     def best(self, before: Values | None, rounds: int) -> tuple[Values, float, int]:
         """(homes, saved, rounds): of all starts, the one that got furthest, followed to the end."""
         used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
@@ -172,7 +199,7 @@ class _Search:
         if before is not None and before.shape == starts[0].shape and before.any():
             starts.append(before)
         if self._present is not None:
-            starts.append(self._routed(self._present))
+            starts.append(self.routed_to(self._present))
         reached = [self._alternated(start, min(_FIRST, rounds)) for start in starts]
         first = max(range(len(reached)), key=lambda at: reached[at][1])
         homes, value, turns = reached[first]
@@ -185,14 +212,14 @@ class _Search:
         value = 0.0
         for turn in range(rounds):
             held = self.held(homes)
-            routed = self._routed(held)
-            reached = float(worth_of(self._traffic.demand(routed), self._room).of(held).mean())
+            routed = self.routed_to(held)
+            reached = self.saved_by(held, routed)
             if reached < value + _STILL:
                 return homes, max(value, reached), turn + 1
             homes, value = routed, reached
         return homes, value, rounds
 
-    def _routed(self, held: Held) -> Values:
+    def routed_to(self, held: Held) -> Values:
         """float64 [K, ranks]: the homes that save most under a placement."""
         rank, node = (price / sum(self._room.prices) for price in self._room.prices)
         at, several = self._room.node, int(self._room.node.max()) > 0

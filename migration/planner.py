@@ -15,6 +15,7 @@ from fleet.placement import EMPTY, Placement
 from migration.appraisal import Appraised, appraised, least_cost, most_gained
 from migration.candidates import (
     Candidate,
+    Foretold,
     Maker,
     anew,
     anew_at_most,
@@ -30,8 +31,9 @@ from migration.candidates import (
 from migration.changes import made, within
 from migration.config import MigrationConfig, Policy
 from migration.full import bound
+from migration.joint import at_home, joint, lived_in, settled
 from migration.memory import curve
-from migration.nearness import housed, none, saved
+from migration.nearness import none, saved
 from migration.plan import Plan, planned
 from migration.record import MemoryPoint, PlanRecord
 from migration.recovery import recover
@@ -42,6 +44,7 @@ from migration.view import Homes, View
 
 _MARGIN = 0.005
 """A step's expected balance that is so near to what chance leaves cannot be bettered noticeably."""
+AT_HOME = "requests are at home, and experts go where the homes are"
 NO_TRAVEL = "it would save next to nothing, as sending tokens takes this engine hardly any time"
 _MOST_SLOTS = 12
 """Further slots per rank that the memory curve looks at."""
@@ -71,11 +74,11 @@ class Decided(NamedTuple):
     plan: Plan | None = None
     why: Why | None = None
     homes_after: Homes | None = None
-    """that hold from the plan's last epoch on; None: no plan, or it gives no homes of its own"""
+    """that hold from the plan's last epoch on, whether or not it changes them; None: there is no plan"""
 
 
 WAYS: dict[Policy, tuple[Maker, ...]] = {
-    "roost": (shares, copies, copies_and_filling, local, anew),
+    "roost": (shares, copies, copies_and_filling, local, joint, anew),
     "replicate": (shares, copies, copies_and_filling),
     "reweight": (shares,),
     "uniform": (uniform, anew),
@@ -96,7 +99,7 @@ def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
     if not seen or seen < needed:
         return _nothing(_record(view, question), view, Why.DATA, f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}")
     found = situation(view, question, config)
-    thoughts = _Thoughts(found)
+    thoughts = _Thoughts(lived_in(found) if question.policy == "roost" else found)
     return thoughts.recovery() if question.dead else thoughts.plan()
 
 
@@ -120,11 +123,11 @@ class _Thoughts:
             self._reasons.append("the engine says that pairs take its experts no time (expert_pair 0): evenly loaded ranks are worth nothing to it")
         if (safe := self._safe()) is not None:
             return self._at_home(safe)
-        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer() and not self._may_fill():
+        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer() and not self._may_go_home() and not self._may_fill():
             return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
         best = self._best(WAYS[policy])
         if best is not None:
-            return self._at_home(self._decided(best))
+            return self._at_home(self._decided(best), best)
         if self._most_gained == -np.inf:
             return self._refused(Why.UNABLE, f"the policy {policy} cannot plan for this engine")
         if self._worth(self._most_gained) < self._margin:
@@ -146,16 +149,18 @@ class _Thoughts:
         return decided._replace(record=msgspec.structs.replace(decided.record, before=None, lost=way.summary))
 
     def _safe(self) -> Decided | None:
-        """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them."""
+        """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them,
+        or may not get them."""
         found, least = self._found, self._found.limits.least_replicas
-        if least is None or (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
+        if least is None or found.question.policy == "reweight" or (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
             return None
         way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least)
         changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
         if not changes:
             return None
         try:
-            chosen = appraised(found, Candidate("second replicas", changes, shared(found, made(found.table, changes))))
+            split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
+            chosen = appraised(found, Candidate("second replicas", changes, split))
         except Unorderable as error:
             self._reasons.append(f"experts that are to survive the loss of a rank do not all have a second replica: {error}")
             return None
@@ -167,7 +172,7 @@ class _Thoughts:
     def _best(self, ways: tuple[Maker, ...]) -> Appraised | None:
         best: Appraised | None = None
         for way in ways:
-            if way is local and not self._may_move_nearer():
+            if (way is local and not self._may_move_nearer()) or (way is joint and not self._may_go_home()):
                 continue
             tried = self._tried(way, best)
             if tried is None or not tried.handovers or tried.net_seconds <= 0:
@@ -187,8 +192,8 @@ class _Thoughts:
             if (same := end.expert_of_slot.tobytes()) in self._tables and candidate.split is not None:
                 return None  # a way without anything of its own, in this case
             self._tables.add(same)
-            after = found.judge(end)
-            gain = float((found.before.seconds - after.seconds).sum())
+            after = candidate.situation(found).judge(end)
+            gain = float((candidate.before(found).seconds - after.seconds).sum())
             self._most_gained = max(self._most_gained, gain)
             if best is not None and (enough := self._enough(best, gain, least_cost(found, candidate))):
                 self._reasons.append(f"{candidate.name}: {enough}")
@@ -226,13 +231,13 @@ class _Thoughts:
         return ""
 
     def _worth(self, gain_seconds: float) -> float:
-        """Seconds that a step which is shorter by so much saves while the demand lasts."""
-        return gain_seconds * self._found.steps_per_second * self._found.config.lifetime_seconds
+        """Seconds that a step which is foretold to be shorter by so much saves while the demand lasts, as far as that is trusted."""
+        return gain_seconds * self._found.question.trust * self._found.steps_per_second * self._found.config.lifetime_seconds
 
     @property
     def _margin(self) -> float:
         """Seconds by which one way must beat another, which copies less."""
-        return self._worth(self._found.config.least_gain * self._found.even_step)
+        return self._found.config.least_gain * self._found.even_step * self._found.steps_per_second * self._found.config.lifetime_seconds
 
     def _at_ceiling(self) -> bool:
         """Whether the balance that steps are expected to have is all that their few tokens allow, in every layer."""
@@ -241,12 +246,26 @@ class _Thoughts:
         return bool(1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance)) >= self._found.before.figures.step_ceiling - _MARGIN)
 
     def _may_move_nearer(self) -> bool:
-        """Whether locality could pay: tokens take time to travel, and ranks want different experts. Says why not, or on what evidence, once."""
-        may = self._travel_costs and self._found.gate.specialised
-        said = f"locality: {self._found.gate.reason if self._travel_costs else NO_TRAVEL}"
-        if said not in self._reasons:
-            self._reasons.append(said)
-        return may
+        """Whether experts could go to where requests live without any home: tokens take time to travel, and ranks want different experts. Where homes hold,
+        the ranks differ by them, and experts go where the homes are. Says why not, or on what evidence, once."""
+        steered = not isinstance(self._found.steering, str) and self._found.steering.known is not None
+        reason = NO_TRAVEL if not self._travel_costs else AT_HOME if steered else self._found.gate.reason
+        self._say_once(f"locality: {reason}")
+        return self._travel_costs and not steered and self._found.gate.specialised
+
+    def _may_go_home(self) -> bool:
+        """Whether requests could be sent to where their experts are. Says why not, once."""
+        steering = self._found.steering
+        if not self._travel_costs or isinstance(steering, str):
+            self._say_once(f"homes: {steering if isinstance(steering, str) else NO_TRAVEL}")
+            return False
+        seen = "as was seen" if steering.followed.seen else "as is to be expected before it was seen"
+        self._say_once(f"homes: {steering.followed.part:.0%} of the requests live at home, {seen}")
+        return True
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._reasons:
+            self._reasons.append(sentence)
 
     def _may_fill(self) -> bool:
         """Whether there are empty slots, in which replicas could save tokens their way."""
@@ -286,11 +305,31 @@ class _Thoughts:
     def _refused(self, why: Why, sentence: str) -> Decided:
         return self._at_home(_nothing(self._told(self._found.placement), self._found.view, why, sentence))
 
-    def _at_home(self, decided: Decided) -> Decided:
-        """The same with the homes of clusters, which hold whether or not anything is moved now."""
-        homes = housed(self._found) if self._travel_costs else none(self._found.view, NO_TRAVEL)
-        named = () if homes.share is None else named_homes(homes.share)
-        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=homes.note), homes=homes)
+    def _at_home(self, decided: Decided, best: Appraised | None = None) -> Decided:
+        """The same with the homes of clusters: those that hold whether or not anything is moved now, and those that hold after the plan."""
+        now, after = self._homes(decided.plan, None if best is None else best.candidate.foretold)
+        told = now if after is None else after
+        named = () if told.share is None else named_homes(told.share)
+        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=told.note), homes=now, homes_after=after)
+
+    def _homes(self, plan: Plan | None, foretold: Foretold | None) -> tuple[Homes, Homes | None]:
+        """(now, after the plan). While a plan leads to other homes, those that hold stay as they are."""
+        found = self._found
+        if found.question.policy != "roost":
+            now = none(found.view, f"the policy {found.question.policy} leaves requests where they are")
+        elif not self._travel_costs:
+            now = none(found.view, NO_TRAVEL)
+        elif foretold is not None:
+            known = None if isinstance(found.steering, str) else found.steering.known
+            now = at_home(found, known, "they stay until the plan's last handover")
+        else:
+            now = at_home(found, *settled(found))
+        if plan is None:
+            return now, None
+        last = found.view.placement.epoch + len(plan.handovers)
+        if foretold is not None:
+            return now, at_home(found, foretold.homes, "they go with the placement that the plan leads to", last)
+        return now, now._replace(epoch=last)
 
     def _told(self, placement: Placement) -> PlanRecord:
         """What is said whatever comes of it. placement: in the end."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.changes import Changes, Table
 from migration.config import MigrationConfig, Policy
+from migration.forecast import Steering, steering
 from migration.full import full
 from migration.gate import Gate, gate
 from migration.limits import Limits
@@ -161,6 +162,11 @@ class Situation:
     def gate(self) -> Gate:
         """Whether ranks want different experts, beyond what chance explains."""
         return gate(self.fit, self.view.demand.pairs)
+
+    @cached_property
+    def steering(self) -> Steering | str:
+        """What can be said of sending requests home, or why nothing can."""
+        return steering(self.view, self.fit, self.judged)
 
     @property
     def several_nodes(self) -> NDArray[np.intp] | None:

@@ -1,0 +1,215 @@
+"""A pure model of the loop: requests with recorded routings, a router that sends them home when it foretells them, a tracker that knows their kinds, and
+the planner itself. Time passes in windows; nothing else is simulated."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import deploy.demo_model
+from fleet.dispatch import Chooser, reached
+from fleet.experts import ModelShape
+from fleet.layout import EP
+from fleet.placement import Placement, linear
+from fleet.signatures import ClusterModel
+from fleet.timing import EngineSpeed
+from migration.config import MigrationConfig
+from migration.eplb import as_placement, eplb_global
+from migration.history import History
+from migration.plan import replay
+from migration.planner import Decided, decide
+from migration.situation import Question
+from migration.view import Demand, Homes, View
+
+RANKS, SLOTS, EXPERTS, LAYERS, TOP_K = 4, 10, 32, 4, 4
+NODE = np.zeros(RANKS, np.intp)
+SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=256, expert_intermediate=128)
+SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=2e-6, dispatch=7.5e-6)
+SECONDS = 30.0
+"""between two looks of the planner; as by default"""
+TOKENS_PER_SECOND = 4000.0
+Routings = NDArray[np.int64]
+"""[requests, tokens, layers, k] experts"""
+
+
+@cache
+def recorded() -> tuple[Routings, NDArray[np.intp], NDArray[np.intp], tuple[str, ...]]:
+    """(routings, domain of each request, part of each request, names of the domains) of the demo model."""
+    with np.load(Path(deploy.demo_model.__file__).parent / "routings.npz") as found:
+        experts, domain, part, names = (found[name] for name in ("experts", "domain", "part", "domains"))
+    return experts.astype(np.int64), domain.astype(np.intp), part.astype(np.intp), tuple(str(name) for name in names)
+
+
+def counted(routings: Routings) -> NDArray[np.float64]:
+    """float64 [layers, experts]: pairs of some requests."""
+    flat = routings.transpose(2, 0, 1, 3).reshape(LAYERS, -1) + EXPERTS * np.arange(LAYERS)[:, None]
+    return np.bincount(flat.ravel(), minlength=LAYERS * EXPERTS).reshape(LAYERS, EXPERTS).astype(np.float64)
+
+
+@cache
+def profiles() -> NDArray[np.float32]:
+    """float32 [domains, layers, experts]: of the requests that were recorded to learn from."""
+    routings, domain, part, names = recorded()
+    found = np.stack([counted(routings[(part == 0) & (domain == at)]) for at in range(len(names))])
+    return np.asarray(found / found.sum(axis=2, keepdims=True), np.float32)
+
+
+def eplb() -> Placement:
+    """The published algorithm on what all domains want together."""
+    routings, _, part, _ = recorded()
+    raw = eplb_global(counted(routings[part == 0]), RANKS * SLOTS, RANKS)
+    return Placement(as_placement(raw.astype(np.int16), RANKS), experts=EXPERTS, ranks=RANKS)
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """What really happened in a window."""
+
+    remote_ranks: float
+    """distinct other ranks that a token reached per layer, mean"""
+    local: float
+    balance: float
+    """mean / fullest rank, mean over layers"""
+
+
+@dataclass
+class Loop:
+    """One fleet. mix: how much of the traffic each domain is, [domains]."""
+
+    mix: NDArray[np.float64]
+    foretold: float = 0.9
+    """part of the requests whose kind is known before they run"""
+    steered: float = 0.85
+    """part of these that goes home"""
+    seed: int = 0
+    requests: int = 64
+    """of a window half"""
+    policy: Any = "roost"
+    config: MigrationConfig = field(default_factory=MigrationConfig)
+    clusters: ClusterModel | None = None
+    speed: EngineSpeed = SPEED
+    placement: Placement = field(default_factory=lambda: linear(layers=LAYERS, experts=EXPERTS, ranks=RANKS, slots_per_rank=SLOTS))
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._dice = np.random.default_rng(self.seed)
+        self.history = History.begin(1, self.placement)
+        self.homes: Homes | None = None
+        self.halves: list[tuple[float, NDArray[np.float64]]] = []
+        self.since: Demand | None = None
+        self.bytes = 0
+        self.plans = 0
+        self.last: Decided | None = None
+        self.reached: list[Reached] = []
+        self._shares = self.mix.copy()
+
+    def cycle(self) -> Decided | None:
+        """Half a window of traffic, and what the planner makes of it; what it plans is served at once."""
+        began, self.now = self.now, self.now + SECONDS
+        domain, rows = self._arrivals()
+        rank = self._routed(domain)
+        self.reached.append(measured(self.placement, rows, rank))
+        counts = np.stack([counted(rows[rank == at]) for at in range(RANKS)])
+        self.halves = [*self.halves, (began, counts)][-4:]
+        self._shares += 0.4 * (self.mix - self._shares)
+        if len(self.halves) < 4:
+            return None
+        decided = decide(self._view(), Question(self.policy, self.config.budget_bytes), self.config)
+        self.last = decided
+        self.homes = decided.homes
+        if decided.plan is not None:
+            self._carried_out(decided)
+        return decided
+
+    def run(self, cycles: int) -> None:
+        for _ in range(cycles):
+            self.cycle()
+
+    def mean(self, last: int) -> Reached:
+        """Of so many cycles."""
+        part = self.reached[-last:]
+        return Reached(*(float(np.mean([getattr(one, name) for one in part])) for name in Reached.__struct_fields__))
+
+    def _arrivals(self) -> tuple[NDArray[np.intp], Routings]:
+        routings, domains, part, _ = recorded()
+        domain = self._dice.choice(len(self.mix), self.requests, p=self.mix)
+        rows = np.array([self._dice.choice(np.flatnonzero((part == 1) & (domains == one))) for one in domain])
+        return domain, routings[rows]
+
+    def _routed(self, domain: NDArray[np.intp]) -> NDArray[np.intp]:
+        """[requests]: home where the request is foretold and its home has room, else the emptiest rank."""
+        load, most = np.zeros(RANKS), 1.15 * len(domain) / RANKS
+        rank = np.empty(len(domain), np.intp)
+        share = None if self.homes is None else self.homes.share
+        for at, one in enumerate(domain):
+            emptiest = int((load + 0.5 * self._dice.random(RANKS)).argmin())
+            homes = None if share is None or not share[one].any() else share[one].astype(np.float64)
+            known = homes is not None and self._dice.random() < self.foretold * self.steered
+            home = int(self._dice.choice(RANKS, p=homes / homes.sum())) if homes is not None else emptiest
+            rank[at] = home if known and load[home] < most else emptiest
+            load[rank[at]] += 1
+        return rank
+
+    def _view(self) -> View:
+        fit, later = (self._window(*part) for part in (self.halves[:2], self.halves[2:]))
+        clusters = self.clusters or ClusterModel(1, profiles(), self._shares.astype(np.float32), 1.0)
+        return View(
+            engine="e",
+            worker_id=1,
+            model="m",
+            shape=SHAPE,
+            layout=EP,
+            placement=self.placement,
+            node=NODE,
+            speed=self.speed,
+            demand=fit,
+            later=later,
+            running=np.full(RANKS, 16.0),
+            waiting=np.zeros(RANKS),
+            clusters=clusters,
+            foreseen=self.foretold,
+            homes=self.homes,
+            history=self.history,
+            since=self.since,
+            now=self.now,
+        )
+
+    def _window(self, *halves: tuple[float, NDArray[np.float64]]) -> Demand:
+        counts = np.sum([half for _, half in halves], axis=0)
+        seconds = SECONDS * len(halves)
+        scale = TOKENS_PER_SECOND * TOP_K * LAYERS / counts.sum()
+        return Demand.of(counts * scale, counts.sum(axis=(1, 2)) / LAYERS, seconds, halves[0][0])
+
+    def _carried_out(self, decided: Decided) -> None:
+        plan, homes = decided.plan, decided.homes_after
+        if plan is None or homes is None:
+            raise ValueError("a plan comes with the homes that hold after it")
+        for placement in replay(self.placement, plan):
+            self.history = self.history.committed(placement, plan.id, self.now)
+            self.placement = placement
+        self.bytes += plan.bytes
+        self.plans += 1
+        self.since = None
+        self.homes = homes if homes.share is None or homes.at != self.now else replace_at(homes, self.now)
+
+
+def replace_at(homes: Homes, now: float) -> Homes:
+    """They hold from now on."""
+    return homes._replace(at=now)
+
+
+def measured(placement: Placement, rows: Routings, rank: NDArray[np.intp]) -> Reached:
+    """What tokens really reach when every one of them is dispatched by the split."""
+    chooser, tokens = Chooser(placement, range(RANKS), NODE), rows.shape[1]
+    home = np.repeat(rank, tokens)
+    remote, load, local = [], np.zeros((LAYERS, RANKS)), []
+    for layer in range(LAYERS):
+        wanted = home[:, None] * EXPERTS + rows[:, :, layer].reshape(-1, TOP_K)
+        served = chooser.choose(layer, wanted.ravel(), 0).reshape(wanted.shape) // SLOTS
+        remote.append(reached(served, home).mean())
+        load[layer] = np.bincount(served.ravel(), minlength=RANKS)
+        local.append(float((served == home[:, None]).mean()))
+    return Reached(float(np.mean(remote)), float(np.mean(local)), float((load.mean(axis=1) / load.max(axis=1)).mean()))
