@@ -18,7 +18,24 @@ migration = typer.Typer(
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
+    app.command("top")(top)
     app.add_typer(migration)
+
+
+def top(
+    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    nats: NatsOption = NATS,
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Show what roost status shows live, with what happens below it, until q or Ctrl-C.
+
+    Where the output is no terminal it is text, one page per interval; with --json one object per line.
+    """
+    from deploy.view_top import show_top
+
+    show_top(bus_from(config, nats), interval, once=once, as_json=as_json)
 
 
 @migration.command()

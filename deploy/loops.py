@@ -19,16 +19,16 @@ class NotTold(Exception):
     """Nobody says what the migration service does by itself; the text says why, as far as that is known."""
 
 
-async def described(bus: Bus, subjects: Subjects, seconds: float = ASK_SECONDS) -> LoopDescribed:
+async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
     """The planner's own words, asked for once. NotTold when there is none, or one that knows no such question; BusError without a bus."""
-    return await _asked(bus, subjects, DescribeLoop(), seconds)
+    return await _asked(bus, subjects, DescribeLoop())
 
 
 async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]) -> LoopDescribed:
     """Have the planner make no plans by itself, or make them again. Where none is there, one that may take over is waited for; then NotTold."""
     for look in range(LOOKS):
         try:
-            return await _asked(bus, subjects, SteerLoop(paused=paused, reason=reason), ASK_SECONDS)
+            return await _asked(bus, subjects, SteerLoop(paused=paused, reason=reason))
         except NotTold as error:
             if not isinstance(error.__cause__, BusTimeout):
                 raise
@@ -38,9 +38,9 @@ async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: 
     raise NotTold(f"{SILENCE}; nothing was changed")
 
 
-async def _asked(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop, seconds: float) -> LoopDescribed:
+async def _asked(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop) -> LoopDescribed:
     try:
-        answer = await bus.request(subjects.loop, question, seconds)
+        answer = await bus.request(subjects.loop, question, ASK_SECONDS)
     except BusTimeout as error:
         raise NotTold(SILENCE) from error
     except Declined as refusal:

@@ -97,20 +97,19 @@ def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | 
     return lines + list(plans(one.plans, now, BRIEF_PLANS if brief else MOST_PLANS))
 
 
-def figures(one: EngineLoop, live: LoopFigures | None = None) -> Iterator[Text]:
-    """The table of figures: now, at the start, as foretold, and by how much now differs from the start."""
-    foretold = foretold_of(one.plans)
-    columns = [("last seconds", live), ("now", one.measured), ("at start", one.at_start), ("foretold", foretold)]
-    columns = [(head, found) for head, found in columns if found is not None or head in ("now", "at start")]
-    if one.measured is None and live is None:
+def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator[Text]:
+    """The table of figures: now, at the start, as foretold, and by how much now differs from the start. None: the planner says nothing."""
+    measured, start, foretold = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
+    columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("foretold", foretold)) if found is not None]
+    if measured is None and live is None:
         yield Text("nothing was measured yet: no requests, or an engine that does not tell where tokens go")
         return
-    change = one.measured is not None and one.at_start is not None
-    yield Text(f"{'':22}" + "".join(f"{head:>13}" for head, _ in columns) + (f"{'since start':>15}" if change else ""), "bold")
+    latest = measured or live
+    yield Text(f"{'':22}" + "".join(f"{head:>11}" for head, _ in columns) + (f"{'since start':>14}" if start is not None else ""), "bold")
     for row in ROWS:
-        cells = "".join(f"{_cell(row, found):>13}" for _, found in columns)
-        both = (getattr(one.at_start, row.field), getattr(one.measured, row.field)) if change else ()
-        yield Text(f"{row.name:22}{cells}" + (f"{_finite(row.change, *both):>15}" if both else ""))
+        cells = "".join(f"{_cell(row, found):>11}" for _, found in columns)
+        both = (getattr(start, row.field), getattr(latest, row.field)) if start is not None else ()
+        yield Text(f"{row.name:22}{cells}" + (f"{_finite(row.change, *both):>14}" if both else ""))
 
 
 def _cell(row: Row, found: LoopFigures | None) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from rich.text import Text
@@ -13,8 +13,8 @@ from bus.subjects import Subjects
 from deploy.commandline import USAGE, fail, in_json, printable, show
 from deploy.loops import NotTold, described
 from deploy.view_fleet import EngineNow, as_record, engines_now, on_bus
-from deploy.view_loop import in_rows, overview, say, story, wrapped
-from fleet.events import KvMetrics, LoopDescribed
+from deploy.view_loop import figures, in_rows, overview, say, story, wrapped
+from fleet.events import KvMetrics, LoopDescribed, LoopFigures
 
 HEIGHT = 40
 """lines of a screen"""
@@ -24,6 +24,8 @@ Telling = Literal["whole", "brief", "rows"]
 """how much is said of the loop's doing with each engine; rows: one line"""
 _FORMS: tuple[tuple[bool, Telling], ...] = ((True, "whole"), (False, "whole"), (False, "brief"), (True, "rows"), (False, "rows"))
 """whether each rank has a line, and how the loop is told; the fullest first"""
+Figures = Mapping[str, LoopFigures]
+NOTHING: Figures = {}
 Loop = LoopDescribed | NotTold
 """what the planner said, or why it said nothing"""
 
@@ -75,11 +77,11 @@ def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[Engi
     )
 
 
-def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int) -> list[Text]:
-    """Engines and the loop, in full where a screen has room for that; else in fewer lines."""
+def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int, live: Figures = NOTHING) -> list[Text]:
+    """Engines and the loop, in full where a screen has room for that; else in fewer lines. live: by engine, as measured in the last seconds."""
     shorter: list[Text] = []
     for each, telling in _FORMS:
-        shorter = [*(line for one in engines for line in engine_lines(one, each=each)), *loop_lines(loop, now, telling)]
+        shorter = [*(line for one in engines for line in engine_lines(one, each=each)), *loop_lines(loop, now, telling, live)]
         if len(shorter) <= height:
             break
     return shorter
@@ -133,10 +135,13 @@ def _or_dash(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def loop_lines(loop: Loop, now: float, telling: Telling = "whole") -> list[Text]:
-    """What the loop does."""
+def loop_lines(loop: Loop, now: float, telling: Telling = "whole", live: Figures = NOTHING) -> list[Text]:
+    """What the loop does, and what was measured just now."""
     if isinstance(loop, NotTold):
-        return wrapped(f"loop: {printable(str(loop))}")
+        lines = wrapped(f"loop: {printable(str(loop))}")
+        for name, found in live.items() if telling != "rows" else ():
+            lines += [Text(printable(name), "bold"), *figures(None, found)]
+        return lines
     lines = overview(loop, now)
     if not loop.engines:
         return [*lines, Text("the planner knows no engine with experts")]
@@ -145,5 +150,5 @@ def loop_lines(loop: Loop, now: float, telling: Telling = "whole") -> list[Text]
     for one in loop.engines:
         if len(loop.engines) > 1:
             lines.append(Text(f"{printable(one.engine)}, epoch {one.epoch}", "bold"))
-        lines += story(loop, one, now, brief=telling != "whole")
+        lines += story(loop, one, now, live.get(one.engine), brief=telling != "whole")
     return lines

@@ -23,6 +23,7 @@ COMMANDS = (
     "migrate",
     "migration",
     "rollback",
+    "top",
     "explain",
     "events",
     "drain",

@@ -4,9 +4,8 @@ import asyncio
 import json
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ import numpy as np
 import pytest
 
 from bus import Bus, Message
-from bus.config import BusConfig
 from bus.memory import MemoryBus
-from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy import migrations
 from deploy.commands_views import FAMILIES, KINDS
@@ -50,6 +47,7 @@ from migration.config import MigrationConfig
 from migration.plan import planned
 from migration.record import PlanRecord
 from migration.service import MigrationService
+from tests.deploy.answering import on_nats
 from tests.deploy.commands import roost
 from tests.simulated_engines import simulated_engine
 
@@ -248,12 +246,10 @@ RECORD = PlanRecord(
 
 @contextmanager
 def planner(nats_url: str, namespace: str, heard: list[Message], *story: Message, plan: bytes = b"") -> Iterator[None]:
-    """A planner on a NATS server, in a thread of its own; `heard`: what it is asked."""
-    ready, over, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+    """A planner on a NATS server; `heard`: what it is asked."""
 
-    async def work() -> None:
-        subjects = Subjects(namespace)
-        bus = await NatsBus.connect(nats_url, subjects, BusConfig(url=nats_url, namespace=namespace))
+    @asynccontextmanager
+    async def serving(bus: Bus, subjects: Subjects) -> AsyncIterator[None]:
         await bus.record(subjects.membership("engine-0"), joined("engine-0"))
         tell = telling(bus, subjects, *story)
 
@@ -265,19 +261,10 @@ def planner(nats_url: str, namespace: str, heard: list[Message], *story: Message
             return await tell(message)
 
         async with bus.serve(subjects.migrate, answer), bus.serve(subjects.describe_plan, answer):
-            ready.set()
-            await over.wait()
-        await bus.close()
+            yield
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(work()), name="a planner")
-    thread.start()
-    try:
-        assert ready.wait(10)
+    with on_nats(nats_url, namespace, serving):
         yield
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(10)
-        loop.close()
 
 
 @pytest.fixture

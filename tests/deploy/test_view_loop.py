@@ -57,7 +57,7 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
     said = "\n".join(screen(1))
     for words in (
         "loop: automatic, policy roost, thinks every 30 s, may copy 32 GB in 15 min",
-        "1.442        1.969        1.430        -26.8 %",
+        "1.442      1.969      1.430       -26.8 %",
         "+26.9 points",
         "9.1 ms",
         "balance by layer",
@@ -79,7 +79,7 @@ def test_what_was_given_up_is_no_promise() -> None:
         ENGINE, plans=(msgspec.structs.replace(KEPT, outcome="aborted: room"), msgspec.structs.replace(KEPT, outcome="under way"))
     )
     said = plain(story(loop(), given_up, NOW))
-    assert not any("at start     foretold" in line for line in said)
+    assert not any("at start   foretold" in line for line in said)
     assert any("under way" in line for line in said)
 
 
