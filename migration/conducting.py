@@ -28,7 +28,7 @@ from migration.plan import Handover, Inapplicable, Plan, applied
 from migration.progress import ENGINE_GONE, Failure
 from migration.pulse import Pulse
 from migration.tracing import PlanTrace, Tracing
-from migration.undertakings import accepted, announced, dropped, left_open, next_of, received, unheard_of
+from migration.undertakings import Grounds, accepted, announced, dropped, left_open, next_of, received, unheard_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ class Conductor:
 
     # What is asked for
 
-    async def accept(self, entry: Entry, plan: Plan, origin: Origin) -> MigrationAccepted:
+    async def accept(self, entry: Entry, plan: Plan, origin: Origin, grounds: Grounds | None = None) -> MigrationAccepted:
         """Begin to carry a plan out: it is durable when this returns.
 
-        plan: one that holds on what the engine serves (`migration.intents`). Busy when it has a plan under way; ValueError when this one comes too late;
-        BusError when the bus fails.
+        plan: one that holds on what the engine serves (`migration.intents`). grounds: of the planner, where nobody has asked for it. Busy when it has a
+        plan under way; ValueError when this one comes too late; BusError when the bus fails.
         """
         engine = entry.engine
         self.refuse_second(engine)
@@ -116,11 +116,12 @@ class Conductor:
             plan = msgspec.structs.replace(plan, id=self._log.unused(engine, plan.id))
             blob = await self._journal.store(plan)
             await self._lead.standing()
-            trace = None if self._tracing is None else self._tracing.plan(engine, plan, origin)
+            answers = "" if grounds is None else grounds.traceparent
+            trace = None if self._tracing is None else self._tracing.plan(engine, plan, origin, answers)
             self._plans[engine] = plan
             if trace is not None:
                 self._traces[engine] = trace
-            await self._journal.record(announced(entry, plan, origin, blob, "" if trace is None else trace.traceparent))
+            await self._journal.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds))
             logger.info("plan %s of engine %s: %d handovers from epoch %d on, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
         finally:
             self._accepting.discard(engine)

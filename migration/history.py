@@ -42,6 +42,8 @@ class History:
     """what it started from"""
     demand: Counts | None = None
     """what it was made on; None: nobody knows"""
+    rests: NDArray[np.float64] | None = None
+    """[layers, experts]: until when an expert rests whatever was moved, because it was part of a plan that did harm; None: none does"""
 
     @classmethod
     def begin(cls, worker_id: int, placement: Placement) -> "History":
@@ -76,9 +78,18 @@ class History:
         """The demand of a window: evidence for what the last plan did, where there is none."""
         return self if self.demand is not None else replace(self, demand=demand)
 
+    def harmed(self, cells: NDArray[np.bool_], until: float) -> "History":
+        """These experts [layers, experts] rest until then. ValueError when there are others in this history."""
+        if cells.shape != self.moved.shape:
+            raise ValueError(f"history: {cells.shape} experts are to rest; there are {self.moved.shape}")
+        rests = np.full(cells.shape, NEVER) if self.rests is None else self.rests
+        return replace(self, rests=np.where(cells, np.maximum(rests, until), rests))
+
     def frozen(self, now: float, expert_seconds: float, layer_seconds: float = 0.0) -> NDArray[np.bool_]:
         """bool [layers, experts], for `Limits.frozen`: what rests. A layer rests as a whole after any of its experts was moved."""
         resting = now - self.moved < expert_seconds
+        if self.rests is not None:
+            resting = resting | (now < self.rests)
         return np.asarray(resting | (now - self.moved.max(axis=1, keepdims=True) < layer_seconds))
 
     def without_reversals(self, changes: Changes, demand: Counts, z: float = SIGNIFICANT) -> Changes:

@@ -4,7 +4,7 @@ import msgspec
 
 from fleet.events import HomesPublished
 from migration.ledger import Entry
-from migration.planner import Decided
+from migration.view import Homes
 
 
 class Homesteads:
@@ -15,13 +15,12 @@ class Homesteads:
         self._said: dict[int, HomesPublished] = {}
         self.changes = 0
 
-    def said(self, entry: Entry, decided: Decided) -> HomesPublished:
+    def said(self, entry: Entry, model: str, homes: Homes) -> HomesPublished:
         """What to say of an engine now: the same as last time, under its version, when nothing changed."""
-        homes = decided.homes
         said = HomesPublished(
             engine=entry.engine,
             worker_id=entry.worker_id,
-            model=decided.record.model,
+            model=model,
             version=0,
             epoch=homes.epoch,
             clusters=homes.clusters,
@@ -37,6 +36,10 @@ class Homesteads:
             version, self._version, self.changes = self._version, self._version + 1, self.changes + 1
         self._said[entry.worker_id] = msgspec.structs.replace(said, version=version)
         return self._said[entry.worker_id]
+
+    def last(self, worker_id: int) -> HomesPublished | None:
+        """What was said of an engine last; None: nothing."""
+        return self._said.get(worker_id)
 
     def keep_only(self, worker_ids: set[int]) -> None:
         """Those that are present."""

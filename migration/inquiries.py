@@ -9,7 +9,9 @@ import msgspec
 
 from bus import Message
 from fleet.events import DescribePlan, PlanDescribed, RequestRefused
+from fleet.placement import Placement
 from migration.config import POLICIES, MigrationConfig
+from migration.hindsight import Regret, regret
 from migration.ledger import Entry, Ledger, Refused
 from migration.metrics import MigrationMetrics
 from migration.planner import Decided, decide
@@ -36,6 +38,10 @@ class Inquiries:
         self._own = thinking is None
         self._thinking = thinking or ThreadPoolExecutor(1, "plans")
         self._waiting = 0
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other settings for what is thought over from now on."""
+        self._config = config
 
     def close(self) -> None:
         """End the thread, without waiting for what it is at."""
@@ -70,6 +76,11 @@ class Inquiries:
         taken = self._clock() - began
         self._metrics.thought(None if decided.why is None else decided.why.value, taken)
         return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
+
+    async def regret(self, entry: Entry, placement: Placement) -> Regret:
+        """What would be different under another placement of an engine. Refused when too little is known to say anything."""
+        view = self._watch.view(entry, self._clock())
+        return await asyncio.get_running_loop().run_in_executor(self._thinking, regret, view, placement, self._config)
 
     def _asked_for(self, asked: DescribePlan) -> tuple[Entry, Question]:
         """ValueError names what cannot be asked, or that too much is asked at once."""

@@ -5,7 +5,7 @@ from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fleet.events import HandoverDescribed, MigrationAborted, MigrationCommitted, MigrationStaged
+from fleet.events import HandoverDescribed, LayerFigures, LoopFigures, MigrationAborted, MigrationCommitted, MigrationStaged, PlanJudged
 from migration.coordinator import Move, Proceeding
 from migration.ledger import Entry
 from migration.record import PlanRecord
@@ -42,6 +42,35 @@ class MigrationMetrics:
             )
         }
         self.stored_bytes = Gauge("roost_planner_stored_bytes", "What is kept of demand", registry=registry)
+        self._layers = {
+            name: Gauge(f"roost_loop_layer_{name}", text, ["engine", "layer"], registry=registry)
+            for name, text in (
+                ("balance", "Mean / highest load of a rank of a layer in single steps, measured in the last window"),
+                ("remote_ranks", "Distinct other ranks that a token was sent to in a layer, measured in the last window"),
+                ("local_share", "Share of (token, k) pairs of a layer served where their request lives, measured in the last window"),
+            )
+        }
+        self._loop = {
+            name: Gauge(f"roost_loop_{name}", text, ["engine"], registry=registry)
+            for name, text in (
+                ("balance", "Mean / highest load of a rank in single steps, mean over layers, measured in the last window"),
+                ("remote_ranks", "Distinct other ranks that a token was sent to, mean over layers, measured in the last window"),
+                ("local_share", "Share of (token, k) pairs served where their request lives, measured in the last window"),
+                ("step_seconds", "What a step took, measured in the last window"),
+                ("trust", "What the planner takes of the gains that it foretells"),
+                ("spent_bytes", "Weights that plans of the planner's own copied within planner.budget_seconds"),
+                ("left_bytes", "Weights that they may still copy"),
+            )
+        }
+        self._verdicts = Counter("roost_loop_verdicts", "Plans of the planner's own that were judged, by verdict", ["verdict"], registry=registry)
+        self._outcomes = Counter(
+            "roost_loop_plans", "Plans that are over, by who had them carried out and how they ended", ["origin", "outcome"], registry=registry
+        )
+        self._realised = Gauge("roost_loop_realised", "Share of the foretold gain that the last judged plan brought", ["engine"], registry=registry)
+        self._paused = Gauge("roost_loop_paused", "1 while the planner makes no plans by itself because somebody paused it", registry=registry)
+        self._reloads = Counter("roost_planner_reloads", "Times that settings were read again, by what came of it", ["outcome"], registry=registry)
+        self._measured: dict[str, int] = {}
+        """layers of the engines that were measured"""
         self._engines: set[str] = set()
         self.leader = Gauge("roost_migration_leader", "1 while this service leads, 0 while it stands by", registry=registry)
         self._ended = Counter("roost_migration_handovers", "Handovers that are over, by outcome and whose fault", ["outcome", "fault"], registry=registry)
@@ -87,13 +116,52 @@ class MigrationMetrics:
     def serving(self, engines: dict[str, Entry]) -> None:
         """The engines that are present, and what they serve."""
         for engine in self._engines - engines.keys():
-            for gauge in (self._epoch, self._success, self._oldest, *self._figures.values(), *self._watchdog.values()):
+            for gauge in (self._epoch, self._success, self._oldest, self._realised, *self._figures.values(), *self._watchdog.values(), *self._loop.values()):
                 gauge.remove(engine)
+            for layer in range(self._measured.pop(engine, 0)):
+                for gauge in self._layers.values():
+                    gauge.remove(engine, str(layer))
             for state in _CELLS:
                 self._cells.remove(engine, state)
         for engine, entry in engines.items():
             self._epoch.labels(engine).set(entry.epoch)
         self._engines = set(engines)
+
+    # What runs by itself
+
+    def measured(self, engine: str, figures: LoopFigures, layers: LayerFigures) -> None:
+        """The last window of an engine."""
+        if engine not in self._engines:
+            return
+        told = {"balance": figures.balance, "remote_ranks": figures.remote_ranks, "local_share": figures.local, "step_seconds": figures.step_seconds}
+        for name, value in told.items():
+            self._loop[name].labels(engine).set(value)
+        self._measured[engine] = len(layers.balance)
+        for name, values in (("balance", layers.balance), ("remote_ranks", layers.remote_ranks), ("local_share", layers.local)):
+            for layer, value in enumerate(values):
+                self._layers[name].labels(engine, str(layer)).set(value)
+
+    def loop(self, engine: str, trust: float, spent: int, left: int) -> None:
+        """Where the planner stands with an engine."""
+        for name, value in (("trust", trust), ("spent_bytes", spent), ("left_bytes", left)):
+            self._set(self._loop[name], engine, value)
+
+    def judged(self, said: PlanJudged) -> None:
+        """What a plan really brought."""
+        self._verdicts.labels(said.verdict).inc()
+        if said.realised is not None:
+            self._set(self._realised, said.engine, said.realised)
+
+    def plan_ended(self, origin: str, outcome: str) -> None:
+        """A plan is over: committed or aborted."""
+        self._outcomes.labels(origin, outcome).inc()
+
+    def paused(self, paused: bool) -> None:
+        self._paused.set(float(paused))
+
+    def reloaded(self, outcome: str) -> None:
+        """Settings were read again: refused, changed or same."""
+        self._reloads.labels(outcome).inc()
 
     # Plans that are carried out
 

@@ -47,7 +47,7 @@ class Requests:
             wanted = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
             return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send one of {wanted}")
         try:
-            entry = self._entry(message.engine)
+            entry = self.movable(message.engine)
             self._conductor.refuse_second(entry.engine)
             told = await self._conductor.survey(entry, ASK_SECONDS)
             plan, origin = await self._plan(entry, message, told)
@@ -55,8 +55,8 @@ class Requests:
         except (ValueError, Unfit, BusError) as error:
             return RequestRefused(reason=str(error))
 
-    def _entry(self, engine: str) -> Entry:
-        """ValueError when no such engine is present."""
+    def movable(self, engine: str) -> Entry:
+        """An engine whose experts can be moved. ValueError when there is none of this name."""
         entry = self._ledger.engines().get(engine)
         if entry is None:
             raise ValueError(f"no engine {engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
@@ -73,8 +73,11 @@ class Requests:
             case ApplyPlan():
                 return await asyncio.to_thread(read, asked.plan, entry.placement), "operator"
         planned = undone(await self._log(entry.engine), asked.plan)
-        goal = await self._before(planned)
-        return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told)), "rollback"
+        return await self.undoing(entry, planned, await self.before(planned), told), "rollback"
+
+    async def undoing(self, entry: Entry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
+        """The plan that brings an engine back to the placement before another plan. ValueError when there is none."""
+        return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
     def _room(self, entry: Entry, told: Sequence[HandoverDescribed]) -> Room:
         """ValueError when a rank has no room to bring anything in."""
@@ -93,8 +96,8 @@ class Requests:
         kinds = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
         return [received.message async for received in self._bus.replay(self._subjects.migrations(engine), follow=False) if isinstance(received.message, kinds)]
 
-    async def _before(self, planned: MigrationPlanned) -> Placement:
-        """The placement that a plan started from. ValueError when the log does not reach back so far."""
+    async def before(self, planned: MigrationPlanned) -> Placement:
+        """The placement that a plan started from. BusError when the log cannot be read; ValueError when the log does not reach back so far."""
         async for received in self._bus.replay(self._subjects.placements(planned.engine), follow=False):
             said = received.message
             if isinstance(said, PlacementCommitted) and (said.worker_id, said.placement.epoch) == (planned.worker_id, planned.base_epoch):

@@ -19,25 +19,26 @@ from fleet.events import (
     ClustersPublished,
     DemandPublished,
     DescribeClusters,
+    DispatchMeasured,
     EngineJoined,
     EngineLeft,
-    HomesPublished,
     KvMetrics,
     PlacementCommitted,
+    PopularityShifted,
     TablesPublished,
 )
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
+from migration.autopilot import Autopilot
 from migration.conducting import Conductor
 from migration.config import MigrationConfig
 from migration.history import retraced
-from migration.homesteads import Homesteads
 from migration.inquiries import Inquiries
 from migration.leadership import Leadership
-from migration.ledger import Entry, Fault, Ledger, Refused
+from migration.ledger import Fault, Ledger, Refused
+from migration.measured import Measured
 from migration.metrics import MigrationMetrics
 from migration.requests import Requests
-from migration.situation import Question
 from migration.tracing import Tracing
 from migration.watch import Watch
 
@@ -66,16 +67,17 @@ class MigrationService:
         self.metrics = MigrationMetrics()
         self.ledger = Ledger(config.most_incarnations)
         self.watch = Watch(config)
+        self.measured = Measured(config)
         self._bus = bus
         self._subjects = subjects
         self._config = config
         self._clock = clock
         self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, thinking)
-        self._homes = Homesteads(time.time_ns() // 1000)
-        self._homes_publisher = bus.publisher(subjects.homes)
         self._sequences = Sequences()
         self._warned: dict[Fault, float] = {}
         """when the log last told of a refusal"""
+        self._autopilot: Autopilot | None = None
+        """while we lead"""
         self._lead = Leadership(bus, subjects.coordinator, config.lease_seconds, clock)
         self._tracing = Tracing.create()
 
@@ -99,10 +101,11 @@ class MigrationService:
     async def _leading(self) -> None:
         """Until cancelled. LeaseTaken, in a group, once another service leads."""
         subjects, conductor = self._subjects, self._conductor()
-        self._homes = Homesteads(time.time_ns() // 1000)  # versions above those of whoever led before
         requests = Requests(self._bus, subjects, self.ledger, self.watch, conductor)
+        autopilot = self._autopilot = self._pilots(conductor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
+            self._bus.subscribe(subjects.dispatched, subjects.shifts) as noticed,
             self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
             asyncio.TaskGroup() as tasks,
         ):
@@ -117,14 +120,39 @@ class MigrationService:
             tasks.create_task(self._follow_members(), name="records the placement of engines that join")
             tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
             tasks.create_task(self._listen(heard), name="hears demand and load")
+            tasks.create_task(self._listen(noticed), name="hears where tokens were really sent, and that popularity shifted")
             tasks.create_task(self._listen(foretold), name="hears which kinds of requests there are, and how well they are foretold")
-            tasks.create_task(self._cycle(), name="thinks over every engine, and says where requests are at home")
-            async with self._bus.serve(subjects.describe_plan, self._inquiries.answer), self._bus.serve(subjects.migrate, requests.answer):
+            tasks.create_task(self._ask(), name="asks for kinds of requests that were not heard")
+            flying = asyncio.Event()
+            tasks.create_task(autopilot.run(flying.set), name="plans by itself, and judges what that brought")
+            await flying.wait()
+            async with (
+                self._bus.serve(subjects.describe_plan, self._inquiries.answer),
+                self._bus.serve(subjects.migrate, requests.answer),
+                self._bus.serve(subjects.loop, autopilot.answer),
+            ):
                 self.ready.set()
                 await asyncio.get_running_loop().create_future()
 
     def _conductor(self) -> Conductor:
         return Conductor(self._bus, self._subjects, self._config, self.ledger, self.metrics, self._lead, self._recorded, self._clock, self._tracing)
+
+    def _pilots(self, conductor: Conductor, requests: Requests) -> Autopilot:
+        return Autopilot(
+            self._bus,
+            self._subjects,
+            self._config,
+            self.ledger,
+            self.watch,
+            self.measured,
+            self._inquiries,
+            conductor,
+            requests,
+            self._lead,
+            self.metrics,
+            self._tracing,
+            self._clock,
+        )
 
     # Who is there, and what they serve
 
@@ -252,6 +280,10 @@ class MigrationService:
                 self.watch.demand(demand, self._clock())
             case KvMetrics() as load:
                 self.watch.load(load, self._clock())
+            case DispatchMeasured() as sent:
+                self.measured.hear(sent, self._clock())
+            case PopularityShifted() as shift if self._autopilot is not None:
+                self._autopilot.shifted(shift)
             case TablesPublished() as tables if tables.model in self.watch.models:
                 self.watch.gain(tables.model, tables.gain)
                 self.watch.foreseen(tables.model, tables.reliability)
@@ -273,17 +305,11 @@ class MigrationService:
             self._warned[refusal.fault] = now
             logger.warning("refused a %s: %s; others of this kind are only counted for %g s", type(received.message).__name__, refusal, WARN_SECONDS)
 
-    # What could be better
-
-    async def _cycle(self) -> None:
+    async def _ask(self) -> None:
+        """For what was not heard."""
         while True:
             await asyncio.sleep(self._config.cycle_seconds)
-            self.watch.turn(self._clock())
             await self._ask_for_clusters()
-            for entry in self.ledger.engines().values():
-                await self._think(entry)
-            self._homes.keep_only({entry.worker_id for entry in self.ledger.engines().values()})
-            self.metrics.stored_bytes.set(self.watch.stored_bytes)
 
     async def _ask_for_clusters(self) -> None:
         """Of models whose clusters were not heard: the tracker says them when they change, which may have been long ago."""
@@ -294,26 +320,3 @@ class MigrationService:
                     await self._clusters(answer)
             except (BusError, Refused) as error:
                 logger.debug("no clusters of model %s: %s", model, error)
-
-    async def _think(self, entry: Entry) -> None:
-        """One engine's plan of the cycle, of which the homes and the figures are used."""
-        try:
-            decided = await self._inquiries.decide(entry, Question(self._config.policy, self._config.budget_bytes))
-        except Refused as refusal:
-            logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
-            return
-        except Exception:  # a defect of planning must not end the record of placements
-            self.metrics.unknown("failed")
-            logger.exception("planning for engine %s failed", entry.engine)
-            return
-        self.metrics.figures(decided.record)
-        self.watch.housed(entry.worker_id, decided.homes)
-        await self._say(self._homes.said(entry, decided))
-
-    async def _say(self, homes: HomesPublished) -> None:
-        self.metrics.homes.inc(self._homes.changes)
-        self._homes.changes = 0
-        try:
-            await self._homes_publisher.publish(homes)
-        except BusError as error:
-            logger.warning("the homes of engine %s cannot be said: %s", homes.engine, error)

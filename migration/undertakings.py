@@ -1,6 +1,8 @@
 """What is handed over next, from a plan and the log. Pure."""
 
-from fleet.events import ExpertCopy, MigrationAborted, MigrationAccepted, MigrationPlanned, MigrationStaged, Origin
+from typing import NamedTuple
+
+from fleet.events import ExpertCopy, LoopFigures, MigrationAborted, MigrationAccepted, MigrationPlanned, MigrationStaged, Origin
 from fleet.handover import Conducting
 from fleet.placement import Placement
 from migration.chronicle import Course
@@ -15,6 +17,18 @@ MOST_WORDS = 16
 """Steps of a plan that an answer puts into words."""
 MOST_REASON = 1000
 """characters"""
+
+
+class Grounds(NamedTuple):
+    """Why the planner has a plan carried out by itself."""
+
+    policy: str
+    before: LoopFigures | None = None
+    """as it is foretold to go on without the plan; None: nobody has reckoned"""
+    after: LoopFigures | None = None
+    """and with it"""
+    traceparent: str = ""
+    """W3C; of what it answers, e.g. the span of a shift; empty: its trace begins with it"""
 
 
 def next_of(entry: Entry, plan: Plan, number: int, placement: Placement, handover: int, config: MigrationConfig) -> Undertaking:
@@ -108,8 +122,9 @@ def _most_bytes(handover: Handover, placement: Placement) -> int:
 # What is said of it
 
 
-def announced(entry: Entry, plan: Plan, origin: Origin, blob: str, traceparent: str) -> MigrationPlanned:
-    """That a plan is carried out from now on."""
+def announced(entry: Entry, plan: Plan, origin: Origin, blob: str, traceparent: str, grounds: Grounds | None = None) -> MigrationPlanned:
+    """That a plan is carried out from now on. grounds: of the planner, where it does so by itself."""
+    policy, before, after, _ = grounds or Grounds("")
     return MigrationPlanned(
         engine=entry.engine,
         worker_id=entry.worker_id,
@@ -122,6 +137,9 @@ def announced(entry: Entry, plan: Plan, origin: Origin, blob: str, traceparent: 
         reason=plan.reason[:MOST_REASON],
         blob=blob,
         traceparent=traceparent,
+        before=before,
+        after=after,
+        policy=policy,
     )
 
 

@@ -7,7 +7,7 @@ holds are pairs, as many as were really routed, and so its sampling noise is tha
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ from migration.view import CacheUse, Counted, Demand, Homes, View
 
 MOST_MODELS = 64
 """Models whose clusters are kept."""
+HURRIED = 2
+"""Windows after a shift that are shorter than others,"""
+SHORTER = 6
+"""by this factor."""
 
 
 @dataclass(slots=True)
@@ -79,6 +83,8 @@ class _Engine:
     homes: Homes | None = None
     closed: list[Demand] = field(default_factory=list)
     """the last two windows, the older first"""
+    hurried: int = 0
+    """windows that are short, because what is wanted has shifted"""
 
     @property
     def windows(self) -> list[Demand]:
@@ -106,6 +112,10 @@ class Watch:
         self._clusters: OrderedDict[str, ClusterModel] = OrderedDict()
         self._gains: OrderedDict[str, float] = OrderedDict()
         self._foreseen: OrderedDict[str, float] = OrderedDict()
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other lengths of windows and rests, from now on."""
+        self._config = config
 
     @property
     def models(self) -> set[str]:
@@ -174,11 +184,27 @@ class Watch:
             return None
         return np.stack([rank.rates for rank in engine.ranks])
 
+    def harmed(self, worker_id: int, cells: NDArray[np.bool_], until: float) -> None:
+        """These experts [layers, experts] rest until then: a plan that moved them did harm. What does not fit the engine changes nothing."""
+        engine = self._engines.get(worker_id)
+        if engine is not None and cells.shape == engine.shape[1:]:
+            engine.history = engine.history.harmed(cells, until)
+
+    def resting(self, worker_id: int, now: float) -> int:
+        """Experts of an engine that stay where they are for a while."""
+        engine, config = self._engines.get(worker_id), self._config
+        return 0 if engine is None else int(engine.history.frozen(now, config.cooldown_seconds, config.layer_cooldown_seconds).sum())
+
+    def model(self, worker_id: int) -> str:
+        """Of an engine; empty: it is not watched."""
+        engine = self._engines.get(worker_id)
+        return "" if engine is None else engine.joined.model
+
     def retraced(self, worker_id: int, history: History | None) -> None:
         """What the log tells of an engine, in the place of a history that begins today. What does not lead to what is served changes nothing."""
         engine = self._engines.get(worker_id)
         if engine is not None and history is not None and history.epoch == engine.history.epoch and np.array_equal(history.table, engine.history.table):
-            engine.history = history
+            engine.history = replace(history, rests=engine.history.rests)
 
     # What is said of them
 
@@ -232,16 +258,38 @@ class Watch:
         self._foreseen[model] = together([min(max(part, 0.0), 1.0) if np.isfinite(part) else 0.0 for part in said])
         _bound(self._foreseen, model)
 
+    def shifted(self, model: str, now: float) -> None:
+        """What is wanted of a model is not what it was: windows of before say nothing any more. The next two are short, so that there is soon something
+        to plan from and to judge on."""
+        for engine in self._engines.values():
+            if engine.joined.model == model:
+                self._count_all(engine, now)
+                engine.closed, engine.hurried = [], HURRIED
+                self._begin(engine, now)
+
     def turn(self, now: float) -> None:
         """Close the windows that are long enough."""
         for engine in self._engines.values():
-            if now - engine.began >= self._config.window_seconds:
+            if now - engine.began >= self._window_seconds(engine):
                 self._count_all(engine, now)
                 engine.closed = [*engine.closed, engine.demand(now)][-2:]
                 engine.since = engine.since or engine.closed[-1]
-                engine.began = now
-                for rank in engine.ranks:
-                    rank.begin()
+                engine.hurried = max(engine.hurried - 1, 0)
+                self._begin(engine, now)
+
+    def hurried(self, worker_id: int) -> float | None:
+        """Seconds from a shift on after which there are two windows again; None: it is not known to have shifted, or there are."""
+        engine = self._engines.get(worker_id)
+        return None if engine is None or not engine.hurried else HURRIED * self._window_seconds(engine)
+
+    def _window_seconds(self, engine: _Engine) -> float:
+        return self._config.window_seconds / (SHORTER if engine.hurried else 1)
+
+    def _begin(self, engine: _Engine, now: float) -> None:
+        """A new window."""
+        engine.began = now
+        for rank in engine.ranks:
+            rank.begin()
 
     # What that makes
 
@@ -281,7 +329,7 @@ class Watch:
     def _windows(self, engine: _Engine, now: float) -> tuple[Demand, Demand | None]:
         """What to plan from and what to judge on: the last two windows, the one that is open among them once half of it is over."""
         found = list(engine.closed)
-        if len(found) < 2 or now - engine.began >= self._config.window_seconds / 2:
+        if len(found) < 2 or now - engine.began >= self._window_seconds(engine) / 2:
             found.append(engine.demand(now))
         return (found[-2], found[-1]) if len(found) > 1 and found[-1].told.any() else (found[0], None)
 

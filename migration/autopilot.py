@@ -1,0 +1,429 @@
+"""What the migration service does by itself: it thinks over every engine, has plans that pay carried out, finds out what they brought, undoes what did harm.
+
+Every engine has a task of its own, so that trouble with one does not hold up another; they think one at a time, off the event loop. Nothing here is
+needed to go on after a restart but the log of plans and what stands under the loop's key.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from bus import Bus, BusError, Message
+from bus.subjects import Subjects
+from fleet.events import (
+    DescribeLoop,
+    EngineLoop,
+    HomesPublished,
+    LoopDescribed,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlanJudged,
+    PopularityShifted,
+    RequestRefused,
+    SteerLoop,
+)
+from migration.annals import Annals
+from migration.conducting import Conductor
+from migration.config import MigrationConfig
+from migration.handing import Unfit
+from migration.homesteads import Homesteads
+from migration.inquiries import Inquiries
+from migration.judging import Judge
+from migration.leadership import Leadership
+from migration.ledger import Entry, Ledger, Refused
+from migration.measured import Measured
+from migration.metrics import MigrationMetrics
+from migration.pilots import Pilot, Shift, grounds, withheld
+from migration.planner import Decided
+from migration.remembering import Remembering
+from migration.requests import ASK_SECONDS, Requests
+from migration.situation import Question
+from migration.tracing import Tracing
+from migration.view import Homes
+from migration.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 5.0
+"""Something that failed is tried again after so long."""
+MOST_ENGINES = 1024
+"""Engines whose plans are remembered, present or gone."""
+
+
+class Autopilot:
+    """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: MigrationConfig,
+        ledger: Ledger,
+        watch: Watch,
+        measured: Measured,
+        inquiries: Inquiries,
+        conductor: Conductor,
+        requests: Requests,
+        lead: Leadership,
+        metrics: MigrationMetrics,
+        tracing: Tracing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._config = config
+        self._ledger = ledger
+        self._watch = watch
+        self._measured = measured
+        self._inquiries = inquiries
+        self._conductor = conductor
+        self._requests = requests
+        self._metrics = metrics
+        self._clock = clock
+        self._wall = wall
+        self._remembering = Remembering(bus, subjects.loop_key, lead.standing)
+        self._judge = Judge(bus, subjects, config, watch, measured, inquiries, conductor, requests, self._remembering, metrics, tracing, clock, wall)
+        self._homes = Homesteads(time.time_ns() // 1000)  # versions above those of whoever led before
+        self._homes_publisher = bus.publisher(subjects.homes)
+        self._annals: dict[str, Annals] = {}
+        """by engine"""
+        self._pilots: dict[str, Pilot] = {}
+        """by engine, of those that are present"""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._woken: dict[str, asyncio.Event] = {}
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Until cancelled. ready: called once everything durable is read. BusError when it cannot be at the start."""
+        await self._remembering.read()
+        async for received in self._bus.replay(self._subjects.migrations(), follow=False):
+            await self._heard(received.message, received.published_at)
+        async with asyncio.TaskGroup() as tasks:
+            self._look(tasks)
+            ready()
+            tasks.create_task(self._follow(), name="follows what becomes of plans")
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                await self._remembering.keep()
+                self._look(tasks)
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other settings for what is thought, done and judged from now on."""
+        self._config = config
+        self._judge.reconfigure(config)
+        now = self._clock()
+        for pilot in self._pilots.values():
+            pilot.next_at = min(pilot.next_at, now + config.cycle_seconds)
+            self._woken[pilot.engine].set()
+
+    # What is asked
+
+    async def answer(self, message: Message) -> Message:
+        """What is asked over the bus."""
+        if isinstance(message, SteerLoop):
+            try:
+                await self._remembering.steer(message.paused, message.reason, self._wall())
+            except BusError as error:
+                return RequestRefused(reason=f"that could not be made durable, and does not hold: {error}; ask again")
+            logger.info("plans of our own: %s", f"paused ({message.reason or 'no reason given'})" if message.paused else "made again")
+            for pilot in self._pilots.values() if not message.paused else ():
+                pilot.next_at = self._clock()
+                self._woken[pilot.engine].set()
+        elif not isinstance(message, DescribeLoop):
+            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a DescribeLoop")
+        return self.described()
+
+    def described(self) -> LoopDescribed:
+        """What is done by itself, and why."""
+        memory, config = self._remembering.memory, self._config
+        return LoopDescribed(
+            policy=config.policy,
+            automatic=config.automatic,
+            paused=memory.paused,
+            paused_reason=memory.paused_reason,
+            paused_at=memory.paused_at,
+            budget_bytes=config.budget_bytes,
+            budget_seconds=config.budget_seconds,
+            cycle_seconds=config.cycle_seconds,
+            engines=tuple(self._told(self._pilots[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._pilots),
+        )
+
+    def _told(self, pilot: Pilot, entry: Entry) -> EngineLoop:
+        now = self._clock()
+        window = self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+        homes = pilot.homes
+        return EngineLoop(
+            engine=pilot.engine,
+            worker_id=pilot.worker_id,
+            epoch=entry.epoch,
+            measured=None if window is None else window.measured.figures,
+            layers=None if window is None else window.layers,
+            at_start=self._judge.memory(pilot.engine).begun(pilot.worker_id).at_start,
+            decided_at=pilot.decided_at,
+            decided=pilot.decided,
+            next_seconds=max(pilot.due(self._config) - now, 0.0),
+            trust=self._judge.trust(pilot.engine),
+            spent_bytes=pilot.annals.spending.within(now, self._config.budget_seconds),
+            moved_bytes=pilot.annals.moved_bytes,
+            homes=0 if homes is None or homes.share is None else int(homes.share.any(axis=1).sum()),
+            homes_note="" if homes is None else homes.note,
+            resting=self._watch.resting(pilot.worker_id, now),
+            plans=pilot.annals.told(),
+        )
+
+    # What is heard
+
+    def shifted(self, said: PopularityShifted) -> None:
+        """Popularity of a model shifted, or has settled."""
+        now = self._clock()
+        if not said.settled:
+            self._watch.shifted(said.model, now)
+        for pilot in self._pilots.values():
+            if self._watch.model(pilot.worker_id) != said.model:
+                continue
+            if said.settled:
+                pilot.settled()
+            else:
+                pilot.shifted(Shift(now, said.traceparent))
+                self._woken[pilot.engine].set()
+
+    async def _follow(self) -> None:
+        async for received in self._bus.replay(self._subjects.migrations()):
+            await self._heard(received.message, received.published_at)
+
+    async def _heard(self, said: Message, published_at: float) -> None:
+        """One entry of the log of plans, of the past or just written."""
+        if not isinstance(said, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged):
+            return
+        annals = self._annals.get(said.engine)
+        if annals is None:
+            if len(self._annals) >= MOST_ENGINES:
+                self._forget()
+            annals = self._annals[said.engine] = Annals()
+        wall = self._wall()
+        if annals.hear(said, self._clock() - max(wall - published_at, 0.0), min(published_at, wall)):
+            pilot = self._pilots.get(said.engine)
+            if isinstance(said, PlanJudged):
+                await self._judge.learn(pilot or Pilot(said.engine, said.worker_id, 0.0, annals), said, published_at)
+            if said.engine in self._woken:
+                self._woken[said.engine].set()
+
+    def _forget(self) -> None:
+        """The engine that is gone and was spoken of first."""
+        gone = next((engine for engine in self._annals if engine not in self._pilots), None)
+        if gone is not None:
+            del self._annals[gone]
+
+    # Who is there
+
+    def _look(self, tasks: asyncio.TaskGroup) -> None:
+        """A task for every engine that is present, and none for others."""
+        now, engines = self._clock(), self._ledger.engines()
+        for engine, pilot in list(self._pilots.items()):
+            entry = engines.get(engine)
+            if entry is None or entry.worker_id != pilot.worker_id:
+                self._tasks.pop(engine).cancel()
+                del self._pilots[engine], self._woken[engine]
+        for engine, entry in engines.items():
+            if engine not in self._pilots:
+                annals = self._annals.setdefault(engine, Annals())
+                pilot = self._pilots[engine] = Pilot(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
+                self._woken[engine] = asyncio.Event()
+                self._judge.rest(entry)
+                self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
+        self._measured.keep_only(engines.values())
+        self._homes.keep_only({entry.worker_id for entry in engines.values()})
+        self._expose(now)
+
+    def _expose(self, now: float) -> None:
+        self._metrics.stored_bytes.set(self._watch.stored_bytes)
+        self._metrics.paused(self._remembering.memory.paused)
+        for engine, pilot in self._pilots.items():
+            entry = self._ledger.engines()[engine]
+            window = self._measured.window(pilot.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+            if window is not None:
+                self._metrics.measured(engine, window.measured.figures, window.layers)
+            spent = pilot.annals.spending.within(now, self._config.budget_seconds)
+            self._metrics.loop(engine, self._judge.trust(engine), spent, pilot.left_bytes(now, self._config))
+
+    # What is done
+
+    async def _pilot(self, pilot: Pilot) -> None:
+        """Until cancelled. Whatever fails is told, and tried again: a defect in one thought must not end the record of placements."""
+        woken = self._woken[pilot.engine]
+        while True:
+            woken.clear()
+            wait = pilot.due(self._config) - self._clock()
+            if wait > 0:
+                try:
+                    async with asyncio.timeout(wait):
+                        await woken.wait()
+                except TimeoutError:
+                    pass  # it is time
+                await self._homes_of_the_end(pilot)
+                continue
+            await self._tried(pilot)
+
+    async def _tried(self, pilot: Pilot) -> None:
+        try:
+            await self._turn(pilot)
+        except BusError as error:
+            logger.warning("what engine %s is to do by itself is held up: %s", pilot.engine, error)
+            pilot.retry_at = self._clock() + _RETRY_SECONDS
+        except Exception:
+            self._metrics.unknown("failed")
+            logger.exception("planning for engine %s failed", pilot.engine)
+            pilot.rested(self._clock(), None, self._config)
+            pilot.retry_at = self._clock() + _RETRY_SECONDS
+
+    async def _turn(self, pilot: Pilot) -> None:
+        """What is due, one thing."""
+        now, entry = self._clock(), self._ledger.entry(pilot.worker_id)
+        if entry is None:
+            pilot.retry_at = now + _RETRY_SECONDS
+            return
+        await self._homes_of_the_end(pilot)
+        harmful = pilot.annals.to_undo
+        if harmful is not None and harmful.planned.plan != pilot.refused:
+            await self._undo(pilot, entry)
+        elif (tale := pilot.annals.to_judge) is not None and pilot.judge_at(self._config) <= now:
+            await self._judge.judge(pilot, entry, tale)
+        else:
+            await self._think(pilot, entry)
+
+    async def _undo(self, pilot: Pilot, entry: Entry) -> None:
+        tale = pilot.annals.to_undo
+        if tale is None:
+            return
+        try:
+            await self._judge.undo(pilot, entry, tale)
+            pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
+        except (ValueError, Unfit) as error:
+            pilot.refused = tale.planned.plan
+            pilot.told(f"plan {tale.planned.plan} did harm, and cannot be rolled back: {error}", self._wall())
+            logger.warning("engine %s: %s", pilot.engine, pilot.decided)
+
+    async def _think(self, pilot: Pilot, entry: Entry) -> None:
+        """The engine's plan of the cycle, or because of a shift; carried out where it pays and nothing forbids it."""
+        now, config = self._clock(), self._config
+        self._watch.turn(now)
+        await self._start(pilot, entry, now)
+        answers, again = pilot.answers(now, config), self._watch.hurried(pilot.worker_id)
+        pilot.rested(now, again, config)
+        if self._under_way(pilot):
+            await self._say_again(pilot)
+            return
+        pilot.model = self._watch.model(pilot.worker_id)
+        question = Question(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
+        try:
+            decided = await self._inquiries.decide(entry, question)
+        except Refused as refusal:
+            logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
+            pilot.told(str(refusal), self._wall())
+            return
+        self._metrics.figures(decided.record)
+        await self._house(pilot, entry, decided.homes)
+        if decided.plan is None or decided.plan.refused:
+            pilot.told(decided.record.refused or "there is no plan", self._wall())
+            return
+        await self._decided(pilot, decided, answers)
+
+    async def _decided(self, pilot: Pilot, decided: Decided, answers: Shift | None) -> None:
+        """A plan pays."""
+        plan, record, paused = decided.plan, decided.record, self._remembering.memory
+        if plan is None:
+            return
+        try:
+            entry, movable = self._requests.movable(pilot.engine), ""
+        except ValueError as error:
+            return pilot.told(str(error), self._wall())
+        if entry.worker_id != pilot.worker_id or entry.epoch != plan.base_epoch or self._under_way(pilot):
+            return pilot.told("others moved experts while it was thought over", self._wall())
+        reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, movable, answers)
+        if reason:
+            return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())
+        unjudged = pilot.annals.to_judge
+        if unjudged is not None:
+            await self._judge.judge(pilot, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
+        await self._carry_out(pilot, entry, decided, answers)
+        return None
+
+    async def _carry_out(self, pilot: Pilot, entry: Entry, decided: Decided, answers: Shift | None) -> None:
+        plan, record = decided.plan, decided.record
+        if plan is None:
+            return
+        try:
+            await self._conductor.survey(entry, ASK_SECONDS)
+            why = grounds(record, "" if answers is None else answers.traceparent)
+            accepted = await self._conductor.accept(entry, plan, "planner", why)
+        except (ValueError, Unfit) as error:
+            return pilot.told(f"{plan.reason}: not carried out, {error}", self._wall())
+        caused = "because popularity shifted" if answers is not None else "of the cycle"
+        pilot.told(f"{plan.reason}: plan {accepted.plan} ({caused}) is being carried out", self._wall())
+        pilot.settled()
+        await self._judge.begun(pilot, entry, accepted.plan, record, plan.base_epoch)
+        if decided.homes_after is not None:
+            pilot.homes_after = decided.homes_after._replace(epoch=plan.base_epoch + len(plan.handovers))
+            await self._say(entry, pilot.model, pilot.homes_after)
+        return None
+
+    def _under_way(self, pilot: Pilot) -> bool:
+        try:
+            self._conductor.refuse_second(pilot.engine)
+        except ValueError:
+            return True
+        return False
+
+    async def _start(self, pilot: Pilot, entry: Entry, now: float) -> None:
+        """Remember the first window of this life, and ask for clusters that were not heard."""
+        memory = self._judge.memory(pilot.engine).begun(pilot.worker_id)
+        if memory.at_start is None:
+            window = self._measured.window(pilot.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+            if window is not None:
+                started = msgspec.structs.replace(memory, at_start=window.measured.figures)
+                await self._remembering.keep(self._remembering.memory.remembering(pilot.engine, started))
+
+    # Homes
+
+    async def _house(self, pilot: Pilot, entry: Entry, homes: Homes) -> None:
+        """These are the homes with what is served now."""
+        pilot.homes = homes
+        self._watch.housed(pilot.worker_id, homes)
+        await self._say(entry, pilot.model, homes)
+
+    async def _homes_of_the_end(self, pilot: Pilot) -> None:
+        """Once a plan is over, its homes are those of now; or, where it was given up, those of before are said again."""
+        if pilot.homes_after is None or self._under_way(pilot):
+            return
+        entry, after = self._ledger.entry(pilot.worker_id), pilot.homes_after
+        if entry is None:
+            return
+        pilot.homes_after = None
+        if entry.epoch >= after.epoch:
+            pilot.homes = after
+            self._watch.housed(pilot.worker_id, after)
+        elif pilot.homes is not None:
+            await self._house(pilot, entry, pilot.homes._replace(epoch=entry.epoch))
+
+    async def _say_again(self, pilot: Pilot) -> None:
+        """For those who missed it."""
+        if (said := self._homes.last(pilot.worker_id)) is not None:
+            await self._publish(said)
+
+    async def _say(self, entry: Entry, model: str, homes: Homes) -> None:
+        said = self._homes.said(entry, model, homes)
+        self._metrics.homes.inc(self._homes.changes)
+        self._homes.changes = 0
+        await self._publish(said)
+
+    async def _publish(self, homes: HomesPublished) -> None:
+        try:
+            await self._homes_publisher.publish(homes)
+        except BusError as error:
+            logger.warning("the homes of engine %s cannot be said: %s", homes.engine, error)

@@ -1,0 +1,142 @@
+"""One engine as the service that plans by itself sees it: when to think, what is under way, what was decided last. Pure; times are arguments."""
+
+from dataclasses import dataclass
+
+from fleet.events import LoopFigures
+from migration.annals import Annals
+from migration.config import MigrationConfig
+from migration.record import Measures, PlanRecord
+from migration.undertakings import Grounds
+from migration.verdicts import Prices
+from migration.view import Homes
+
+SHIFT_SECONDS = 5.0
+"""Between two thoughts because popularity shifted there lie at least so many."""
+SHIFT_LASTS = 3.0
+"""A plan counts as the answer to a shift for so many windows."""
+
+
+@dataclass(slots=True)
+class Shift:
+    """That what is wanted is not what it was."""
+
+    at: float
+    traceparent: str
+
+
+@dataclass(slots=True)
+class Pilot:
+    """`now` is seconds of one clock that never goes back."""
+
+    engine: str
+    worker_id: int
+    next_at: float
+    """when to think again, at the latest"""
+    annals: Annals
+    thought_at: float = float("-inf")
+    decided: str = ""
+    decided_at: float | None = None
+    """Unix seconds"""
+    shift: Shift | None = None
+    hurried_at: float = float("-inf")
+    """the last thought because of a shift"""
+    model: str = ""
+    homes: Homes | None = None
+    """that hold with what is served now"""
+    homes_after: Homes | None = None
+    """that hold from the end of the plan under way on"""
+    refused: str = ""
+    """harmful plan that cannot be undone"""
+    retry_at: float = float("-inf")
+    """before then, what failed is not tried again"""
+
+    def told(self, sentence: str, wall: float) -> None:
+        """What was decided, at a time in Unix seconds."""
+        self.decided, self.decided_at = sentence, wall
+
+    def shifted(self, shift: Shift) -> None:
+        """Think about it soon."""
+        self.shift = shift
+        self.next_at = min(self.next_at, max(shift.at, self.hurried_at + SHIFT_SECONDS))
+
+    def settled(self) -> None:
+        """What was to be done about a shift is done, or need not be done any more."""
+        self.shift = None
+
+    def answers(self, now: float, config: MigrationConfig) -> Shift | None:
+        """The shift that a plan made now would answer; None: it would be one of the cycle's."""
+        fresh = self.shift is not None and now - self.shift.at < SHIFT_LASTS * config.window_seconds
+        return self.shift if fresh else None
+
+    def rested(self, now: float, again: float | None, config: MigrationConfig) -> None:
+        """A thought is over. again: seconds from the shift until there are windows to plan from; None: the cycle's pace will do."""
+        self.thought_at = now
+        self.next_at = now + config.cycle_seconds
+        if self.shift is not None:
+            self.hurried_at = now
+            if again is not None:
+                self.next_at = min(self.next_at, max(self.shift.at + again, now + SHIFT_SECONDS))
+
+    def judge_at(self, config: MigrationConfig) -> float:
+        """When the last plan of the planner's own is to be judged; inf: none is."""
+        tale = self.annals.to_judge
+        return float("inf") if tale is None else tale.ended_at + config.settle_seconds + config.judge_seconds
+
+    def due(self, config: MigrationConfig) -> float:
+        """When something is to be done next."""
+        soonest = min(self.next_at, self.judge_at(config))
+        if self.annals.to_undo is not None and self.annals.to_undo.planned.plan != self.refused:
+            soonest = float("-inf")
+        return max(soonest, self.retry_at)
+
+    def left_bytes(self, now: float, config: MigrationConfig) -> int:
+        """What a plan may copy at this moment."""
+        return self.annals.spending.left(now, config.budget_bytes, config.budget_seconds)
+
+
+def withheld(pilot: Pilot, record: PlanRecord, config: MigrationConfig, paused: str | None, movable: str, answers: Shift | None) -> str:
+    """Why a plan that pays is not carried out now; empty: it is. paused: why, None: it is not; movable: what hinders the engine, empty: nothing does."""
+    if not config.automatic:
+        return "planner.automatic is off: carry it out with roost plan --apply"
+    if paused is not None:
+        return f"it is paused{f' ({paused})' if paused else ''}: roost migration resume"
+    if movable:
+        return movable
+    if pilot.annals.to_judge is not None and answers is None:
+        return "the plan before it is not judged yet"
+    if not record.next_window:
+        return "it is judged on the very window it was made from; it waits for the next"
+    return ""
+
+
+def step_balance(placed: float, ceiling: float | None) -> float:
+    """Balance of single steps, as it is measured, of a placement that is balanced like this over a window: what the placement and what the chance of so
+    few tokens leave uneven add up as independent deviations do. ceiling: what chance leaves at best; None: nobody knows."""
+    if ceiling is None or not placed:
+        return placed
+    return float(1.0 / (1.0 + ((1.0 / placed - 1.0) ** 2 + (1.0 / ceiling - 1.0) ** 2) ** 0.5))
+
+
+def foretold(measures: Measures, ceiling: float | None) -> LoopFigures:
+    """What a plan's record says of a placement, as it will be measured."""
+    return LoopFigures(
+        remote_ranks=measures.remote_ranks,
+        local=measures.local_share,
+        balance=step_balance(measures.balance_mean, ceiling),
+        step_seconds=measures.step_seconds,
+    )
+
+
+def grounds(record: PlanRecord, traceparent: str) -> Grounds:
+    """Why the planner has a plan carried out."""
+    before, after = (None if told is None else foretold(told, record.step_ceiling) for told in (record.before, record.after))
+    return Grounds(record.policy, before, after, traceparent)
+
+
+def prices(record: PlanRecord) -> Prices | None:
+    """What the plan was reckoned with: seconds of a step for an even load of the experts, and by distinct remote rank. None: it was not reckoned."""
+    if record.before is None:
+        return None
+    told = foretold(record.before, record.step_ceiling)
+    remote = record.before.dispatch_seconds / told.remote_ranks if told.remote_ranks else 0.0
+    return Prices(experts=record.before.expert_seconds * told.balance, remote=remote)
