@@ -83,7 +83,7 @@ def test_what_is_decided_can_be_done_within_its_limits_and_says_why(**engine: An
 
 @pytest.mark.slow
 @given(**ENGINES)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_same_for_many_engines(**engine: Any) -> None:
     check(**engine)
 

@@ -99,7 +99,7 @@ def counted(fleet: Fleet, family: str) -> float:
     return sum(float(value) for _, value in samples)
 
 
-def test_an_engine_killed_every_five_seconds_for_a_minute_loses_no_request(fleet: Fleet) -> None:
+def test_an_engine_killed_every_five_seconds_for_half_a_minute_loses_no_request(fleet: Fleet) -> None:
     killed: list[str] = []
 
     async def kill() -> None:
@@ -108,11 +108,11 @@ def test_an_engine_killed_every_five_seconds_for_a_minute_loses_no_request(fleet
         fleet.processes()[victim].send_signal(signal.SIGKILL)
         killed.append(victim)
 
-    told = asyncio.run(under_load(fleet, 60.0, kill))
+    told = asyncio.run(under_load(fleet, 31.0, kill))
     print(f"{told.answers} answers, {len(told.wrong)} wrong, {len(killed)} kills, {counted(fleet, 'retries_total'):.0f} retries")  # noqa: T201
     assert not told.wrong, told.wrong[:5]
-    assert len(killed) >= 10
-    assert told.answers > 200
+    assert len(killed) >= 5
+    assert told.answers > 100
     assert counted(fleet, "retries_total") > 0
     assert counted(fleet, "retries_refused_total") == 0
     until(lambda: len(fleet.http.post("/v1/route", json=body(0, stream=False)).json()["candidates"]) == 8, "all engines to be back", 30)
