@@ -24,7 +24,8 @@ from engine_adapter.simulated.flipping import Flipping
 from engine_adapter.simulated.links import Links
 from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
 from engine_adapter.simulated.ranks import SimulatedRank
-from engine_adapter.simulated.routes import Routes
+from engine_adapter.simulated.routes import Routes, Traffic
+from engine_adapter.simulated.sums import Sums
 from engine_adapter.simulated.words import WordTokenizer
 from fleet.placement import Placement, PlacementRecord
 
@@ -58,9 +59,11 @@ class SimulatedEngine:
         self.at_death: Callable[[], None] = _nothing
         """called when the engine is told to die, before its open requests hear of it"""
         self.steps = 0
+        """of its life"""
         if (self.placement.layers, self.placement.experts, self.placement.ranks) != (self.tastes.shape.layers, self.tastes.shape.experts, config.ranks):
             raise ValueError(f"simulated engine: {self.placement!r} is not of {self.tastes.shape} on {config.ranks} ranks")
-        self._routes = self._routes_of(self.placement)
+        self.routes = self._routes_of(self.placement)
+        self.sums = self._nothing_yet()
         self.flipping = Flipping(config.ranks, self._routes_of, self.wake)
         self.links = Links(config, self.faults, self.chance)
         self._dice = np.random.default_rng(config.seed)
@@ -72,6 +75,9 @@ class SimulatedEngine:
 
     def _routes_of(self, placement: Placement) -> Routes:
         return Routes(self.tastes, placement, self.config.node_of_rank, cover=self.config.covers)
+
+    def _nothing_yet(self) -> Sums:
+        return Sums.none(self.placement.layers, self.placement.ranks)
 
     def _first(self) -> Placement:
         """Epoch 0 as configured. ValueError when it is to come from a file that cannot be read, or is of another model."""
@@ -145,23 +151,27 @@ class SimulatedEngine:
                 continue
             began = self.now
             by_row = np.stack([tokens_of_row(one.parts, self.tastes.rows) for one in plans])
-            lasts = self._seconds(plans, by_row)
+            caused = self.routes.traffic(by_row)
+            lasts = self._seconds(plans, caused)
             due = max(due, began - _LAG_SECONDS) + lasts
             await self._until(due)
-            self._book(plans, by_row, max(lasts, self.now - began))
+            self._book(plans, by_row, caused, max(lasts, self.now - began))
 
     def _flip(self) -> None:
         """Go over to the placement that all ranks are ready for, if there is one."""
         prepared = self.flipping.due(self.placement.epoch)
         if prepared:
-            self.placement, self._routes = prepared[0].placement, prepared[0].routes
+            for rank in self.ranks:
+                rank.count()
+            self.placement, self.routes = prepared[0].placement, prepared[0].routes
+            self.sums = self._nothing_yet()
             for rank, one in zip(self.ranks, prepared, strict=True):
-                rank.experts.cells = one.cells
+                rank.experts.cells, rank.counted = one.cells, self.sums
                 rank.say()
             self.flipping.done()
 
-    def _seconds(self, plans: Sequence[Plan], by_row: NDArray[np.int64]) -> float:
-        needed = seconds(self.config.speed, plans, by_row, self._routes)
+    def _seconds(self, plans: Sequence[Plan], caused: Traffic) -> float:
+        needed = seconds(self.config.speed, plans, caused)
         slow = [self.faults.factor("slow", rank, self.now) for rank in range(self.config.ranks)]
         return self.config.time_scale * float((needed * slow).max())
 
@@ -181,15 +191,18 @@ class SimulatedEngine:
                 async with asyncio.timeout_at(end if end < float("inf") else None):
                     await self._alarm.wait()
 
-    def _book(self, plans: Sequence[Plan], by_row: NDArray[np.int64], lasted: float) -> None:
+    def _book(self, plans: Sequence[Plan], by_row: NDArray[np.int64], caused: Traffic, lasted: float) -> None:
         """The step is over; of one in which the engine failed nothing came out. lasted: as simulated, or longer on a busy machine."""
         if self.failure is not None:
             return
         self.steps += 1
         if not any(one.prefill_tokens for one in plans):
             self._decoding.note(self.now, lasted)
-        for rank, done, rows in zip(self.ranks, plans, by_row, strict=True):
-            rank.book(done, rows)
+        planned = list(by_row)
+        booked = [rank.book(done, rows) for rank, done, rows in zip(self.ranks, plans, planned, strict=True)]
+        if any(one is not other for one, other in zip(booked, planned, strict=True)):
+            caused = self.routes.traffic(np.stack(booked))
+        self.sums = self.sums.after(lasted, caused.served)
 
     def _fail(self, failure: EngineFailed) -> None:
         """The first failure counts; every open request ends with it."""

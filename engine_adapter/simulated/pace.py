@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.rank.scheduler import Slice
 from engine_adapter.simulated.demand import Tastes
-from engine_adapter.simulated.routes import Routes
+from engine_adapter.simulated.routes import Traffic
 from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
 
 
@@ -62,9 +62,8 @@ def tokens_of_row(parts: Sequence[Planned], rows: int) -> NDArray[np.int64]:
     return np.bincount(np.concatenate([one.rows for one in parts]), minlength=rows).astype(np.int64, copy=False)
 
 
-def seconds(speed: EngineSpeed, plans: Sequence[Plan], by_row: NDArray[np.int64], routes: Routes) -> NDArray[np.float64]:
-    """float64 [ranks]: simulated seconds each rank needs for the step, by `fleet.timing`; by_row: int [ranks, rows] tokens. The longest counts."""
-    caused = routes.traffic(by_row)
+def seconds(speed: EngineSpeed, plans: Sequence[Plan], caused: Traffic) -> NDArray[np.float64]:
+    """float64 [ranks]: simulated seconds each rank needs for the step, by `fleet.timing`. The longest counts."""
     return step_seconds(
         speed,
         prefill_tokens=np.array([one.prefill_tokens for one in plans], np.float64),

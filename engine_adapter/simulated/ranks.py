@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load
+from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load, Sent
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
 from engine_adapter.rank.facts import FactLog
 from engine_adapter.rank.kv_cache import Change, KvCache
@@ -20,12 +22,16 @@ from engine_adapter.simulated.flipping import Flipping, SimulatedExperts
 from engine_adapter.simulated.links import Links
 from engine_adapter.simulated.pace import Plan, plan, tokens_of_row
 from engine_adapter.simulated.presets import cache_token_bytes
+from engine_adapter.simulated.routes import Routes
 from engine_adapter.simulated.seats import RowTrace, Seat
+from engine_adapter.simulated.sums import Sums
 from engine_adapter.simulated.words import VOCABULARY, Script, WordTokenizer
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement
 
+_MOST_SENT = 16
+"""reports of what was sent that wait to be taken; beyond, the oldest are let go"""
 _ENDED_BYTES = 4 * 1024 * 1024
 """of a rank's ended requests that wait to be taken"""
 _FACT_BLOCKS_PER_PAGE = 4
@@ -43,6 +49,8 @@ class Group(Protocol):
     faults: Faults
     flipping: Flipping
     links: Links
+    routes: Routes
+    sums: Sums
     failure: EngineFailed | None
 
     @property
@@ -80,6 +88,9 @@ class SimulatedRank:
         self._news = asyncio.Event()
         self._activity = np.zeros(engine.tastes.rows, np.int64)
         """tokens by row since the activations were last counted"""
+        self.counted = engine.sums
+        """what the engine's steps added up to when the activations were last counted"""
+        self._sent: deque[Sent] = deque(maxlen=_MOST_SENT)
         self._counted_at = float("-inf")
         self._budget = float(config.profiled_tokens_per_second)
         self._budget_at = float("-inf")
@@ -119,8 +130,10 @@ class SimulatedRank:
         self._news.clear()
         now = self._engine.now
         if not self._seats or now - self._counted_at >= self._config.activity_seconds:
-            self._count(now)
-        return self._facts.take()
+            self.count()
+        sent = tuple(self._sent)
+        self._sent.clear()
+        return replace(self._facts.take(), sent=sent)
 
     async def submit(self, request: GenerationRequest) -> Answer:
         """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
@@ -156,8 +169,8 @@ class SimulatedRank:
                     self._facts.add_cached(one.generation.cached_tokens)
         return plan(slices, self._engine.tastes)
 
-    def book(self, done: Plan, by_row: NDArray[np.int64]) -> None:
-        """The step is over; by_row: int [rows] its tokens. What was cancelled meanwhile was never computed."""
+    def book(self, done: Plan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The step is over; by_row: int [rows] its tokens. What was cancelled meanwhile was never computed: without it, by_row again."""
         parts = [one for one in done.parts if one.part.generation in self._seats]
         if len(parts) < len(done.parts):
             by_row = tokens_of_row(parts, len(by_row))
@@ -171,6 +184,7 @@ class SimulatedRank:
                 self._advance(seat, now)
         if done.parts:
             self.say()
+        return by_row
 
     def say(self) -> None:
         """Put down what changed, for the agent to take."""
@@ -188,6 +202,32 @@ class SimulatedRank:
         )
         if self._facts.set_load(load) or changes:
             self._news.set()
+
+    def count(self) -> None:
+        """Put down what was activated and sent since the last time, under the placement that is still served."""
+        self._counted_at = self._engine.now
+        if self._engine.sums is self.counted:
+            return
+        tokens, new = int(self._activity.sum()), self._engine.sums.since(self.counted)
+        self.counted = self._engine.sums
+        self._sent.append(self._sent_in(new, tokens))
+        if tokens:
+            self._facts.add_activations(self._engine.tastes.counts(self._activity), tokens)
+            self._activity[:] = 0
+
+    def _sent_in(self, new: Sums, tokens: int) -> Sent:
+        remote, local = self._engine.routes.sent(self._number, self._activity)
+        return Sent(
+            epoch=self.placement.epoch,
+            steps=new.steps,
+            step_seconds=new.seconds,
+            tokens=tokens,
+            pairs=tokens * self._config.model_shape.top_k,
+            remote_ranks=remote,
+            local=local,
+            served=new.served[:, self._number],
+            balance=new.balance,
+        )
 
     def fail(self, failure: EngineFailed) -> None:
         """Every open request ends with it."""
@@ -268,13 +308,6 @@ class SimulatedRank:
         told = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
         share = max(told, self._config.lose_kv_share)
         return [one for one in changes if not self._engine.chance(share)] if share else changes
-
-    def _count(self, now: float) -> None:
-        self._counted_at = now
-        tokens = int(self._activity.sum())
-        if tokens:
-            self._facts.add_activations(self._engine.tastes.counts(self._activity), tokens)
-            self._activity[:] = 0
 
 
 def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescription:

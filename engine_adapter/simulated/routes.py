@@ -17,6 +17,8 @@ from fleet.placement import EMPTY, Placement
 
 _NEVER = 1e-300
 """in place of 0, which has no logarithm"""
+Each = NDArray[np.float32]
+"""[ranks, layers, rows]: of a token of each row that lives on each rank"""
 _TURNS = 8
 """times that each row is sent, to learn where the choice for whole tokens takes it: at equal intervals of the turns"""
 
@@ -47,10 +49,17 @@ class Routes:
         self._sole = _Sole(tastes, held.only(replicas == 1), wanted, placement)
         self._several = _Several(held.only(replicas > 1), wanted, placement)
         if cover and (replicas > 1).any():
-            self._remote_ranks, self._remote_nodes = _covered(tastes, placement, node)
+            self._reached, self._local, nodes = _covered(tastes, placement, node)
         else:
-            self._remote_ranks = _remote(tastes, placement, held, np.arange(placement.ranks))
-            self._remote_nodes = _remote(tastes, placement, held, node)
+            self._reached, self._local = _remote(tastes, placement, held, np.arange(placement.ranks)), _local(tastes, placement, held)
+            nodes = _remote(tastes, placement, held, node)
+        self._remote_ranks, self._remote_nodes = self._reached.sum(axis=1, dtype=np.float64), nodes.sum(axis=1, dtype=np.float64)
+
+    def sent(self, rank: int, tokens_of_row: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """float64 [layers] each: distinct other ranks that so many tokens [rows] of one rank reach, and pairs of them that stay at home."""
+        there = np.flatnonzero(tokens_of_row)
+        tokens = tokens_of_row[there].astype(np.float64)
+        return self._reached[rank][:, there] @ tokens, self._local[rank][:, there] @ tokens
 
     def traffic(self, tokens_of_row: NDArray[np.int64]) -> Traffic:
         """tokens_of_row: int [ranks, rows] of one step."""
@@ -134,41 +143,54 @@ class _Several:
         return np.bincount(self._rank, -np.expm1((pairs * self._miss).sum(axis=0)), self._ranks).astype(np.float64)
 
 
-def _remote(tastes: Tastes, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> NDArray[np.float64]:
-    """float64 [ranks, rows]: how many spots other than its own a token of each home and row goes to, summed over layers. spot: of each rank, from 0."""
-    found, shape = np.zeros((placement.ranks, tastes.rows)), (placement.layers * placement.experts, int(spot.max()) + 1)
-    if shape[1] == 1:
+def _remote(tastes: Tastes, placement: Placement, held: _Slots, spot: NDArray[np.intp]) -> Each:
+    """How many spots other than its own a token goes to in a layer. spot: of each rank, from 0. Each of a token's experts goes its own way."""
+    found, spots = np.zeros((placement.ranks, placement.layers, tastes.rows), np.float32), int(spot.max()) + 1
+    if spots == 1:
         return found
     alike = bool((held.part == held.part[0]).all())
-    for home in range(placement.ranks):
+    ends = np.searchsorted(held.layer, np.arange(placement.layers + 1))
+    for layer, home in product(range(placement.layers), range(placement.ranks)):
         if not home or not alike:
-            share = np.zeros(shape)
-            np.add.at(share, (held.place, spot[held.rank]), held.part[home])
-            went = _went(tastes.table, share.reshape(placement.layers, placement.experts, -1))
-        found[home] = went.sum(axis=1) - went[:, spot[home]]
+            these = slice(ends[layer], ends[layer + 1])
+            place = (held.place[these] - layer * placement.experts) * spots + spot[held.rank[these]]
+            share = np.bincount(place, held.part[home, these], placement.experts * spots).astype(np.float64)
+            went = _went(tastes.table[:, layer], share.reshape(-1, spots))
+        found[home, layer] = went.sum(axis=1) - went[:, spot[home]]
     return found
 
 
-def _covered(tastes: Tastes, placement: Placement, node: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """As `_remote`, twice: of ranks, and of nodes, where a token's replicas are chosen together."""
+def _local(tastes: Tastes, placement: Placement, held: _Slots) -> Each:
+    """How many of a token's k pairs its own rank serves in a layer."""
+    found = np.empty((placement.ranks, placement.layers, tastes.rows), np.float32)
+    for home in range(placement.ranks):
+        own = held.rank == home
+        part = np.bincount(held.place[own], held.part[home, own], placement.layers * placement.experts)
+        found[home] = part[tastes.places].reshape(tastes.rows, placement.layers, -1).sum(axis=2).T
+    return found
+
+
+def _covered(tastes: Tastes, placement: Placement, node: NDArray[np.intp]) -> tuple[Each, Each, Each]:
+    """Where a token's replicas are chosen together: how many other ranks it goes to, how many of its pairs stay, how many other nodes it goes to."""
     chooser, per = Chooser(placement, range(placement.ranks), node), placement.slots_per_rank
-    ranks, nodes = (np.zeros((placement.ranks, tastes.rows)) for _ in range(2))
+    found = np.zeros((3, placement.ranks, placement.layers, tastes.rows), np.float32)
+    ranks, local, nodes = found
     for layer, home, turn in product(range(placement.layers), range(placement.ranks), range(_TURNS)):
         rank = chooser.cover(layer, home * placement.experts + tastes.table[:, layer].astype(np.intp), turn) // per
-        ranks[home] += reached(rank, np.full(tastes.rows, home))
-        nodes[home] += reached(node[rank], np.full(tastes.rows, node[home]))
-    return ranks / _TURNS, nodes / _TURNS
+        ranks[home, layer] += reached(rank, np.full(tastes.rows, home))
+        local[home, layer] += (rank == home).sum(axis=1)
+        nodes[home, layer] += reached(node[rank], np.full(tastes.rows, node[home]))
+    found /= _TURNS
+    return ranks, local, nodes
 
 
-def _went(table: NDArray[np.int16], share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [rows, places]: the probability that a token of a row goes to a place, summed over layers.
+def _went(experts: NDArray[np.int16], share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 [rows, places]: the probability that a token of a row goes to a place in one layer.
 
-    table: [rows, layers, k] distinct experts; share: [layers, experts, places] of an expert's tokens. Each of the k goes its own way.
+    experts: [rows, k] distinct ones; share: [experts, places] of an expert's tokens.
     """
-    went = np.zeros((len(table), share.shape[2]))
-    for layer, elsewhere in enumerate(1.0 - share):
-        missed = np.ones_like(went)
-        for experts in table[:, layer].T:
-            missed *= elsewhere[experts]
-        went += 1.0 - missed
-    return went
+    elsewhere = 1.0 - share
+    missed = elsewhere[experts[:, 0]]
+    for one in experts[:, 1:].T:
+        missed *= elsewhere[one]
+    return np.asarray(1.0 - missed)

@@ -52,6 +52,7 @@ class Tried:
     cached: int = 0
     counts: Any = 0
     ended: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
 
     async def ask(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **more: Any) -> Delta:
         return await (await self.submit(prompt, max_tokens, **more)).rest()
@@ -67,6 +68,7 @@ class Tried:
         assert load.decode_blocks <= load.used_blocks <= self.engine.description.kv_blocks
         self.kv += facts.kv
         self.ended += facts.ended
+        self.sent += facts.sent
         if facts.activations is not None:
             self.tokens += facts.activations.tokens
             self.cached += facts.activations.cached_tokens
@@ -429,6 +431,30 @@ async def test_ranks_go_over_to_another_epoch_while_they_serve_and_not_one_token
     rest = await answer.rest()
     assert rest.token_ids == before.token_ids[-len(rest.token_ids) :]
     assert (await tried.ask(max_tokens=60)).token_ids == before.token_ids
+
+
+async def test_where_tokens_were_sent_is_told_once_per_epoch_and_adds_up_to_what_was_computed(tried: Tried) -> None:
+    placement, top_k = tried.engine.placement, tried.engine.description.shape.top_k
+    answer = await tried.submit(max_tokens=60)
+    await anext(answer)
+    await adopt_next(tried)
+    await answer.rest()
+    await tried.idle()
+    sent = tried.sent
+    assert [one.epoch for one in sent] == sorted(one.epoch for one in sent)
+    assert {one.epoch for one in sent} <= {0, 1}
+    assert sum(one.tokens for one in sent) == tried.tokens == len(PROMPT) + 59
+    for one in sent:
+        assert one.pairs == top_k * one.tokens
+        assert {len(column) for column in (one.remote_ranks, one.local, one.served, one.balance)} == {placement.layers}
+        assert (one.balance <= one.steps + 1e-9).all()
+        assert (one.local + one.remote_ranks <= one.pairs * (1 + 1e-6)).all()
+        assert (one.served >= one.local * (1 - 1e-6)).all()
+        if placement.ranks == 1:
+            assert (one.remote_ranks == 0).all()
+            assert (one.local == one.pairs).all()
+        assert one.step_seconds > 0
+    assert tried.take().sent == ()
 
 
 async def test_a_sleeping_engine_goes_over_at_once(tried: Tried) -> None:

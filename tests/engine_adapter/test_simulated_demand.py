@@ -96,6 +96,7 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
     node = CONFIG.node_of_rank
     part = np.stack([shares(placement, home, np.array(node)) for home in range(4)])
     ranks, nodes, served = np.zeros(4), np.zeros(4), np.zeros((4, 4))
+    reached, local = np.zeros((2, 4, 4))  # [home, layer]
     unread = np.ones(placement.expert_of_slot.shape)
     for home, row in zip(*np.nonzero(by_row), strict=True):
         tokens = by_row[home, row]
@@ -105,12 +106,17 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
                 chance = tokens * np.prod(part[home, layer, list(slots)])
                 to = {slot // placement.slots_per_rank for slot in slots}
                 ranks[home] += chance * len(to - {home})
+                reached[home, layer] += chance * len(to - {home})
+                local[home, layer] += chance * sum(slot // placement.slots_per_rank == home for slot in slots)
                 nodes[home] += chance * len({node[rank] for rank in to} - {node[home]})
                 for slot in slots:
                     served[layer, slot // placement.slots_per_rank] += chance
             for slot in itertools.chain(*ways):
                 unread[layer, slot] *= (1 - part[home, layer, slot]) ** tokens
-    found = Routes(TASTES, placement, node).traffic(by_row)
+    routes = Routes(TASTES, placement, node)
+    for home in range(4):
+        assert np.stack(routes.sent(home, by_row[home])) == pytest.approx(np.stack([reached[home], local[home]]), rel=1e-5)
+    found = routes.traffic(by_row)
     assert found.remote_ranks == pytest.approx(ranks)
     assert found.remote_nodes == pytest.approx(nodes)
     assert found.served == pytest.approx(served)
@@ -122,8 +128,14 @@ def test_traffic_is_what_counting_token_by_token_gives(placement):
 def test_tokens_chosen_for_as_a_whole_reach_fewer_ranks_and_cause_the_same_else():
     placement = Placement(random_table(np.random.default_rng(3), 4, 4, 32, 6), experts=32, ranks=4)
     tokens = np.random.default_rng(4).integers(0, 3, (4, TASTES.rows))
-    split, cover = (Routes(TASTES, placement, (0, 0, 1, 1), cover=cover).traffic(tokens) for cover in (False, True))
+    routes = [Routes(TASTES, placement, (0, 0, 1, 1), cover=cover) for cover in (False, True)]
+    split, cover = (one.traffic(tokens) for one in routes)
     assert (cover.remote_ranks < 0.95 * split.remote_ranks).all()
+    for home in range(4):
+        (split_reached, split_local), (reached, local) = (one.sent(home, tokens[home]) for one in routes)
+        assert reached.sum() == pytest.approx(cover.remote_ranks[home])
+        assert (reached <= 1.001 * split_reached).all()
+        assert (local >= 0.95 * split_local).all()
     assert (cover.remote_nodes <= 1.02 * split.remote_nodes).all()
     assert cover.served == pytest.approx(split.served)
     sole = linear(layers=4, experts=32, ranks=4)
@@ -171,7 +183,7 @@ def test_a_step_costs_what_its_slices_say():
     )
     routes = Routes(TASTES, linear(layers=4, experts=32, ranks=2), (0, 1))
     cause = routes.traffic(by_row)
-    busy, idle = seconds(speed, [found, Plan([], 0, 0.0, 0, 0)], by_row, routes)
+    busy, idle = seconds(speed, [found, Plan([], 0, 0.0, 0, 0)], cause)
     waits = 0.01 * sum(float(layer.max() - layer.mean()) for layer in cause.served)
     assert waits > 0
     experts = 1e-4 * cause.remote_ranks[0] + 1e-5 * cause.remote_nodes[0] + 1e-6 * cause.distinct_experts[0]

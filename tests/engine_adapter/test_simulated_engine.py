@@ -1,6 +1,7 @@
 """The simulated engine's clock: what a step lasts, who waits for whom, and what is reported of it. Time is virtual."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_adapter.engine import EngineFailed
+from engine_adapter.engine import EngineFailed, Sent
 from engine_adapter.rank.answers import Delta, GenerationRequest
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
@@ -114,6 +115,31 @@ async def test_busy_ranks_count_their_experts_now_and_then_and_idle_ones_at_once
         told = [one for one in found if one is not None]
         assert 4 <= len(told) <= 6
         assert sum(one.tokens for one in told) == 20 + 399
+
+
+async def test_what_is_sent_between_two_looks_adds_up_over_the_ranks_of_an_engine() -> None:
+    async with running(ranks=4, dispatch=1e-6, activity_seconds=0.2) as engine:
+        answering = [asyncio.create_task(ask(rank, 20 * number + 1, 30)) for number, rank in enumerate(engine.ranks[1:])]
+        sent = [[], [], [], []]
+        while not all(one.done() for one in answering):
+            for taken, rank in zip(sent, engine.ranks, strict=True):
+                taken += rank.take_facts().sent
+            await asyncio.sleep(0.05)
+        for taken, rank in zip(sent, engine.ranks, strict=True):
+            taken += rank.take_facts().sent
+            assert rank.take_facts().sent == ()
+        totals = [functools.reduce(Sent.with_more, taken) for taken in sent]
+    assert len(sent[0]) > 1
+    assert [one.tokens for one in totals] == [0, *(20 * number + 1 + 29 for number in range(3))]
+    assert {one.steps for one in totals} == {engine.steps}
+    assert [one.step_seconds for one in totals] == pytest.approx([totals[0].step_seconds] * 4)
+    assert all(np.array_equal(one.balance, totals[0].balance) for one in totals)
+    assert (totals[0].balance < engine.steps).all()
+    assert not totals[0].remote_ranks.any()
+    assert sum(one.served for one in totals) == pytest.approx(np.full(4, float(sum(one.pairs for one in totals))))
+    for one in totals[1:]:
+        assert (one.remote_ranks > one.tokens).all()
+        assert (one.remote_ranks <= one.pairs - one.local + 1e-3 * one.pairs).all()
 
 
 async def test_of_ended_requests_no_more_tokens_are_traced_than_allowed() -> None:
