@@ -44,7 +44,7 @@ SUBJECTS = Subjects()
 SHAPE = ModelShape(layers=2, experts=16, top_k=2, hidden=8, expert_intermediate=8)
 FIRST = linear(layers=2, experts=16, ranks=4, slots_per_rank=6)
 SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0)
-CONFIG = MigrationConfig(cycle_seconds=10.0, window_seconds=20.0, stale_seconds=6.0)
+CONFIG = MigrationConfig(cycle_seconds=10.0, window_seconds=20.0, stale_seconds=6.0, automatic=False)
 SKEWED = np.array([8.0] * 4 + [1.0] * 12)
 """Rank 0 holds what is wanted most."""
 
