@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.timing import dispatch_seconds
 from router.candidates import Candidates
 from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys
 from router.homes import at_home
 from router.muster import Versions
-from router.policies import Choice, Column, Facts, Rules, Unit, choose, scored
+from router.policies import Choice, Column, Facts, Home, Rules, Unit, choose, scored
 from router.record import Candidate, DecisionRecord, Epochs, HomesEpoch, Load, Supposed, Terms
 from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
 from router.roster import Excluded, RankKey, Roster, Target, columns
@@ -82,11 +83,21 @@ class Outlook(NamedTuple):
         home = None if self.home is None else columns(self.home, at)
         return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions)
 
-    def homes(self, rules: Rules) -> NDArray[np.bool_] | None:
-        """bool [candidates]: where the request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that,
-        not what prediction has earned so far: it can earn nothing before placement and requests are aligned."""
-        heeded = self.home is not None and rules.steers and self.forecast.confidence >= rules.home_confidence
-        return at_home(self.home) if self.home is not None and heeded else None
+    def at_home(self, rules: Rules, tokens: Column, roster: Roster, at: NDArray[np.intp]) -> Home | None:
+        """Where the request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that, and how far it is believed
+        what a home saves, not what prediction has earned so far: it can earn nothing before placement and requests are aligned.
+
+        tokens: float64 [candidates], computed or emitted there; at: the candidates among the roster's targets."""
+        if self.home is None or not rules.steers:
+            return None
+        sure = self.forecast.confidence
+        if sure < rules.home_confidence:
+            return None
+        if rules.policy != "cost" or not self.priced.all():
+            return Home(at_home(self.home), None)
+        node_s = roster.dispatch_node_s[at] if roster.far else None
+        costs = dispatch_seconds(roster.dispatch_s[at], node_s, tokens, self.remote_ranks, self.remote_nodes)
+        return Home(at_home(self.home), -1000.0 * sure * rules.weights.experts * costs)
 
 
 class Conditions(NamedTuple):
@@ -124,8 +135,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     view_version: int
     outlook: Outlook | None
     """None: there are no prediction tables"""
-    homes: NDArray[np.bool_] | None
-    """bool [candidates]: where the request is at home, as far as that was heeded; None: nowhere"""
+    home: Home | None
+    """where the request is at home, as far as that was heeded; None: nowhere"""
     target: Target
     """the chosen rank"""
 
@@ -174,7 +185,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def without(self, term: str) -> int:
         """Who would have been chosen had a term not counted (policy cost)."""
         total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
-        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, self.homes).chosen
+        home = None if term == "experts" else self.home
+        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home).chosen
 
     def if_gone(self) -> int | None:
         """Who would have been chosen had the chosen rank been gone; None: there is no other."""
@@ -182,8 +194,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not len(left):
             return None
         held = None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
-        homes = None if self.homes is None else self.homes[left]
-        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held, homes)
+        home = None if self.home is None else self.home.of(left)
+        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held, home)
         return int(left[choice.chosen])
 
     def record(self, most: int | None = None) -> DecisionRecord:
@@ -252,9 +264,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return f"no cluster has a home{': ' if waits else ''}{', '.join(waits)}"
         if not self.rules.steers:
             return f"not heeded: the policy {self.rules.policy}, as it is weighed, does not mind where experts are"
-        if self.homes is None:
+        if self.home is None:
             return f"not heeded: the request is foretold with a confidence of {forecast.confidence:.3f}; {self.rules.home_confidence:g} is asked for"
-        return None if self.homes.any() else "no rank is to get clearly more than its even share of such requests"
+        return None if self.home.at.any() else "no rank is to get clearly more than its even share of such requests"
 
     def _candidates(self, at: list[int]) -> list[Candidate]:
         """Of these, in this order."""
@@ -333,8 +345,8 @@ def decide(
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
-    homes = None if outlook is None else outlook.homes(rules)
-    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, homes)
+    home = None if outlook is None else outlook.at_home(rules, uncached + np.float64(ask.output_tokens), roster, at)
+    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, home)
     return Decision(
         ask=ask,
         roster=roster,
@@ -352,7 +364,7 @@ def decide(
         rules=rules,
         view_version=view_version,
         outlook=outlook,
-        homes=homes,
+        home=home,
         target=roster.targets[int(at[choice.chosen])],
     )
 

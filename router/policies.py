@@ -17,8 +17,8 @@ from router.scoring import Scores, Weights
 Unit = Literal["ms", "1"]
 Why = Literal["cheapest", "tie", "home", "session", "temperature", "only"]
 """cheapest: the lowest score; tie: one of those that share it, the one with the least promised work, or drawn by the seed where that is
-equal too; home: the same among those of them where the request is at home; session: the conversation stays where it was; temperature:
-drawn; only: the only candidate."""
+equal too; home: the request is at home there, and that is worth what the rank costs more, if anything; session: the conversation stays where
+it was; temperature: drawn; only: the only candidate."""
 Column = NDArray[np.float64]
 
 _SEEDS = 1 << 32
@@ -75,6 +75,29 @@ class Facts(NamedTuple):
     turn: int
 
 
+class Home(NamedTuple):
+    """Where a request is at home, and what that is worth."""
+
+    at: NDArray[np.bool_]
+    """bool [candidates]"""
+    saves: Column | None
+    """float64 [candidates]: ms of sending tokens that living there is expected to save, beside the candidate where it would cost most; None: nobody knows"""
+
+    def of(self, at: NDArray[np.intp]) -> "Home":
+        """For some of the candidates."""
+        return Home(self.at[at], None if self.saves is None else self.saves[at])
+
+    def near(self, score: Column, cheapest: int, best: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Indices of the homes that are worth going to: as cheap as the cheapest, or dearer by no more than they are expected to save beside it. The score has
+        counted that saving already, as far as prediction has earned it. It counts once more here, because whoever takes a place away from home keeps
+        it from a request that is at home there, and full ranks free their places one by one."""
+        if self.saves is None:
+            return best[self.at[best]]
+        worth = score - np.maximum(self.saves - self.saves[cheapest], 0.0) <= score[best].max()
+        homes = (self.at & worth).nonzero()[0]
+        return homes[score[homes] <= score[homes].min() + _SAME * max(1.0, abs(float(score[cheapest])))] if len(homes) else homes
+
+
 class Choice(NamedTuple):
     """chosen: index of a candidate; tied: how many shared the lowest score."""
 
@@ -98,18 +121,17 @@ def scored(rules: Rules, facts: Facts) -> tuple[Column, Unit]:
             return _round_robin(facts), "1"
 
 
-def choose(
-    rules: Rules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None, home: NDArray[np.bool_] | None = None
-) -> Choice:
+def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Column, seed: int, held: int | None, home: Home | None = None) -> Choice:
     """Pick a candidate by its score [candidates].
 
     total: predicted ms, by which a conversation decides whether it stays at `held`, the candidate that it was at, whatever the policy.
-    home: bool [candidates], where the request is at home; None: nowhere. promised: seconds of promised work. Of equal scores (beside an
-    engine's slowest rank, all ranks cost the same) homes come first, then the least promised work, and then the seed decides, u32 of
-    chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) of the
+    home: None: nowhere, or it does not matter. promised: seconds of promised work. Homes that are worth it (`Home.near`) come first, then the
+    lowest score; of equal ones (beside an engine's slowest rank, all ranks cost the same) the least promised work, and then the seed decides, u32
+    of chance. With a temperature (policies in ms only) a rank whose score is higher by d is drawn with exp(-d / temperature_ms) of the
     probability of the lowest.
     """
-    lowest = float(score[score.argmin()])
+    cheapest = int(score.argmin())
+    lowest = float(score[cheapest])
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
     if len(score) == 1:
         return Choice(0, 1, "only")
@@ -119,13 +141,14 @@ def choose(
         drawn = _drawn(score - lowest, rules.temperature_ms, seed)
         if drawn not in best:
             return Choice(drawn, len(best), "temperature")
-    if len(best) == 1:
-        return Choice(int(best[0]), 1, "cheapest")
-    homes = best if home is None else best[home[best]]
+    homes = best[:0] if home is None else home.near(score, cheapest, best)
     among = homes if len(homes) else best
+    if len(among) == 1:
+        at = int(among[0])
+        return Choice(at, len(best), "cheapest" if len(best) == 1 and at == cheapest else "home")
     work = promised[among]
     least = among[work == work.min()]
-    return Choice(int(least[seed % len(least)]), len(best), "home" if len(among) < len(best) else "tie")
+    return Choice(int(least[seed % len(least)]), len(best), "tie" if len(among) == len(best) else "home")
 
 
 def _classic(rules: Rules, facts: Facts) -> Column:

@@ -1,9 +1,10 @@
 """How fast engines are, measured against what the time model says of them: factors that correct its terms. Pure; time comes in as an argument.
 
-Evidence is the logarithm of observed over predicted seconds, per rank and pooled per engine, for prefill and for decode. A new
-observation moves the running mean by its share of what was seen lately, and by no more than OUTLIER of its distance (Huber's clipped
-residual), so that one wild value changes nothing much. Evidence halves with every HALF_LIFE_SECONDS of silence; a mean counts as far
-as there is evidence, so that a factor returns to 1 without any. Where a rank has too little of its own, its engine's speaks.
+Evidence is the logarithm of observed over predicted seconds, per rank and pooled per engine for prefill, per engine alone for decode: its ranks
+step together, so what their steps seem to differ by is noise, and one part in a hundred of all of a request's steps is more than it matters
+where its experts are. A new observation moves the running mean by its share of what was seen lately, and by no more than OUTLIER of its distance
+(Huber's clipped residual), so that one wild value changes nothing much. Evidence halves with every HALF_LIFE_SECONDS of silence; a mean counts
+as far as there is evidence, so that a factor returns to 1 without any. Where a rank has too little of its own, its engine's speaks.
 """
 
 from math import log
@@ -138,7 +139,8 @@ class Speeds:
         if self._row_of.get(key) != row:
             self._meet(key, row)
         ratio = min(max(ratio, -FARTHEST), FARTHEST)
-        self._ranks.add(kind, row, ratio, weight)
+        if kind == PREFILL_SPEED:
+            self._ranks.add(kind, row, ratio, weight)
         self._engines.add(kind, self._engine_of[row], ratio, weight)
 
     def _meet(self, key: RankKey, row: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fleet.events import HomesPublished
 from fleet.signatures import ClusterModel
 from router.homes import at_home, homes_of
-from router.policies import Rules, choose
+from router.policies import Home, Rules, choose
 from router.record import DecisionRecord
 from router.scoring import Weights
 from router.view import View
@@ -62,11 +62,11 @@ def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the
     assert not at_home(np.array([1.2, 0.8])).any()
 
 
-def test_among_equals_homes_come_first_then_the_least_work_and_a_dearer_home_never() -> None:
-    def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None) -> tuple[int, str]:
+def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and_then_the_least_work() -> None:
+    def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None, saves: list[float] | None = None) -> tuple[int, str]:
         total = np.array(score)
-        mask = None if home is None else np.array(home)
-        choice = choose(Rules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, mask)
+        where = None if home is None else Home(np.array(home), None if saves is None else np.array(saves))
+        choice = choose(Rules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, where)
         return choice.chosen, choice.why
 
     assert chosen([1, 1, 1], [False, False, True], [0, 0, 9]) == (2, "home")
@@ -75,6 +75,11 @@ def test_among_equals_homes_come_first_then_the_least_work_and_a_dearer_home_nev
     assert chosen([1, 1, 1], [True, True, True], [3, 1, 2]) == (1, "tie"), "everywhere is nowhere"
     assert chosen([1, 1, 2], [False, False, True], [1, 0, 0]) == (1, "tie")
     assert chosen([1, 2], [False, True]) == (0, "cheapest")
+    assert chosen([1, 2], [False, True], saves=[-3, -2]) == (1, "home"), "it saves as much as it costs more"
+    assert chosen([1, 2], [False, True], saves=[-3, -2.1]) == (0, "cheapest")
+    assert chosen([1, 1], [False, True], saves=[0, -9]) == (1, "home"), "among equals even a home that saves nothing"
+    assert chosen([1, 3, 2], [False, True, True], saves=[-9, 0, 0]) == (2, "home"), "the cheapest of those that are worth it"
+    assert chosen([1, 3, 1], [True, True, False], saves=[-9, 0, -9]) == (0, "home")
 
 
 def settled(share: Any) -> View:
@@ -100,8 +105,20 @@ def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has
     assert outlook.forecast.confidence == 0.25
     assert decided(roster, outlook=outlook).choice.why == "home"
     unsure = decided(roster, outlook=outlook, rules=Rules(home_confidence=0.26))
-    assert (unsure.record().home_ranks, unsure.choice.why, unsure.homes) == (["e0/1"], "tie", None)
+    assert (unsure.record().home_ranks, unsure.choice.why, unsure.home) == (["e0/1"], "tie", None)
     assert "0.26 is asked for" in (unsure.record().homes_note or "")
+
+
+def test_a_home_may_cost_more_by_what_it_is_expected_to_save_as_far_as_the_request_is_foretold() -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    near = foretold([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    saved = 1e3 * near.forecast.confidence * SLOW.dispatch * 0.5 * (100 + 20)
+    for dearer, why in ((0.99 * saved, "home"), (1.01 * saved, "tie")):
+        load = {"handover": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
+        assert decided(roster, outlook=near, conditions=load).choice.why == why
+    unpriced = near._replace(priced=np.array([True, False, True, True]))
+    load = {"handover": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
+    assert decided(roster, outlook=unpriced, conditions=load).choice.why == "tie", "what is not priced saves nothing that is known"
 
 
 @pytest.mark.parametrize("rules", [Rules(weights=Weights(experts=0.0)), Rules("kv"), Rules("least_loaded"), Rules("round_robin"), Rules("classic", beta=0.0)])

@@ -111,9 +111,19 @@ def test_a_rank_with_evidence_of_its_own_differs_from_its_engine() -> None:
     speeds = Speeds(4.0)
     for rank in range(4):
         feed(speeds, 3.0 if rank == 0 else 1.0, 40, key=(7, rank), row=rank)
+    prefill = factors(speeds, 0, 1, 2, 3)[PREFILL_SPEED]
+    assert prefill[0] == pytest.approx(3.0, rel=0.1)
+    assert prefill[1:] == pytest.approx([1.0, 1.0, 1.0], rel=0.1)
+
+
+def test_ranks_that_step_together_decode_at_one_speed_whatever_each_has_measured() -> None:
+    speeds = Speeds(4.0)
+    for _ in range(40):
+        for rank, ratio in enumerate((1.9, 2.1, 2.0, 2.0)):
+            speeds.stepped((7, rank), rank, 0.02, 0.02 * ratio)
     decode = factors(speeds, 0, 1, 2, 3)[DECODE_SPEED]
-    assert decode[0] == pytest.approx(3.0, rel=0.1)
-    assert decode[1:] == pytest.approx([1.0, 1.0, 1.0], rel=0.1)
+    assert decode[0] == pytest.approx(2.0, rel=0.05)
+    assert len(set(decode)) == 1
 
 
 def test_a_restarted_engine_begins_anew_and_inherits_nothing_with_a_row() -> None:
