@@ -14,7 +14,7 @@ from deploy.doors import CannotListen, adopt
 from deploy.orders import Order
 from deploy.parts import run_part
 from deploy.process import FINAL, print_error
-from deploy.reload import router_settings
+from deploy.reload import planner_settings, router_settings
 from deploy.settings import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.simulated.config import SimulatedConfig
@@ -39,10 +39,14 @@ def main(arguments: list[str]) -> int:
 def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
     """What the part's `serve` takes."""
     bus, ready = settings.part(BusConfig), Path(order.ready)
+
+    def again() -> Configuration:
+        return read_settings(Path(order.config), {}, Path.cwd())
+
     if order.part == "tracker":
         return bus, settings.part(TrackerConfig), ready
     if order.part == "planner":
-        return bus, settings.part(MigrationConfig), ready
+        return bus, settings.part(MigrationConfig), ready, planner_settings(settings, again)
     if order.part == "simulated":
         doors = [adopt(descriptor) for descriptor in order.descriptors]
         return (
@@ -59,8 +63,7 @@ def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
         raise CannotListen(f"the order of a {order.part} names no listening socket")
     if order.part == "router":
         private = None if order.private is None else adopt(order.private)
-        read = router_settings(settings, lambda: read_settings(Path(order.config), {}, Path.cwd()))
-        return adopt(order.descriptor), bus if order.bus else None, settings.part(RouterConfig), ready, private, read
+        return adopt(order.descriptor), bus if order.bus else None, settings.part(RouterConfig), ready, private, router_settings(settings, again)
     return (
         adopt(order.descriptor),
         order.rank,

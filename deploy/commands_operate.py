@@ -12,7 +12,7 @@ from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOpti
 from deploy.rundir import home, live_runs
 
 RELOAD_SECONDS = 15.0
-"""for every router process to say what became of the new settings"""
+"""for every router process and the planner to say what became of the new settings"""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,9 +41,9 @@ def drain(
 
 
 def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
-    """Let the running `roost up` read file and environment again, and its routers use what may change while they run; 1 if it is refused.
+    """Let the running `roost up` read file and environment again, and its routers and planner use what may change while they run; 1 if it is refused.
 
-    A `roost router` that runs alone does the same on SIGHUP.
+    A `roost router` or `roost planner` that runs alone does the same on SIGHUP.
     """
     from deploy.view_operation import show_reload
 

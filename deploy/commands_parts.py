@@ -30,7 +30,7 @@ from deploy.natsd import NoNats
 from deploy.parts import run_part
 from deploy.process import run as run_process
 from deploy.process import set_up_logging
-from deploy.reload import Read, router_settings
+from deploy.reload import Read, planner_settings, router_settings
 from deploy.routers import RouterDoors
 from deploy.rundir import home, run_directory
 from deploy.settings import UpConfig, WorkerConfig, read_settings
@@ -125,10 +125,18 @@ def planner(
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run the planner: which expert belongs where. It records what engines serve, says where requests are at home, and answers `roost plan`."""
+    """Run the planner: which expert belongs where. It records what engines serve, moves experts by itself where that pays, says where requests are
+    at home, and answers `roost plan`.
+
+    SIGHUP: read file and environment again.
+    """
     flags = {("bus", "url"): ("--nats", nats), ("planner", "metrics_address"): ("--metrics", metrics)}
     settings = settings_from(config, flags, MigrationConfig, BusConfig, UpConfig)
-    _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None)
+
+    def read() -> Configuration:
+        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+
+    _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None, planner_settings(settings, read))
 
 
 def worker(

@@ -176,7 +176,7 @@ class Fleet:
         self._run = run
         self._environment = environment
         self._say = say
-        self._router_units: list[Unit] = []
+        self._reading_units: list[Unit] = []
         """told when settings change"""
         self._phases: list[list[Unit]] = []
         """units in the order of starting; stopped in the reverse order, those of one phase together"""
@@ -192,6 +192,7 @@ class Fleet:
         await _reach_nats(self.nats_url)
         ground = self._ground()
         parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
+        self._reading_units.append(parts[1])
         await self.add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
         await self.add(*self._routers(ground, doors))
         await self._all_ready()
@@ -230,8 +231,8 @@ class Fleet:
                 self._phases = [[unit for unit in phase if unit not in lost] for phase in self._phases]
 
     async def reload(self, read: Read) -> None:
-        """Read the settings again, write them down for the routers, and tell these. What cannot be used changes nothing; it is said, and
-        stored on the bus like the routers' own word."""
+        """Read the settings again, write them down for routers and planner, and tell these. What cannot be used changes nothing; it is said, and
+        stored on the bus like their own word."""
         try:
             settings = read()
             check(self._settings, settings)
@@ -246,8 +247,8 @@ class Fleet:
             self._settings = before
             self._say(f"new settings cannot be written down: {error}")
             return
-        self._say("settings were read again; the router is told")
-        for unit in self._router_units:
+        self._say("settings were read again; router and planner are told")
+        for unit in self._reading_units:
             with contextlib.suppress(UnitFailed):  # `serve` tells that
                 await unit.ready()
                 for child in unit.children:
@@ -305,7 +306,7 @@ class Fleet:
             ready = self._run.path / f"{name}.ready"
             order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
             units.append(self._process(ground.ordered(name, order), ready, f"{url}/health"))
-        self._router_units = units
+        self._reading_units.extend(units)
         return units
 
     def _process(self, command: Command, ready: Path, health: str | None) -> Unit:

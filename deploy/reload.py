@@ -1,23 +1,38 @@
-"""Reading settings again while something runs with them: only the router's may differ, and only as `router.reload` says."""
+"""Reading settings again while something runs with them: only the router's and the planner's may differ, and only as `router.reload` and
+`migration.reload` say."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
+import migration.reload
+import router.reload
 from deploy.config import ConfigError, Configuration
+from migration.config import MigrationConfig
 from router.config import RouterConfig
-from router.reload import reloaded
 
 Read = Callable[[], Configuration]
 """Read defaults, file, environment and flags as they are now. ConfigError when they cannot be used."""
+Part = TypeVar("Part")
+_RELOADED = ("router", "planner")
+"""sections of parts that read them again"""
 
 
 def router_settings(old: Configuration, read: Read) -> Callable[[], RouterConfig]:
     """Reads the settings for a router that runs with the old ones. ValueError when they cannot be used, or others differ that need a restart."""
+    return _settings(RouterConfig, old, read)
 
-    def settings() -> RouterConfig:
+
+def planner_settings(old: Configuration, read: Read) -> Callable[[], MigrationConfig]:
+    """The same for a planner."""
+    return _settings(MigrationConfig, old, read)
+
+
+def _settings(kind: type[Part], old: Configuration, read: Read) -> Callable[[], Part]:
+    def settings() -> Part:
         try:
             new = read()
             _check_elsewhere(old, new)
-            return new.part(RouterConfig)
+            return new.part(kind)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
@@ -28,16 +43,21 @@ def check(old: Configuration, new: Configuration) -> None:
     """ConfigError when something that runs with the old settings could not take the new ones without a restart."""
     new.check()
     _check_elsewhere(old, new)
-    refused = reloaded(old.part(RouterConfig), new.part(RouterConfig), 0).refused
-    if refused is not None:
-        raise ConfigError(refused)
+    for said in (
+        router.reload.reloaded(old.part(RouterConfig), new.part(RouterConfig), 0),
+        migration.reload.reloaded(old.part(MigrationConfig), new.part(MigrationConfig), 0),
+    ):
+        if said.refused is not None:
+            raise ConfigError(said.refused)
 
 
 def _check_elsewhere(old: Configuration, new: Configuration) -> None:
-    """Sections other than the router's are read by parts that do not read again."""
+    """Sections of parts that do not read again."""
     before = dict(old.items())
     fixed = [
-        f"{section}.{key} ({setting.source})" for (section, key), setting in new.items() if section != "router" and setting.value != before[section, key].value
+        f"{section}.{key} ({setting.source})"
+        for (section, key), setting in new.items()
+        if section not in _RELOADED and setting.value != before[section, key].value
     ]
     if fixed:
         raise ConfigError(f"these settings need a restart: {', '.join(fixed)}; nothing was changed")

@@ -46,14 +46,14 @@ def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | N
 
 
 def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> None:
-    """Ask runs on one NATS server to read their settings again, and print what their routers say. Ends the command with 1 when one refuses."""
-    routers = sum(max(len(run.routers), 1) for run in runs)
+    """Ask runs on one NATS server to read their settings again, and print what their routers and planners say. Ends the command with 1 when one refuses."""
+    parts = sum(max(len(run.routers), 1) + 1 for run in runs)
 
     async def work(bus: Bus, subjects: Subjects) -> list[ConfigChanged]:
         async with bus.subscribe(subjects.config()) as heard:
             for run in runs:
                 os.kill(run.pid, signal.SIGHUP)
-            return await _words(heard, routers, seconds)
+            return await _words(heard, parts, seconds)
 
     said = on_bus(BusConfig(url=runs[0].nats or "", namespace=runs[0].namespace), work)
     if as_json:
@@ -61,21 +61,21 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
     else:
         for one in said:
             _print(one)
-    if len(said) < routers and not any(one.refused for one in said):
-        fail(f"not every router answered within {seconds:g} s; their logs say why")
+    if len(said) < parts and not any(one.refused for one in said):
+        fail(f"not every router and planner answered within {seconds:g} s; their logs say why")
     if any(one.refused for one in said):
         raise typer.Exit(FAILURE)
 
 
-async def _words(heard: Subscription, routers: int, seconds: float) -> list[ConfigChanged]:
-    """What each router says, or who starts them, if that refuses."""
+async def _words(heard: Subscription, parts: int, seconds: float) -> list[ConfigChanged]:
+    """What each router and planner says, or who starts them, if that refuses."""
     said: list[ConfigChanged] = []
     try:
         async with asyncio.timeout(seconds):
             async for received in heard:
                 if isinstance(received.message, ConfigChanged):
                     said.append(received.message)
-                    if received.message.part != "router" or len(said) == routers:
+                    if received.message.part not in ("router", "planner") or len(said) == parts:
                         break
     except TimeoutError:
         pass  # told by how few there are

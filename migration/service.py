@@ -7,6 +7,7 @@ several services one leads and does all this; the others stand by.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -17,6 +18,7 @@ from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
+    ConfigChanged,
     DemandPublished,
     DescribeClusters,
     DispatchMeasured,
@@ -38,6 +40,7 @@ from migration.leadership import Leadership
 from migration.ledger import Fault, Ledger, Refused
 from migration.measured import Measured
 from migration.metrics import MigrationMetrics
+from migration.reload import refused, reloaded
 from migration.requests import Requests
 from migration.tracing import Tracing
 from migration.watch import Watch
@@ -72,6 +75,8 @@ class MigrationService:
         self._subjects = subjects
         self._config = config
         self._clock = clock
+        self._instance = secrets.randbits(64)
+        """identity of this process, for the audit of its settings"""
         self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, thinking)
         self._sequences = Sequences()
         self._warned: dict[Fault, float] = {}
@@ -153,6 +158,36 @@ class MigrationService:
             self._tracing,
             self._clock,
         )
+
+    # Settings
+
+    def reconfigure(self, new: MigrationConfig) -> ConfigChanged:
+        """Use other settings from the next thought on: all of them, or, when one needs a restart, none; the answer says which."""
+        said = reloaded(self._config, new, self._instance)
+        if said.changed:
+            self._config = new
+            for part in (self.watch, self.measured, self._inquiries, self._autopilot):
+                if part is not None:
+                    part.reconfigure(new)
+        return said
+
+    async def reload(self, read: Callable[[], MigrationConfig]) -> ConfigChanged:
+        """The same with settings as they are read now (ValueError or OSError of `read`: refused); logged, and stored on the bus."""
+        try:
+            said = self.reconfigure(read())
+        except (ValueError, OSError) as error:
+            said = refused(str(error), self._instance)
+        self.metrics.reloaded("refused" if said.refused is not None else "changed" if said.changed else "same")
+        changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in said.changed.items())
+        if said.refused is None:
+            logger.info("settings were read again: %s", changes or "nothing differs")
+        else:
+            logger.error("new settings are refused: %s", said.refused)
+        try:
+            await self._bus.record(self._subjects.config(said.part), said)
+        except BusError as error:
+            logger.warning("what became of the settings cannot be stored on the bus: %s", error)
+        return said
 
     # Who is there, and what they serve
 

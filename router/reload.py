@@ -1,12 +1,6 @@
-"""Settings that may change while a router runs, and the audit of their changes. Pure.
+"""Settings that may change while a router runs. Pure."""
 
-A reload takes effect as a whole or not at all: one setting that needs a restart, or a bad value, and nothing is changed.
-"""
-
-import json
-from dataclasses import fields
-from typing import Any
-
+from fleet import reloading
 from fleet.events import ConfigChanged
 from router.config import RouterConfig
 
@@ -25,35 +19,11 @@ RELOADABLE = frozenset(
 """Settings that take effect between two decisions; the others need a restart."""
 
 
-def differing(old: RouterConfig, new: RouterConfig) -> dict[str, tuple[str, str]]:
-    """The settings that differ: the value before and the value after, as TOML writes them. Files of secrets are named, never read."""
-    pairs = {field.name: (getattr(old, field.name), getattr(new, field.name)) for field in fields(RouterConfig)}
-    return {name: (_toml(before), _toml(after)) for name, (before, after) in pairs.items() if before != after}
-
-
 def reloaded(old: RouterConfig, new: RouterConfig, instance: int) -> ConfigChanged:
     """What becomes of a router (a process, by its identity) with the old settings that is given the new ones."""
-    changed = differing(old, new)
-    fixed = [f"{name} (now {before}, asked for {after})" for name, (before, after) in changed.items() if name not in RELOADABLE]
-    if fixed:
-        return refused(f"these settings need a restart: {', '.join(fixed)}; nothing was changed", instance)
-    return ConfigChanged(part="router", instance=instance, changed=changed)
+    return reloading.reloaded("router", RELOADABLE, old, new, instance)
 
 
 def refused(reason: str, instance: int) -> ConfigChanged:
     """Settings that are not used, and why."""
-    return ConfigChanged(part="router", instance=instance, changed={}, refused=reason)
-
-
-def _toml(value: Any) -> str:
-    """A value as TOML writes it; None, which TOML does not have, as in `roost config`."""
-    match value:
-        case None:
-            return "unset"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case tuple():
-            return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(str(value), ensure_ascii=False)
+    return reloading.refused("router", reason, instance)

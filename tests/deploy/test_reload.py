@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import ConfigError, Configuration
-from deploy.reload import check, router_settings
+from deploy.reload import check, planner_settings, router_settings
 from deploy.settings import read_settings
 
 
@@ -36,6 +36,14 @@ def test_flags_stay_and_reloadable_settings_may_differ(read: Settings) -> None:
     assert (settings().queue_weight, settings().port) == (2.0, 0)
 
 
+def test_router_and_planner_each_take_their_own_settings_of_one_file(read: Settings) -> None:
+    old = read("")
+    router, planner = router_settings(old, read.again), planner_settings(old, read.again)
+    new = read('[router]\nqueue_weight = 2.0\n[planner]\npolicy = "eplb"\nbudget_bytes = 7\n')
+    check(old, new)
+    assert (router().queue_weight, planner().policy, planner().budget_bytes) == (2.0, "eplb", 7)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -43,6 +51,8 @@ def test_flags_stay_and_reloadable_settings_may_differ(read: Settings) -> None:
         ("[tracker]\nclusters = 8\n", "these settings need a restart: tracker.clusters"),
         ("[router]\nqueue_weight = -1.0\n", "queue_weight must be at least 0, not -1.0"),
         ("[up]\nengines = 3\n", "these settings need a restart: up.engines"),
+        ("[planner]\nlease_seconds = 7.0\n", "these settings need a restart: lease_seconds (now 3.0, asked for 7.0)"),
+        ("[planner]\ncycle_seconds = 0.0\n", "planner.cycle_seconds must be finite and above 0"),
     ],
 )
 def test_a_fleet_refuses_what_needs_a_restart_and_what_cannot_be(read: Settings, text: str, says: str) -> None:

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 import pytest
 
 from fleet.events import ConfigChanged
+from fleet.reloading import differing
 from router.config import RouterConfig
-from router.reload import RELOADABLE, differing, reloaded
+from router.reload import RELOADABLE, reloaded
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, until
 
 NAMES = {field.name for field in fields(RouterConfig)}
