@@ -65,6 +65,8 @@ def status(
 
 def placement(
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this MoE layer.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, e.g. placement.png (needs the extra `plot`).")] = None,
+    before: Annotated[bool, typer.Option("--before", help="With --plot: beside the first epoch of the engine's present life, with what differs.")] = False,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
@@ -72,12 +74,17 @@ def placement(
     """Show which expert is where: per engine its epoch, its slots, and the experts of each rank (* where there are replicas)."""
     from deploy.view_placement import show_placement
 
-    show_placement(bus_from(config, nats), layer, as_json=as_json)
+    if before and plot is None:
+        fail("--before is about what --plot FILE draws; name it", USAGE)
+    show_placement(bus_from(config, nats), layer, plot, before=before, as_json=as_json)
 
 
 def popularity(
     model: Annotated[str | None, typer.Option("--model", help="Which model.  [default: the one that is served]", show_default=False)] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw heat maps, e.g. experts.png (needs the extra `plot`).")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Also draw heat maps, e.g. experts.png, and experts-ENGINE.png by rank (needs the extra `plot`)."),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Show a load in a file instead: SGLang's recorder .pt; .npy .npz .json .csv.")
     ] = None,

@@ -1,17 +1,18 @@
 """Which expert is where: in words, as JSON, and as heat maps of now, and of now beside the first epoch."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bus import Bus
 from bus.config import BusConfig
-from bus.subjects import Subjects
-from deploy.commandline import console, fail, in_json, show, table
-from deploy.view_fleet import members, on_bus
-from fleet.events import PlacementCommitted
+from deploy.commandline import console, fail, in_json, note, show, table
+from deploy.drawing import Draw, drawer, named
+from deploy.panels import placement_panels
+from deploy.placements import Placements, placements
+from deploy.view_fleet import on_bus
 from fleet.experts import ExpertId
 from fleet.placement import FULL, Placement
 
@@ -19,18 +20,26 @@ _SAME = 0.1
 """percent by which a share may differ and still be taken for the even one"""
 
 
-def show_placement(bus_config: BusConfig, layer: int | None, *, as_json: bool) -> None:
-    """Per engine its epoch, its slots, and the experts of each rank, of one layer or of all."""
-    placements = on_bus(bus_config, _placements_now)
-    for name, now in placements.items():
-        if layer is not None and layer >= now.layers:
-            fail(f"engine {name} has MoE layers 0 to {now.layers - 1}, not {layer}")
+def show_placement(bus_config: BusConfig, layer: int | None, plot: Path | None = None, *, before: bool = False, as_json: bool) -> None:
+    """Per engine its epoch, its slots, and the experts of each rank, of one layer or of all. plot: where to draw that, and with `before` the first
+    epoch of the engine's life beside it."""
+    draw = None if plot is None else drawer()
+    found = on_bus(bus_config, placements)
+    for name, one in found.items():
+        if layer is not None and layer >= one.now.layers:
+            fail(f"engine {name} has MoE layers 0 to {one.now.layers - 1}, not {layer}")
     if as_json:
-        show(in_json({name: _placement_record(now, layer) for name, now in placements.items()}))
-        return
-    if not placements:
+        show(in_json({name: _placement_record(one.now, layer) for name, one in found.items()}))
+    else:
+        _print({name: one.now for name, one in found.items()}, layer)
+    if draw is not None and plot is not None:
+        _draw(draw, plot, found, layer, before=before)
+
+
+def _print(found: dict[str, Placement], layer: int | None) -> None:
+    if not found:
         console().print("no engine with experts has joined")
-    for name, now in placements.items():
+    for name, now in found.items():
         console().print(
             f"{name}: epoch {now.epoch}, {now.layers} layers x {now.experts} experts on {now.ranks} ranks, {now.slots_per_rank} slots each per layer"
         )
@@ -40,15 +49,14 @@ def show_placement(bus_config: BusConfig, layer: int | None, *, as_json: bool) -
             console().print("e*30%,k50%,n20%: this replica takes 30 % of what nobody keeps, keeps 50 % of its rank's own tokens, takes 20 % of its node's")
 
 
-async def _placements_now(bus: Bus, subjects: Subjects) -> dict[str, Placement]:
-    """The last placement recorded for each engine that is a member; its join's where nothing newer was recorded for it."""
-    joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
-    found = {name: Placement.from_record(joined.placement) for name, joined in joins.items() if joined.placement is not None}
-    async for received in bus.replay(subjects.placements(), latest=True, follow=False):
-        message = received.message
-        if isinstance(message, PlacementCommitted) and message.engine in joins and joins[message.engine].worker_id == message.worker_id:
-            found[message.engine] = Placement.from_record(message.placement)
-    return found
+def _draw(draw: Draw, plot: Path, found: dict[str, Placements], layer: int | None, *, before: bool) -> None:
+    for name, one in found.items():
+        file, now = named(plot, name, len(found) > 1), one.now
+        if before and one.first is None:
+            note(f"{name} did not say with which placement it began; only the present one is drawn")
+        about = f"{name}: epoch {now.epoch}, {now.experts} experts on {now.ranks} ranks of {now.slots_per_rank} slots per layer"
+        draw(file, placement_panels(now, one.first if before else None, layer), about)
+        note(f"drew {file}")
 
 
 def _shown_layers(now: Placement, layer: int | None) -> range:

@@ -2,9 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,9 @@ from bus import Bus
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, in_json, note, show, table
+from deploy.drawing import drawer, named
+from deploy.panels import Panel, Rows, Table, demand_panels
+from deploy.placements import Placements, placements
 from deploy.view_fleet import on_bus
 from fleet.events import CountsImported, DemandPublished, DescribePopularity, EngineJoined, PopularityDescribed, RankPopularity
 from fleet.experts import ModelShape
@@ -29,8 +31,6 @@ DEMAND_SECONDS = 3.0
 ASK_SECONDS = 5.0
 TAKEN_LOOKS, TAKEN_SECONDS = 5, 0.2
 """How often, and after how long each time, the tracker is asked whether it has taken a file."""
-Table = NDArray[np.floating[Any]]
-"""[layers, experts]"""
 
 
 class Skew(msgspec.Struct, frozen=True):
@@ -42,16 +42,6 @@ class Skew(msgspec.Struct, frozen=True):
     top_tenth: float
     hottest: tuple[tuple[int, float], ...]
     """(expert, share), most first"""
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """What `--plot` draws, tables of probabilities [layers, experts]. demand: tokens per second, by rank."""
-
-    title: str
-    slow: Table
-    fast: Table | None = None
-    demand: dict[str, Table] | None = None
 
 
 def skew(profile: Table) -> tuple[Skew, ...]:
@@ -80,21 +70,30 @@ def skew(profile: Table) -> tuple[Skew, ...]:
 
 
 def show_popularity(bus_config: BusConfig, model: str | None, plot: Path | None, *, as_json: bool) -> None:
-    """Everything about one model; the only one that is served, when none is named. plot: where to draw it."""
+    """Everything about one model; the only one that is served, when none is named. plot: where to draw it; the demand of an engine's ranks has a
+    picture of its own."""
     draw = None if plot is None else drawer()
 
-    async def ask(bus: Bus, subjects: Subjects) -> tuple[PopularityDescribed, dict[str, Table]]:
-        described = await describe(bus, subjects, model)
-        return described, {} if draw is None else await demands(bus, subjects, described)
+    async def ask(bus: Bus, subjects: Subjects) -> tuple[PopularityDescribed, dict[tuple[str, int], Table], dict[str, Placements]]:
+        told = await describe(bus, subjects, model)
+        return told, *((await demands(bus, subjects, told), await placements(bus, subjects)) if draw is not None else ({}, {}))
 
-    described, demand = on_bus(bus_config, ask)
+    described, demand, found = on_bus(bus_config, ask)
     if as_json:
         show(in_json(as_record(described)))
     else:
         print_popularity(described)
-    if draw is not None and plot is not None:
-        draw(plot, Pictures(described.model, described.slow.array(), described.fast.array(), demand))
-        note(f"drew {plot}")
+    if draw is None or plot is None:
+        return
+    draw(plot, panels(described.slow.array(), described.fast.array()), described.model)
+    note(f"drew {plot}")
+    pictures = rank_panels(described.model, demand, found)
+    for engine, (title, rows) in pictures.items():
+        file = named(plot, engine, several=True)
+        draw(file, rows, title)
+        note(f"drew {file}: which rank wants which experts")
+    if not pictures:
+        note("no rank asks for anything at present, so there is no picture of who wants what")
 
 
 async def describe(bus: Bus, subjects: Subjects, model: str | None) -> PopularityDescribed:
@@ -119,8 +118,8 @@ async def _joined(bus: Bus, subjects: Subjects) -> list[EngineJoined]:
     return [message for message in last.values() if isinstance(message, EngineJoined)]
 
 
-async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) -> dict[str, Table]:
-    """Demand by rank, as it is published within DEMAND_SECONDS; a rank that is not heard asks for nothing new."""
+async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) -> dict[tuple[str, int], Table]:
+    """Demand [layers, experts] by engine and rank, as it is published within DEMAND_SECONDS; a rank that is not heard asks for nothing new."""
     waited = {(rank.engine, rank.rank) for rank in described.ranks if rank.tokens_per_second > 0}
     found: dict[tuple[str, int], Table] = {}
     async with bus.subscribe(subjects.demand) as heard:
@@ -132,7 +131,7 @@ async def demands(bus: Bus, subjects: Subjects, described: PopularityDescribed) 
                             found[demand.engine, demand.rank] = demand.demand.array()
                     if waited <= found.keys():
                         break
-    return {f"{engine}/{rank}": found[engine, rank] for engine, rank in sorted(found)}
+    return dict(sorted(found.items()))
 
 
 def as_record(described: PopularityDescribed) -> dict[str, Any]:
@@ -218,7 +217,7 @@ def show_load(file: Path, plot: Path | None, *, as_json: bool) -> None:
         )
         _print_skew(load.counts)
     if draw is not None and plot is not None:
-        draw(plot, Pictures(str(file), load.counts / load.counts.sum(axis=1, keepdims=True)))
+        draw(plot, panels(load.counts / load.counts.sum(axis=1, keepdims=True)), str(file))
         note(f"drew {plot}")
 
 
@@ -282,27 +281,27 @@ def loaded(file: Path) -> tuple[Load, str]:
         fail(str(error), USAGE)
 
 
-def drawer() -> Callable[[Path, Pictures], None]:
-    """What draws; matplotlib comes with the extra `plot` and is imported for this alone. Ends the command when it is not there."""
-    try:
-        from deploy.view_heatmaps import draw
-    except ImportError as error:
-        fail(f"--plot needs matplotlib, which is not installed ({error}); install it with: pip install 'roost[plot]'", USAGE)
-
-    def draw_or_fail(path: Path, pictures: Pictures) -> None:
-        try:
-            draw(path, panels(pictures), pictures.title)
-        except (OSError, ValueError) as error:
-            fail(f"cannot draw {path}: {error}", USAGE)
-
-    return draw_or_fail
+def panels(slow: Table, fast: Table | None = None) -> Rows:
+    """Of probabilities [layers, experts], in even shares: how it is as a rule, and what differs now."""
+    experts = slow.shape[1]
+    rows: Rows = [(Panel("wanted over the last minutes, times the even share", slow * experts),)]
+    if fast is not None:
+        rows.append((Panel("now minus before, in even shares", (fast - slow) * experts, "signed"),))
+    return rows
 
 
-def panels(pictures: Pictures) -> Iterator[tuple[str, Table, bool]]:
-    """Title, values [layers, experts] and whether they have a sign, one picture after another."""
-    experts = pictures.slow.shape[1]
-    yield "wanted over the last minutes, times the even share", pictures.slow * experts, False
-    if pictures.fast is not None:
-        yield "now minus before, in even shares", (pictures.fast - pictures.slow) * experts, True
-    for rank, demand in (pictures.demand or {}).items():
-        yield f"demand of {rank}, tokens/s", demand, False
+def rank_panels(model: str, demand: Mapping[tuple[str, int], Table], found: Mapping[str, Placements]) -> dict[str, tuple[str, Rows]]:
+    """By engine: a title, and which rank's requests want which expert; with the first placement of its life and the present one."""
+    pictures = {}
+    for engine, one in found.items():
+        heard = {rank: table for (name, rank), table in demand.items() if name == engine and rank < one.now.ranks}
+        shape = (one.now.layers, one.now.experts)
+        if one.joined.model != model or not heard or any(table.shape != shape for table in heard.values()):
+            continue
+        wanted = np.stack([heard.get(rank, np.zeros(shape)) for rank in range(one.now.ranks)])
+        times = [(f"epoch {one.now.epoch}, now", one.now)]
+        if one.first is not None and not one.first.serves_as(one.now):
+            times.insert(0, (f"epoch {one.first.epoch}, at the start", one.first))
+        title = f"{engine}: what each rank's requests want, in even shares; dots: experts that the rank holds"
+        pictures[engine] = (title, demand_panels(wanted, times, one.node))
+    return pictures

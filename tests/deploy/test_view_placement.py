@@ -8,9 +8,12 @@ import pytest
 
 from bus.config import BusConfig
 from deploy import view_placement
+from deploy.placements import Placements
+from fleet.events import EngineJoined
 from fleet.placement import FULL, Placement
 
 TABLE = np.array([[0, 1, 2, 2, 3, 0], [0, 1, 2, 3, 2, 0]], np.int16)
+JOINED = EngineJoined(engine="a", worker_id=7, model="m", node="n", urls=("http://x",), block_size=16, kv_blocks=8, max_context=512, max_batch_tokens=256)
 EVEN = Placement(TABLE, experts=4, ranks=2)
 
 
@@ -23,8 +26,8 @@ def uneven() -> Placement:
 
 
 def shown(placement: Placement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layer: int | None = None, *, as_json: bool = False) -> str:
-    def answer(config: BusConfig, ask: Any) -> dict[str, Placement]:
-        return {"a": placement}
+    def answer(config: BusConfig, ask: Any) -> dict[str, Placements]:
+        return {"a": Placements(JOINED, None, placement)}
 
     monkeypatch.setattr(view_placement, "on_bus", answer)
     view_placement.show_placement(BusConfig(), layer, as_json=as_json)

@@ -219,8 +219,8 @@ async def test_a_running_tracker_is_asked_about_the_only_model(dump: Path) -> No
         answer = await describe(bus, SUBJECTS, None)
         assert answer.model == "m"
         found = await demands(bus, SUBJECTS, answer)
-        assert found.keys() == {"a/1"}
-        assert np.argmax(found["a/1"][0]) == np.argmax(COUNTS[0])
+        assert found.keys() == {("a", 1)}
+        assert np.argmax(found["a", 1][0]) == np.argmax(COUNTS[0])
         print_popularity(answer)
 
 
