@@ -28,8 +28,8 @@ _DIGITS = "12345678"
 """the same where the terminal has no such characters"""
 _UNDER_WAY = "under way"
 _PAUSED = (
-    "Until it is resumed no plan is made and no experts are moved but by operators' commands; a plan under way is carried to its end, what was measured "
-    "of plans is judged, and homes of requests are published as before."
+    "Until it is resumed the planner begins no plan. What operators ask for is carried out; a plan under way goes on to its end, and is undone if it "
+    "proves to do harm; homes of requests are published as before."
 )
 
 
@@ -121,9 +121,13 @@ def _finite(write: Callable[..., str], *values: float) -> str:
 
 
 def foretold_of(plans: Sequence[PlanTold]) -> LoopFigures | None:
-    """What the last plan that was carried out promised; None: none was, or none promised anything."""
-    carried_out = (plan for plan in plans if outcome(plan) not in (_UNDER_WAY, "aborted"))
-    return next((plan.predicted_after for plan in carried_out if plan.predicted_after is not None), None)
+    """What the last plan that was carried out, and not undone, promised; None: none was, or none promised anything."""
+    for plan in plans:
+        if plan.origin == "rollback" and outcome(plan) not in (_UNDER_WAY, "aborted"):
+            return None
+        if plan.predicted_after is not None and outcome(plan) not in (_UNDER_WAY, "aborted", "harmful"):
+            return plan.predicted_after
+    return None
 
 
 def outcome(plan: PlanTold) -> str:

@@ -18,7 +18,7 @@ from deploy.view_fleet import EngineNow
 from deploy.view_loop import overview, sparkline, story
 from deploy.view_status import Loop, fitting, loop_of, loop_record
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, RequestRefused, SteerLoop
-from tests.deploy.loop_figures import ENGINE, KEPT, NOW, loop
+from tests.deploy.loop_figures import ENGINE, KEPT, NOW, ROLLBACK, loop
 
 SUBJECTS = Subjects()
 
@@ -81,6 +81,8 @@ def test_what_was_given_up_is_no_promise() -> None:
     said = plain(story(loop(), given_up, NOW))
     assert not any("at start   foretold" in line for line in said)
     assert any("under way" in line for line in said)
+    undone = msgspec.structs.replace(ENGINE, plans=(ROLLBACK, KEPT))
+    assert not any("at start   foretold" in line for line in plain(story(loop(), undone, NOW)))
 
 
 def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
