@@ -35,6 +35,7 @@ from engine_adapter.transfer.choice import open_transfers
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement, PlacementRecord
+from fleet.timing import EngineSpeed
 from tests.faults.contents import CELLS, POISON, SHAPE, TENSORS, content
 from tests.faults.lockstep import Steps
 
@@ -103,6 +104,7 @@ class RankAlone:
             capabilities=Capabilities(kv_events=False, experts=False),
             shape=SHAPE,
             layout=EP,
+            speed=EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0),
         )
 
     @property

@@ -22,7 +22,7 @@ from fleet.placement import Placement
 from migration.plan import Plan
 
 Ended = MigrationCommitted | MigrationAborted
-Said = MigrationPlanned | MigrationStaged | Ended
+Said = MigrationPlanned | MigrationStaged | Ended | PlanJudged
 
 
 @dataclass
@@ -63,7 +63,6 @@ class Records:
         self.bus = bus
         self.subjects = subjects
         self.histories: dict[str, History] = {}
-        self.judged: list[PlanJudged] = []
 
     async def follow(self) -> None:
         """Read for ever."""
@@ -79,10 +78,8 @@ class Records:
                     self.history(said.engine).placements.append(said)
                 case EngineJoined():
                     self.history(said.engine).joins.append(said)
-                case MigrationPlanned() | MigrationStaged() | MigrationCommitted() | MigrationAborted():
+                case MigrationPlanned() | MigrationStaged() | MigrationCommitted() | MigrationAborted() | PlanJudged():
                     self.history(said.engine).migrations.append(said)
-                case PlanJudged():
-                    self.judged.append(said)
 
     def history(self, engine: str) -> History:
         return self.histories.setdefault(engine, History())

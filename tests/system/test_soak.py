@@ -26,7 +26,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside
-from fleet.events import MigrationCommitted, MigrationPlanned
+from fleet.events import MigrationCommitted, MigrationPlanned, PlanJudged
 from tests.faults.house import until
 from tests.faults.records import Records
 from tests.system.crowd import ONE_TRY_SECONDS, Crowd, Library, Tide, tides
@@ -172,7 +172,7 @@ class Soak:
                 **Counter(f"{one.origin}" for one in said if isinstance(one, MigrationPlanned)),
                 "handovers": sum(isinstance(one, MigrationCommitted) for one in said),
                 "bytes": sum(one.bytes for one in said if isinstance(one, MigrationPlanned)),
-                "judged": dict(Counter(one.verdict for one in self.records.judged)),
+                "judged": dict(Counter(one.verdict for one in said if isinstance(one, PlanJudged))),
             },
             "orders": happened.orders,
             "mishaps": [asdict(one) for one in happened.mishaps],
