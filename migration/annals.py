@@ -6,6 +6,7 @@ otherwise; what is told a second time changes nothing.
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlanJudged, PlanTold
 from migration.spending import Spending
@@ -14,6 +15,8 @@ MOST_TALES = 32
 """Plans that are remembered of an engine, the last ones."""
 MOST_TOLD = 8
 """of them, that are told"""
+MOST_DOUBLINGS = 6
+"""of the pause after plans that were given up one after another"""
 Entry = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged
 
 
@@ -106,6 +109,12 @@ class Annals:
         """The newest plan, where it was judged harmful: nothing has followed it."""
         last = self.last
         return last if last is not None and last.judged is not None and last.judged.verdict == "harmful" else None
+
+    def setback(self, seconds: float) -> float:
+        """Until when no other plan of the planner's own is tried: so many seconds behind the last that was given up, and twice as many for each that
+        was given up right before. -inf: the last was not."""
+        failed = list(takewhile(lambda tale: tale.own and isinstance(tale.end, MigrationAborted), reversed(self._tales.values())))
+        return failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
 
     def follows(self, tale: Tale) -> bool:
         """Whether another plan began behind this one."""

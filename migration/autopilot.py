@@ -15,8 +15,6 @@ from bus import Bus, BusError, Message
 from bus.subjects import Subjects
 from fleet.events import (
     DescribeLoop,
-    EngineLoop,
-    HomesPublished,
     LoopDescribed,
     MigrationAborted,
     MigrationCommitted,
@@ -31,20 +29,19 @@ from migration.annals import Annals
 from migration.conducting import Conductor
 from migration.config import MigrationConfig
 from migration.handing import Unfit
-from migration.homesteads import Homesteads
+from migration.housing import Housing
 from migration.inquiries import Inquiries
 from migration.judging import Judge
 from migration.leadership import Leadership
 from migration.ledger import Entry, Ledger, Refused
 from migration.measured import Measured
 from migration.metrics import MigrationMetrics
-from migration.pilots import Pilot, Shift, grounds, withheld
+from migration.pilots import Pilot, Shift, Standing, grounds, story, withheld
 from migration.planner import Decided
 from migration.remembering import Remembering
 from migration.requests import ASK_SECONDS, Requests
 from migration.situation import Question
 from migration.tracing import Tracing
-from migration.view import Homes
 from migration.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -90,8 +87,7 @@ class Autopilot:
         self._wall = wall
         self._remembering = Remembering(bus, subjects.loop_key, lead.standing)
         self._judge = Judge(bus, subjects, config, watch, measured, inquiries, conductor, requests, self._remembering, metrics, tracing, clock, wall)
-        self._homes = Homesteads(time.time_ns() // 1000)  # versions above those of whoever led before
-        self._homes_publisher = bus.publisher(subjects.homes)
+        self._housing = Housing(bus, subjects, ledger, watch, metrics, self._under_way)
         self._annals: dict[str, Annals] = {}
         """by engine"""
         self._pilots: dict[str, Pilot] = {}
@@ -111,6 +107,7 @@ class Autopilot:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
                 await self._remembering.keep()
+                self._watch.turn(self._clock())
                 self._look(tasks)
 
     def reconfigure(self, config: MigrationConfig) -> None:
@@ -141,7 +138,8 @@ class Autopilot:
 
     def described(self) -> LoopDescribed:
         """What is done by itself, and why."""
-        memory, config = self._remembering.memory, self._config
+        memory, config, now = self._remembering.memory, self._config, self._clock()
+        here = [(self._pilots[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._pilots]
         return LoopDescribed(
             policy=config.policy,
             automatic=config.automatic,
@@ -151,31 +149,13 @@ class Autopilot:
             budget_bytes=config.budget_bytes,
             budget_seconds=config.budget_seconds,
             cycle_seconds=config.cycle_seconds,
-            engines=tuple(self._told(self._pilots[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._pilots),
+            engines=tuple(story(pilot, self._standing(pilot, entry), config, now) for pilot, entry in here),
         )
 
-    def _told(self, pilot: Pilot, entry: Entry) -> EngineLoop:
-        now = self._clock()
+    def _standing(self, pilot: Pilot, entry: Entry) -> Standing:
+        now, memory = self._clock(), self._judge.memory(pilot.engine).begun(pilot.worker_id)
         window = self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
-        homes = pilot.homes
-        return EngineLoop(
-            engine=pilot.engine,
-            worker_id=pilot.worker_id,
-            epoch=entry.epoch,
-            measured=None if window is None else window.measured.figures,
-            layers=None if window is None else window.layers,
-            at_start=self._judge.memory(pilot.engine).begun(pilot.worker_id).at_start,
-            decided_at=pilot.decided_at,
-            decided=pilot.decided,
-            next_seconds=max(pilot.due(self._config) - now, 0.0),
-            trust=self._judge.trust(pilot.engine),
-            spent_bytes=pilot.annals.spending.within(now, self._config.budget_seconds),
-            moved_bytes=pilot.annals.moved_bytes,
-            homes=0 if homes is None or homes.share is None else int(homes.share.any(axis=1).sum()),
-            homes_note="" if homes is None else homes.note,
-            resting=self._watch.resting(pilot.worker_id, now),
-            plans=pilot.annals.told(),
-        )
+        return Standing(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
 
     # What is heard
 
@@ -210,9 +190,18 @@ class Autopilot:
         if annals.hear(said, self._clock() - max(wall - published_at, 0.0), min(published_at, wall)):
             pilot = self._pilots.get(said.engine)
             if isinstance(said, PlanJudged):
-                await self._judge.learn(pilot or Pilot(said.engine, said.worker_id, 0.0, annals), said, published_at)
-            if said.engine in self._woken:
-                self._woken[said.engine].set()
+                await self._judge.learn(said, published_at)
+            if pilot is not None:
+                self._news(pilot, said)
+
+    def _news(self, pilot: Pilot, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
+        """Once a plan is over there are other homes, whoever had it carried out."""
+        last = pilot.annals.last
+        if isinstance(said, MigrationCommitted | MigrationAborted) and last is not None and last.end is said:
+            pilot.next_at = self._clock()
+            if last.own:
+                self._metrics.plan_ended(last.planned.origin, "committed" if last.whole else "aborted")
+        self._woken[pilot.engine].set()
 
     def _forget(self) -> None:
         """The engine that is gone and was spoken of first."""
@@ -238,7 +227,7 @@ class Autopilot:
                 self._judge.rest(entry)
                 self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
         self._measured.keep_only(engines.values())
-        self._homes.keep_only({entry.worker_id for entry in engines.values()})
+        self._housing.keep_only({entry.worker_id for entry in engines.values()})
         self._expose(now)
 
     def _expose(self, now: float) -> None:
@@ -266,7 +255,7 @@ class Autopilot:
                         await woken.wait()
                 except TimeoutError:
                     pass  # it is time
-                await self._homes_of_the_end(pilot)
+                await self._housing.settle(pilot)
                 continue
             await self._tried(pilot)
 
@@ -288,7 +277,7 @@ class Autopilot:
         if entry is None:
             pilot.retry_at = now + _RETRY_SECONDS
             return
-        await self._homes_of_the_end(pilot)
+        await self._housing.settle(pilot)
         harmful = pilot.annals.to_undo
         if harmful is not None and harmful.planned.plan != pilot.refused:
             await self._undo(pilot, entry)
@@ -316,10 +305,9 @@ class Autopilot:
         await self._start(pilot, entry, now)
         answers, again = pilot.answers(now, config), self._watch.hurried(pilot.worker_id)
         pilot.rested(now, again, config)
-        if self._under_way(pilot):
-            await self._say_again(pilot)
+        if self._under_way(pilot.engine):
+            await self._housing.again(pilot)
             return
-        pilot.model = self._watch.model(pilot.worker_id)
         question = Question(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
         try:
             decided = await self._inquiries.decide(entry, question)
@@ -328,7 +316,7 @@ class Autopilot:
             pilot.told(str(refusal), self._wall())
             return
         self._metrics.figures(decided.record)
-        await self._house(pilot, entry, decided.homes)
+        await self._housing.now(pilot, entry, decided.homes)
         if decided.plan is None or decided.plan.refused:
             pilot.told(decided.record.refused or "there is no plan", self._wall())
             return
@@ -340,12 +328,12 @@ class Autopilot:
         if plan is None:
             return
         try:
-            entry, movable = self._requests.movable(pilot.engine), ""
+            entry = self._requests.movable(pilot.engine)
         except ValueError as error:
             return pilot.told(str(error), self._wall())
-        if entry.worker_id != pilot.worker_id or entry.epoch != plan.base_epoch or self._under_way(pilot):
+        if entry.worker_id != pilot.worker_id or entry.epoch != plan.base_epoch or self._under_way(pilot.engine):
             return pilot.told("others moved experts while it was thought over", self._wall())
-        reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, movable, answers)
+        reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
         if reason:
             return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())
         unjudged = pilot.annals.to_judge
@@ -368,14 +356,13 @@ class Autopilot:
         pilot.told(f"{plan.reason}: plan {accepted.plan} ({caused}) is being carried out", self._wall())
         pilot.settled()
         await self._judge.begun(pilot, entry, accepted.plan, record, plan.base_epoch)
-        if decided.homes_after is not None:
-            pilot.homes_after = decided.homes_after._replace(epoch=plan.base_epoch + len(plan.handovers))
-            await self._say(entry, pilot.model, pilot.homes_after)
+        await self._housing.after(pilot, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
         return None
 
-    def _under_way(self, pilot: Pilot) -> bool:
+    def _under_way(self, engine: str) -> bool:
+        """Whether an engine has a plan that is not over."""
         try:
-            self._conductor.refuse_second(pilot.engine)
+            self._conductor.refuse_second(engine)
         except ValueError:
             return True
         return False
@@ -388,42 +375,3 @@ class Autopilot:
             if window is not None:
                 started = msgspec.structs.replace(memory, at_start=window.measured.figures)
                 await self._remembering.keep(self._remembering.memory.remembering(pilot.engine, started))
-
-    # Homes
-
-    async def _house(self, pilot: Pilot, entry: Entry, homes: Homes) -> None:
-        """These are the homes with what is served now."""
-        pilot.homes = homes
-        self._watch.housed(pilot.worker_id, homes)
-        await self._say(entry, pilot.model, homes)
-
-    async def _homes_of_the_end(self, pilot: Pilot) -> None:
-        """Once a plan is over, its homes are those of now; or, where it was given up, those of before are said again."""
-        if pilot.homes_after is None or self._under_way(pilot):
-            return
-        entry, after = self._ledger.entry(pilot.worker_id), pilot.homes_after
-        if entry is None:
-            return
-        pilot.homes_after = None
-        if entry.epoch >= after.epoch:
-            pilot.homes = after
-            self._watch.housed(pilot.worker_id, after)
-        elif pilot.homes is not None:
-            await self._house(pilot, entry, pilot.homes._replace(epoch=entry.epoch))
-
-    async def _say_again(self, pilot: Pilot) -> None:
-        """For those who missed it."""
-        if (said := self._homes.last(pilot.worker_id)) is not None:
-            await self._publish(said)
-
-    async def _say(self, entry: Entry, model: str, homes: Homes) -> None:
-        said = self._homes.said(entry, model, homes)
-        self._metrics.homes.inc(self._homes.changes)
-        self._homes.changes = 0
-        await self._publish(said)
-
-    async def _publish(self, homes: HomesPublished) -> None:
-        try:
-            await self._homes_publisher.publish(homes)
-        except BusError as error:
-            logger.warning("the homes of engine %s cannot be said: %s", homes.engine, error)

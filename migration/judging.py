@@ -83,13 +83,13 @@ class Judge:
         return recovered(known.trust, self._wall() - known.trust_at, self._config.lifetime_seconds)
 
     async def begun(self, pilot: Pilot, entry: Entry, plan: str, record: PlanRecord, base_epoch: int) -> None:
-        """A plan of the planner's own was accepted: what it is to be judged by is remembered."""
+        """A plan of the planner's own was accepted: what it is to be judged by is remembered. Without that it cannot be judged."""
         reckoned = prices(record)
         if reckoned is None:
             return
         window = self._measured.window(entry.worker_id, entry.layout.boundary, self._clock(), epoch=base_epoch, seconds=self._config.judge_seconds)
         judging = Judging(plan=plan, prices=reckoned, before=None if window is None else window.measured)
-        await self._remember(pilot, msgspec.structs.replace(self.memory(pilot.engine), judging=judging))
+        await self._remember(pilot.engine, msgspec.structs.replace(self.memory(pilot.engine).begun(pilot.worker_id), judging=judging))
 
     async def judge(self, pilot: Pilot, entry: Entry, tale: Tale, disturbed: str = "") -> None:
         """Find out what a plan brought, and record it. disturbed: why it cannot be found out any more. BusError when the bus fails: try again."""
@@ -124,7 +124,7 @@ class Judge:
         plan = await self._requests.undoing(entry, tale.planned, goal, told)
         until = HARM_RESTS * self._config.cooldown_seconds
         harm = Harm.of(tale.planned.plan, self._wall() + until, changed(goal, entry.placement))
-        await self._remember(pilot, self.memory(pilot.engine).harmed(harm, self._wall()))
+        await self._remember(pilot.engine, self.memory(pilot.engine).harmed(harm, self._wall()))
         self.rest(entry)
         await self._conductor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent))
 
@@ -165,17 +165,17 @@ class Judge:
         self._metrics.judged(said)
         if self._tracing is not None:
             self._tracing.judged(said, tale.planned.traceparent)
-        await self.learn(pilot, said, self._wall())
+        await self.learn(said, self._wall())
 
-    async def learn(self, pilot: Pilot, said: PlanJudged, at: float) -> None:
+    async def learn(self, said: PlanJudged, at: float) -> None:
         """Take up what a verdict says of trust, unless something later is known. at: Unix seconds."""
-        known = self.memory(pilot.engine)
+        known = self.memory(said.engine)
         if at > known.trust_at and 0 < said.trust <= 1:
             judging = None if known.judging is not None and known.judging.plan == said.plan else known.judging
-            await self._remember(pilot, msgspec.structs.replace(known, trust=said.trust, trust_at=at, judging=judging))
+            await self._remember(said.engine, msgspec.structs.replace(known, trust=said.trust, trust_at=at, judging=judging))
 
-    async def _remember(self, pilot: Pilot, memory: EngineMemory) -> None:
-        await self._remembering.keep(self._remembering.memory.remembering(pilot.engine, memory.begun(pilot.worker_id)))
+    async def _remember(self, engine: str, memory: EngineMemory) -> None:
+        await self._remembering.keep(self._remembering.memory.remembering(engine, memory))
 
 
 def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:

@@ -1,10 +1,12 @@
 """One engine as the service that plans by itself sees it: when to think, what is under way, what was decided last. Pure; times are arguments."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from fleet.events import LoopFigures
+from fleet.events import EngineLoop, LoopFigures
 from migration.annals import Annals
 from migration.config import MigrationConfig
+from migration.measured import Window
 from migration.record import Measures, PlanRecord
 from migration.undertakings import Grounds
 from migration.verdicts import Prices
@@ -40,7 +42,6 @@ class Pilot:
     shift: Shift | None = None
     hurried_at: float = float("-inf")
     """the last thought because of a shift"""
-    model: str = ""
     homes: Homes | None = None
     """that hold with what is served now"""
     homes_after: Homes | None = None
@@ -80,7 +81,9 @@ class Pilot:
     def judge_at(self, config: MigrationConfig) -> float:
         """When the last plan of the planner's own is to be judged; inf: none is."""
         tale = self.annals.to_judge
-        return float("inf") if tale is None else tale.ended_at + config.settle_seconds + config.judge_seconds
+        if tale is None:
+            return float("inf")
+        return tale.ended_at if self.annals.follows(tale) else tale.ended_at + config.settle_seconds + config.judge_seconds
 
     def due(self, config: MigrationConfig) -> float:
         """When something is to be done next."""
@@ -94,16 +97,49 @@ class Pilot:
         return self.annals.spending.left(now, config.budget_bytes, config.budget_seconds)
 
 
-def withheld(pilot: Pilot, record: PlanRecord, config: MigrationConfig, paused: str | None, movable: str, answers: Shift | None) -> str:
-    """Why a plan that pays is not carried out now; empty: it is. paused: why, None: it is not; movable: what hinders the engine, empty: nothing does."""
+class Standing(NamedTuple):
+    """What others know of an engine: its epoch, what was measured lately and in the beginning, what is taken of predictions, how many experts rest."""
+
+    epoch: int
+    window: Window | None
+    at_start: LoopFigures | None
+    trust: float
+    resting: int
+
+
+def story(pilot: Pilot, standing: Standing, config: MigrationConfig, now: float) -> EngineLoop:
+    """What is done with an engine, for whoever asks."""
+    homes, window = pilot.homes, standing.window
+    return EngineLoop(
+        engine=pilot.engine,
+        worker_id=pilot.worker_id,
+        epoch=standing.epoch,
+        measured=None if window is None else window.measured.figures,
+        layers=None if window is None else window.layers,
+        at_start=standing.at_start,
+        decided_at=pilot.decided_at,
+        decided=pilot.decided,
+        next_seconds=max(pilot.due(config) - now, 0.0),
+        trust=standing.trust,
+        spent_bytes=pilot.annals.spending.within(now, config.budget_seconds),
+        moved_bytes=pilot.annals.moved_bytes,
+        homes=0 if homes is None or homes.share is None else int(homes.share.any(axis=1).sum()),
+        homes_note="" if homes is None else homes.note,
+        resting=standing.resting,
+        plans=pilot.annals.told(),
+    )
+
+
+def withheld(pilot: Pilot, record: PlanRecord, config: MigrationConfig, paused: str | None, answers: Shift | None, now: float) -> str:
+    """Why a plan that pays is not carried out now; empty: it is. paused: why; None: it is not. answers: the shift that it is the answer to."""
     if not config.automatic:
         return "planner.automatic is off: carry it out with roost plan --apply"
     if paused is not None:
         return f"it is paused{f' ({paused})' if paused else ''}: roost migration resume"
-    if movable:
-        return movable
     if pilot.annals.to_judge is not None and answers is None:
         return "the plan before it is not judged yet"
+    if (rest := pilot.annals.setback(config.cycle_seconds) - now) > 0:
+        return f"the last plan was given up, and the next waits {rest:.0f} s"
     if not record.next_window:
         return "it is judged on the very window it was made from; it waits for the next"
     return ""

@@ -97,6 +97,7 @@ class MigrationService:
                 except* LeaseTaken as taken:
                     logger.warning("leading no more: %s", taken.exceptions[0])
                 finally:
+                    self._autopilot = None
                     self.metrics.leader.set(0)
                     self.metrics.serving({})
         finally:

@@ -260,9 +260,9 @@ class Watch:
 
     def shifted(self, model: str, now: float) -> None:
         """What is wanted of a model is not what it was: windows of before say nothing any more. The next two are short, so that there is soon something
-        to plan from and to judge on."""
+        to plan from and to judge on; while they are open nothing begins anew, however often that is said."""
         for engine in self._engines.values():
-            if engine.joined.model == model:
+            if engine.joined.model == model and not engine.hurried:
                 self._count_all(engine, now)
                 engine.closed, engine.hurried = [], HURRIED
                 self._begin(engine, now)
