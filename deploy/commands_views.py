@@ -36,6 +36,7 @@ KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics._
 FAMILIES = {
     "migration": ("MigrationPlanned", "MigrationStaged", "MigrationCommitted", "MigrationAborted", "PlanJudged", "PlacementCommitted"),
     "membership": ("EngineJoined", "EngineLeft"),
+    "loop": ("DispatchMeasured", "PopularityShifted", "HomesPublished", "MigrationPlanned", "MigrationCommitted", "MigrationAborted", "PlanJudged"),
     "handover": ("ProposeHandover", "CommitHandover", "AbortHandover", "DescribeHandover", "HandoverDescribed"),
 }
 """Kinds that one often wants together, under one name."""

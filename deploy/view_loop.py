@@ -73,7 +73,7 @@ def overview(loop: LoopDescribed, now: float) -> list[Text]:
     """What it does at all. now: Unix seconds, here as everywhere."""
     budget = f"{in_units(loop.budget_bytes)} in {span(loop.budget_seconds)}"
     if loop.paused:
-        since = "" if loop.paused_at is None else f" for {span(now - loop.paused_at)}"
+        since = "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
         why = f": {printable(loop.paused_reason)}" if loop.paused_reason else ""
         lines = wrapped(f"loop: PAUSED{since}{why}; roost migration resume lets it go on", "bold")
     elif loop.automatic:
@@ -102,7 +102,7 @@ def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator
     measured, start, foretold = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
     columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("foretold", foretold)) if found is not None]
     if measured is None and live is None:
-        yield Text("nothing was measured yet: no requests, or an engine that does not tell where tokens go")
+        yield from wrapped("nothing was measured lately: no requests, or an engine that does not tell where tokens go")
         return
     latest = measured or live
     yield Text(f"{'':22}" + "".join(f"{head:>11}" for head, _ in columns) + (f"{'since start':>14}" if start is not None else ""), "bold")

@@ -99,7 +99,7 @@ def test_a_bad_value_is_refused_before_anything_starts(tmp_path: Path) -> None:
         (["worker", "--url", "http://a"], "--url belongs to --engine openai"),
         (["worker", "--host", "0.0.0.0"], "host must be an address under which routers reach this machine"),
         (["worker", "--name", "two words"], "engine name 'two words'"),
-        (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: migration, membership, handover, EngineJoined"),
+        (["events", "--kind", "Nonsense"], "no kind 'Nonsense'; kinds: migration, membership, loop, handover, EngineJoined"),
         (["events", "--kind", "MigrationComitted"], "no kind 'MigrationComitted'; did you mean MigrationCommitted"),
         (["events", "--kind", "handover", "--since", "1h"], "is telemetry and is not stored"),
         (["migrate"], "roost migrate --expert LAYER/EXPERT --to ENGINE/RANK, or roost migrate --plan FILE"),

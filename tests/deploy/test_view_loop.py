@@ -88,7 +88,7 @@ def test_what_was_given_up_is_no_promise() -> None:
 def test_a_loop_that_has_done_nothing_yet_says_so() -> None:
     fresh = msgspec.structs.replace(ENGINE, measured=None, layers=None, at_start=None, decided_at=None, next_seconds=None, plans=(), homes=0, homes_note="")
     said = "\n".join(plain(story(loop(), fresh, NOW)))
-    for words in ("nothing was measured yet", "nothing was decided yet; it is thought over only when asked for", "no plan was carried out yet"):
+    for words in ("nothing was measured lately", "nothing was decided yet; it is thought over only when asked for", "no plan was carried out yet"):
         assert words in said
 
 
