@@ -35,6 +35,8 @@ from engine_adapter.engine import Sent
 from engine_adapter.rank.answers import GenerationRequest
 
 WINDOW_STEPS = 32
+LEAST_WINDOWS = 12
+"""that are measured, however long they take"""
 SLOTS_TO_SPARE = 2
 """per rank and layer: experts have replicas, among which is chosen"""
 LOOKS_PER_SECOND = 20.0
@@ -114,9 +116,11 @@ async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int
             await stack.enter_async_context(alongside(stream(engine, prompt, 100 * rank + number), f"stream {number}"))
         await asyncio.sleep(seconds)
         log = made[0]
+        while len(log.ends) < LEAST_WINDOWS * WINDOW_STEPS:  # noqa: ASYNC110 of a machine that is busy with other things
+            await asyncio.sleep(0.1)
         lengths, spent, speed = np.diff(log.ends, prepend=log.ends[0]), log.spent, engine.description.speed
-        await asyncio.to_thread(all_done, folder, rank, ranks)
         logging.disable(logging.CRITICAL)  # whoever leaves first, the others say so
+        await asyncio.to_thread(all_done, folder, rank, ranks)
     windows = lengths[: len(lengths) // WINDOW_STEPS * WINDOW_STEPS].reshape(-1, WINDOW_STEPS).sum(axis=1)
     return {"windows": windows[1:].tolist(), "share": spent / float(windows[::2].sum()), "dispatch": 0.0 if speed is None else speed.dispatch}
 
@@ -127,7 +131,7 @@ def measured(ranks: int, sequences: int, prompt: int, seconds: float) -> list[di
         command = [sys.executable, "-m", "benchmarks.sent", "--rank-of", f"{ranks},{sequences},{prompt},{seconds}", "--folder", folder]
         children = [subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(ranks)]
         try:
-            said = [child.communicate(timeout=seconds + 120)[0] for child in children]
+            said = [child.communicate(timeout=seconds + 300)[0] for child in children]
         finally:
             for child in children:
                 child.kill()

@@ -49,30 +49,30 @@ class SentLog:
         """A step in which any rank had a token is over; epoch: that it was served with."""
         with self._lock:
             if epoch != self._epoch:
-                self._count()
+                self._count(self._epoch, self._drained(), self._counted)
                 self._epoch = epoch
             self._steps.append(step)
             self._pairs += sum(step.tokens_by_rank) * self._top_k * self._layers
             if self._pairs >= KEPT_PAIRS or len(self._steps) >= KEPT_STEPS:
-                self._count()
+                self._count(epoch, self._drained(), self._counted)
 
     def take(self) -> tuple[Sent, ...]:
         """What was sent since the last call, one per epoch; empty when there was no step."""
         with self._lock:
-            self._count()
-            counted = tuple(self._counted)
-            self._counted.clear()
-            return counted
+            taken, self._counted = self._counted, deque(maxlen=MOST_EPOCHS)
+            epoch, steps = self._epoch, self._drained()
+        self._count(epoch, steps, taken)  # the step thread need not wait for it
+        return tuple(taken)
 
-    def _count(self) -> None:
-        if not self._steps:
+    def _drained(self) -> list[Step]:
+        steps, self._steps, self._pairs = self._steps, [], 0
+        return steps
+
+    def _count(self, epoch: int, steps: list[Step], into: deque[Sent]) -> None:
+        if not steps:
             return
-        new = counted(self._epoch, self._steps, self._rank, layers=self._layers, top_k=self._top_k)
-        self._steps, self._pairs = [], 0
-        if self._counted and self._counted[-1].epoch == new.epoch:
-            self._counted.append(self._counted.pop().with_more(new))
-        else:
-            self._counted.append(new)
+        new = counted(epoch, steps, self._rank, layers=self._layers, top_k=self._top_k)
+        into.append(into.pop().with_more(new) if into and into[-1].epoch == epoch else new)
 
 
 def counted(epoch: int, steps: Sequence[Step], rank: int, *, layers: int, top_k: int) -> Sent:
