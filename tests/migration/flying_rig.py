@@ -1,6 +1,7 @@
 """An engine whose ranks obey, traffic, measurements, and a service that plans by itself: what tests of the closed loop begin with."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -35,7 +36,7 @@ SUBJECTS = Subjects()
 SHAPE = ModelShape(layers=2, experts=16, top_k=2, hidden=8, expert_intermediate=8)
 FIRST = linear(layers=2, experts=16, ranks=4, slots_per_rank=6)
 SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0)
-CONFIG = MigrationConfig(cycle_seconds=10.0, window_seconds=20.0, stale_seconds=6.0, judge_seconds=20.0, settle_seconds=4.0, cooldown_seconds=60.0)
+CONFIG = MigrationConfig(cycle_seconds=6.0, window_seconds=10.0, stale_seconds=6.0, judge_seconds=12.0, settle_seconds=2.0, cooldown_seconds=40.0)
 SKEWED = np.array([8.0] * 4 + [1.0] * 12)
 """Rank 0 holds what is wanted most."""
 EVEN = np.ones(16)
@@ -56,7 +57,15 @@ class Flight:
         self.name, self.worker_id = name, worker_id
         self._speed = speed
         self._demand, self._load, self._sent = (self.bus.publisher(subject) for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched))
-        self._version = 0
+        self._version = self._seconds = 0
+        self._log: Counter[type[Any]] = Counter()
+        self._newest: dict[type[Any], Any] = {}
+
+    async def follow(self) -> None:
+        """Hear what is recorded of this engine's plans."""
+        async for one in self.bus.replay(SUBJECTS.migrations(self.name)):
+            self._log[type(one.message)] += 1
+            self._newest[type(one.message)] = one.message
 
     async def join(self) -> None:
         said = EngineJoined(
@@ -81,10 +90,12 @@ class Flight:
         about: dict[str, Any] = {"engine": self.name, "worker_id": self.worker_id, "model": "m"}
         table = ExpertTable.of(np.tile(500.0 * self.rates, (2, 1)))
         for rank in range(4):
+            await self._sent.publish(self.measured(rank))
+        self._seconds += 1
+        for rank in range(4) if self._seconds % 3 == 1 else ():
             self._version += 1
             await self._demand.publish(DemandPublished(rank=rank, version=self._version, tokens_per_second=1.0, demand=table, pairs=2e5, **about))
             await self._load.publish(KvMetrics(worker_id=self.worker_id, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20))
-            await self._sent.publish(self.measured(rank))
 
     def measured(self, rank: int, **fields: Any) -> DispatchMeasured:
         """A second of one rank."""
@@ -112,9 +123,8 @@ class Flight:
     async def until(self, kind: type[Any], seconds: int = 200, after: int = 0) -> Any:
         """Go on until one more than so many of a kind are recorded of this engine; the newest."""
         for _ in range(seconds):
-            found = await recorded(self.bus, kind, self.name)
-            if len(found) > after:
-                return found[-1]
+            if self._log[kind] > after:
+                return self._newest[kind]
             await self.last(1)
         raise AssertionError(f"no {kind.__name__} within {seconds} s; {await loop(self.bus)}")
 
@@ -125,7 +135,9 @@ async def flight(broker: MemoryBroker, **fields: Any) -> AsyncIterator[Flight]:
     world = Flight(broker, **fields)
     async with world.ranks.serving():
         await world.join()
+        following = asyncio.create_task(world.follow())
         yield world
+        following.cancel()
 
 
 async def recorded(bus: Bus, kind: type[Any], name: str = "a") -> list[Any]:

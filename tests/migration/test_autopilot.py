@@ -1,19 +1,57 @@
 """The migration service at work with nobody touching it: over the memory bus, in virtual time, with ranks that obey."""
 
+import asyncio
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from bus import Declined
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import MigrationPlanned, PlanJudged
+from fleet.events import (
+    ConfigChanged,
+    DescribeProfile,
+    HomesPublished,
+    MigrateExpert,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    PlanJudged,
+    PopularityShifted,
+    RollBack,
+    SteerLoop,
+)
+from migration import inquiries
 from migration.config import MigrationConfig
 from migration.service import MigrationService
-from tests.migration.flying_rig import CONFIG, engine_of, flight
+from tests.migration.flying_rig import (
+    CONFIG,
+    EVEN,
+    FIRST,
+    SHAPE,
+    SKEWED,
+    SUBJECTS,
+    copied,
+    engine_of,
+    flight,
+    loop,
+    own,
+    recorded,
+    steer,
+    verdicts,
+)
 from tests.migration.joining import leading
 
 
 def serving(broker: MemoryBroker, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
     return leading(MemoryBus(broker), config)
+
+
+SHIFT = PopularityShifted(
+    model="m", version=1, settled=False, divergence=0.3, threshold=0.1, layers=(0, 1), traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+)
 
 
 @pytest.mark.looptime
@@ -31,11 +69,334 @@ async def test_a_plan_that_pays_is_carried_out_and_judged_with_nobody_touching_i
         assert judged.epoch == world.ranks.served[-1] == planned.handovers
         told = await engine_of(world.bus)
         assert told.plans[0].outcome == "kept"
-        assert told.plans[0].measured_after is not None
+        assert told.plans[0].measured_after == judged.measured_after
         assert told.measured is not None
+        assert told.layers is not None
         assert told.at_start is not None
+        assert told.at_start.balance == pytest.approx(0.5, rel=0.02)
         assert (told.spent_bytes, told.moved_bytes) == (planned.bytes, planned.bytes)
         assert told.epoch == planned.handovers
         exposed = service.metrics.exposition().decode()
-        for line in ('roost_loop_verdicts_total{verdict="kept"} 1.0', f'roost_loop_spent_bytes{{engine="a"}} {float(planned.bytes)}', "roost_loop_paused 0.0"):
-            assert line in exposed
+        for line in (
+            'verdicts_total{verdict="kept"} 1.0',
+            f'spent_bytes{{engine="a"}} {float(planned.bytes)}',
+            "paused 0.0",
+            'layer_balance{engine="a",layer="1"}',
+        ):
+            assert f"roost_loop_{line}" in exposed
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("config", [replace(CONFIG, automatic=False), replace(CONFIG, policy="reweight")], ids=["by hand", "reweight"])
+async def test_where_it_is_not_to_move_anything_by_itself_nothing_is_copied(config: MigrationConfig) -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, config):
+        await world.last(25)
+        assert await copied(world.bus) == 0
+        assert await own(world.bus) == []
+        told = await engine_of(world.bus)
+        assert told.decided
+        assert ("planner.automatic is off" in told.decided) == (not config.automatic)
+
+
+@pytest.mark.looptime
+async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_done() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world:
+        async with serving(broker) as service:
+            told = await steer(world.bus, paused=True, reason="a demonstration")
+            assert (told.paused, told.paused_reason, told.paused_at is None) == (True, "a demonstration", False)
+            await world.last(25)
+            assert "it is paused (a demonstration)" in (await engine_of(world.bus)).decided
+            assert b"roost_loop_paused 1.0" in service.metrics.exposition()
+        async with serving(broker):
+            assert (await loop(world.bus)).paused_reason == "a demonstration"
+            await world.last(25)
+            assert await own(world.bus) == []
+            await world.bus.request(SUBJECTS.migrate, MigrateExpert(engine="a", layer=1, expert=2, rank=3), 20)
+            await world.last(5)
+            assert world.ranks.served[-1] > 0
+            told = await steer(world.bus, paused=False)
+            assert (told.paused, told.paused_reason, told.paused_at) == (False, "", None)
+            await world.until(MigrationPlanned, 20, after=1)
+            assert len(await own(world.bus)) == 1
+
+
+@pytest.mark.looptime
+async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker) as service:
+        with pytest.raises(Declined, match="send a SteerLoop or a DescribeLoop"):
+            await world.bus.request(SUBJECTS.loop, DescribeProfile(model="m"))
+        autopilot = service._autopilot
+        assert autopilot is not None
+        broker.reachable = False
+        answer = await autopilot.answer(SteerLoop(paused=True))
+        assert "does not hold" in str(answer)
+        assert not autopilot.described().paused
+        broker.reachable = True
+        assert (await steer(world.bus, paused=True)).paused
+
+
+@pytest.mark.looptime
+async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a_restart() -> None:
+    broker = MemoryBroker()
+    most = 3 * SHAPE.expert_bytes
+    config = replace(CONFIG, policy="uniform", budget_bytes=most, budget_seconds=600.0, cooldown_seconds=1.0, least_gain=0.0)
+    async with flight(broker) as world:
+        async with serving(broker, config):
+            planned = await world.until(MigrationPlanned)
+            assert 0 < planned.bytes <= most
+            await world.until(PlanJudged)
+            assert (await engine_of(world.bus)).spent_bytes == planned.bytes
+        async with serving(broker, config) as service:
+            world.rates = SKEWED[::-1].copy()
+            assert (await engine_of(world.bus)).spent_bytes == planned.bytes
+            await world.last(45)
+            assert await copied(world.bus) <= most
+            service.reconfigure(replace(config, budget_seconds=0.01))
+            await world.last(20)
+            assert await copied(world.bus) > most
+
+
+@pytest.mark.looptime
+async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_after_a_restart() -> None:
+    broker = MemoryBroker()
+    config = replace(CONFIG, cooldown_seconds=15.0, judge_seconds=22.0)
+    async with flight(broker) as world:
+        async with serving(broker, config) as service:
+            planned = await world.until(MigrationPlanned)
+            assert planned.origin == "planner"
+            assert planned.copies > 0
+            world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
+            judged = await world.until(PlanJudged)
+            assert judged.verdict == "harmful", judged
+            assert judged.realised < 0
+            assert judged.trust < 1.0
+            back = await world.until(MigrationPlanned, 20, after=1)
+            assert (back.origin, back.policy, back.base_epoch) == ("rollback", "roost", judged.epoch)
+            await world.last(5)
+            assert (world.ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all()
+            told = await engine_of(world.bus)
+            assert told.trust == pytest.approx(judged.trust, abs=0.01)
+            assert told.resting > 0
+            assert [plan.outcome for plan in told.plans] == ["committed", "harmful"]
+            assert b'roost_loop_verdicts_total{verdict="harmful"} 1.0' in service.metrics.exposition()
+            world.rates, world.balance, world.step_seconds = SKEWED, 0.5, 2e-3
+            await world.last(20)
+            assert (await engine_of(world.bus)).resting > 0, "longer than what was merely moved"
+        async with serving(broker, config):
+            told = await engine_of(world.bus)
+            assert told.resting > 0
+            assert told.trust == pytest.approx(judged.trust, abs=0.05)
+
+
+@pytest.mark.looptime
+async def test_what_got_worse_with_the_traffic_alone_is_no_harm() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker):
+        await world.until(MigrationPlanned)
+        world.balance, world.step_seconds = 0.3, 4e-3
+        judged = await world.until(PlanJudged)
+        assert judged.verdict == "kept", judged
+        assert "no better as it was before" in judged.reason
+
+
+@pytest.mark.looptime
+async def test_one_plan_is_judged_before_the_next_is_made_and_by_nothing_where_others_move_experts() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0, cooldown_seconds=1.0)):
+        await world.until(MigrationPlanned)
+        await world.until(MigrationCommitted)
+        world.rates = SKEWED[::-1].copy()
+        await world.last(25)
+        assert len(await own(world.bus)) == 1
+        assert "not judged yet" in (await engine_of(world.bus)).decided
+        await world.bus.request(SUBJECTS.migrate, RollBack(engine="a"), 20)
+        judged = await world.until(PlanJudged, 5)
+        assert judged.verdict == "unknown"
+        assert "others moved experts meanwhile" in judged.reason
+        assert judged.trust == 1.0
+
+
+@pytest.mark.looptime
+async def test_a_successor_judges_what_its_predecessor_began_by_what_that_had_measured() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world:
+        async with serving(broker):
+            await world.until(MigrationPlanned)
+            before = (await engine_of(world.bus)).measured
+            assert before is not None
+        world.balance = 0.9
+        async with serving(broker):
+            judged = await world.until(PlanJudged)
+            assert judged.verdict == "kept"
+            assert judged.measured_before.balance == pytest.approx(before.balance, rel=0.05)
+            assert judged.measured_after.balance == pytest.approx(0.9, rel=0.02)
+            assert judged.realised > 0.4
+            told = await engine_of(world.bus)
+            assert told.at_start is not None
+            assert told.at_start.balance == pytest.approx(0.5, rel=0.02)
+        async with serving(broker):
+            await world.last(30)
+            assert len(await verdicts(world.bus)) == 1
+
+
+@pytest.mark.looptime
+async def test_a_shift_is_answered_before_the_cycle_comes_round_and_in_its_own_trace() -> None:
+    broker = MemoryBroker()
+    config = replace(CONFIG, cycle_seconds=500.0, window_seconds=60.0)
+    async with flight(broker) as world, serving(broker, config):
+        voice = world.bus.publisher(SUBJECTS.shifts)
+        world.rates = EVEN
+        await world.last(20)
+        assert (await engine_of(world.bus)).decided == ""
+        world.rates = SKEWED
+        await voice.publish(SHIFT)
+        planned = await world.until(MigrationPlanned, 40)
+        assert planned.traceparent == SHIFT.traceparent
+
+
+@pytest.mark.looptime
+async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_stays_unknown() -> None:
+    broker = MemoryBroker()
+    config = replace(CONFIG, judge_seconds=200.0, cooldown_seconds=1.0)
+    async with flight(broker) as world, serving(broker, config):
+        await world.until(MigrationPlanned)
+        await world.until(MigrationCommitted)
+        world.rates = SKEWED[::-1].copy()
+        await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
+        await world.until(MigrationPlanned, 60, after=1)
+        (judged,) = await verdicts(world.bus)
+        assert (judged.verdict, judged.trust) == ("unknown", 1.0)
+        assert "demand shifted" in judged.reason
+
+
+@pytest.mark.looptime
+async def test_shifts_one_after_another_cost_a_thought_now_and_then() -> None:
+    broker = MemoryBroker()
+    config = replace(CONFIG, cycle_seconds=1000.0)
+    async with flight(broker) as world, serving(broker, config) as service:
+        voice = world.bus.publisher(SUBJECTS.shifts)
+        world.rates = EVEN
+        for _ in range(40):
+            await voice.publish(SHIFT)
+            await world.last(1)
+        (line,) = [line for line in service.metrics.exposition().decode().splitlines() if line.startswith("roost_planner_plan_seconds_count")]
+        assert 2 <= float(line.split()[1]) <= 9
+
+
+async def homes_of(bus: MemoryBus, said: list[HomesPublished]) -> None:
+    async with bus.subscribe(SUBJECTS.homes) as heard:
+        async for received in heard:
+            assert isinstance(received.message, HomesPublished)
+            said.append(received.message)
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "aborted"])
+async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    shares = np.full((2, 4), 0.25, np.float32)
+
+    def with_homes(*arguments: Any) -> Any:
+        found = decide(*arguments)
+        after = None if found.plan is None else found.homes._replace(share=shares, clusters=9, note="near")
+        return found._replace(homes_after=after)
+
+    decide = inquiries.decide
+    monkeypatch.setattr("migration.inquiries.decide", with_homes)
+    broker = MemoryBroker()
+    said: list[HomesPublished] = []
+    async with flight(broker) as world, serving(broker):
+        listening = asyncio.create_task(homes_of(MemoryBus(broker), said))
+        world.ranks.stage_seconds = 4.0
+        if fails:
+            world.ranks.fails = {2: ("its memory is full", "memory")}
+        planned = await world.until(MigrationPlanned)
+        await world.last(1)
+        early = said[-1]
+        assert (early.epoch, early.clusters, early.count, early.homes) == (planned.handovers, 9, 2, shares.astype("<f4").tobytes())
+        assert early.version > said[-2].version
+        assert said[-2].epoch == 0
+        await world.until(MigrationAborted if fails else MigrationCommitted, 60)
+        await world.last(2)
+        told = await engine_of(world.bus)
+        if fails:
+            assert (said[-1].epoch, said[-1].homes) == (0, b"")
+            assert said[-1].version > early.version
+            assert told.homes == 0
+            assert "given up" in told.decided or "aborted" in told.plans[0].outcome
+        else:
+            assert said[-1].epoch == planned.handovers
+        listening.cancel()
+
+
+@pytest.mark.looptime
+async def test_plans_that_are_given_up_one_after_another_are_tried_ever_less_often() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker):
+        world.ranks.fails = {2: ("its memory is full", "memory")}
+        await world.last(90)
+        assert 2 <= len(await recorded(world.bus, MigrationAborted)) <= 4
+        assert "the last plan was given up, and the next waits" in (await engine_of(world.bus)).decided
+        assert world.ranks.served == [0]
+        assert await verdicts(world.bus) == []
+
+
+@pytest.mark.looptime
+async def test_settings_are_taken_all_or_none_while_it_runs_and_that_is_recorded() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, replace(CONFIG, policy="reweight")) as service:
+        await world.last(25)
+        assert await own(world.bus) == []
+        said = await service.reload(lambda: replace(CONFIG, cycle_seconds=5.0))
+        assert said.changed == {"policy": ('"reweight"', '"roost"'), "cycle_seconds": ("6.0", "5.0")}
+        await world.until(MigrationPlanned, 20)
+        refused = await service.reload(lambda: replace(CONFIG, budget_bytes=1, lease_seconds=9.0))
+        assert "lease_seconds (now 3.0, asked for 9.0)" in str(refused.refused)
+
+        def broken() -> MigrationConfig:
+            return replace(CONFIG, cycle_seconds=-1.0)
+
+        assert "planner.cycle_seconds must be" in str((await service.reload(broken)).refused)
+        told = await loop(world.bus)
+        assert (told.policy, told.cycle_seconds, told.budget_bytes) == ("roost", 5.0, CONFIG.budget_bytes)
+        audit = [one.message async for one in world.bus.replay(SUBJECTS.config("planner"), follow=False)]
+        assert [isinstance(one, ConfigChanged) and one.refused is None for one in audit] == [True, False, False]
+        assert b'roost_planner_reloads_total{outcome="refused"} 2.0' in service.metrics.exposition()
+
+
+@pytest.mark.looptime
+async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(view: Any, *arguments: Any) -> Any:
+        if view.engine == "b":
+            raise ZeroDivisionError("a defect")
+        return decide(view, *arguments)
+
+    decide = inquiries.decide
+    monkeypatch.setattr("migration.inquiries.decide", broken)
+    broker = MemoryBroker()
+    async with flight(broker) as world, flight(broker, name="b", worker_id=2) as other, serving(broker) as service:
+        for _ in range(45):
+            await other.speak()
+            await world.last(1)
+        assert len(await own(world.bus)) == 1
+        assert await recorded(world.bus, MigrationPlanned, "b") == []
+        assert b'refusals_total{reason="failed"}' in service.metrics.exposition()
+        assert [engine.engine for engine in (await loop(world.bus)).engines] == ["a", "b"]
+
+
+@pytest.mark.looptime
+async def test_measurements_that_cannot_be_are_counted_and_change_nothing() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker) as service:
+        voice = world.bus.publisher(SUBJECTS.dispatched)
+        for wrong in ({"rank": 7}, {"steps": 0}, {"balance": (1.0,)}, {"local": (1e9, 0.0)}, {"remote_ranks": (float("nan"), 0.0)}, {"tokens": -1}):
+            await voice.publish(
+                world.measured(0, **{key: value for key, value in wrong.items() if key != "rank"}) if "rank" not in wrong else world.measured(7)
+            )
+        await asyncio.sleep(1)
+        exposed = service.metrics.exposition().decode()
+        assert 'rejected_total{reason="shape"} 2.0' in exposed
+        assert 'rejected_total{reason="demand"} 4.0' in exposed
+        assert (await engine_of(world.bus)).measured is None
