@@ -1,0 +1,128 @@
+"""Windows of what engines measure: means, errors, bounds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.events import DispatchMeasured
+from fleet.layout import EP
+from fleet.placement import linear
+from migration.config import MigrationConfig
+from migration.ledger import Entry, Fault, Refused
+from migration.measured import SLICES, Measured
+
+ENTRY = Entry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
+CONFIG = MigrationConfig(window_seconds=30.0, judge_seconds=30.0)
+
+
+def measured(config: MigrationConfig = CONFIG) -> Measured:
+    found = Measured(config)
+    found.keep_only([ENTRY])
+    return found
+
+
+def said(rank: int = 0, epoch: int = 0, steps: int = 10, took: float = 0.02, tokens: int = 100, **fields: Any) -> DispatchMeasured:
+    plain: dict[str, Any] = {
+        "pairs": 2 * tokens,
+        "remote_ranks": (0.0, 0.3 * tokens, 0.5 * tokens),
+        "local": (0.0, 1.0 * tokens, 0.5 * tokens),
+        "served": (0.0, 2.0 * tokens, 2.0 * tokens),
+        "balance": (0.0, 0.8 * steps, 0.6 * steps),
+    }
+    return DispatchMeasured(
+        engine="a", worker_id=1, rank=rank, model="m", epoch=epoch, seconds=1.0, steps=steps, step_seconds=took, tokens=tokens, **{**plain, **fields}
+    )
+
+
+def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded() -> None:
+    kept = measured()
+    for second in range(8):
+        kept.hear(said(0), float(second))
+        kept.hear(said(1, tokens=300), second + 0.5)
+    window = kept.window(1, 1, 8.0)
+    assert window is not None
+    figures = window.measured.figures
+    assert (figures.remote_ranks, figures.local, figures.balance) == pytest.approx((0.4, 0.375, 0.7))
+    assert (figures.step_seconds, figures.tokens) == pytest.approx((0.002, 3200))
+    assert window.measured.token_seconds == pytest.approx(0.002 / 40), "a step of 40 tokens, of both ranks together"
+    assert window.measured.pairs == 6400
+    assert window.layers.balance == pytest.approx((0.0, 0.8, 0.6))
+    assert window.measured.errors.remote_ranks == pytest.approx(0.0, abs=1e-12)
+
+
+def test_every_epoch_has_a_window_of_its_own_and_what_is_older_than_asked_for_is_left_out() -> None:
+    kept = measured()
+    for second in range(10):
+        kept.hear(said(epoch=0, balance=(0.0, 2.0, 2.0)), float(second))
+    for second in range(10, 20):
+        kept.hear(said(epoch=1), float(second))
+    for epoch, balance in ((0, 0.2), (1, 0.7)):
+        window = kept.window(1, 1, 20.0, epoch=epoch)
+        assert window is not None
+        assert window.measured.figures.balance == pytest.approx(balance)
+    late = kept.window(1, 1, 20.0, since=15.0)
+    assert late is not None
+    assert late.measured.figures.tokens == 500
+    assert kept.window(1, 1, 20.0, epoch=2) is None
+    assert kept.window(1, 1, 20.0, seconds=2.0) is None, "of two seconds nobody can tell the error"
+    assert kept.window(2, 1, 20.0) is None
+
+
+def test_the_error_of_a_mean_is_about_what_its_spread_makes_it() -> None:
+    chance, spread, found = np.random.default_rng(1), 0.2, []
+    for _ in range(40):
+        kept = measured()
+        for second in range(24):
+            step = 0.02 * max(1.0 + spread * float(chance.standard_normal()), 0.1)
+            kept.hear(said(took=step), float(second))
+        window = kept.window(1, 1, 24.0)
+        assert window is not None
+        found.append((window.measured.figures.step_seconds, window.measured.errors.step_seconds))
+    means, errors = np.array(found).T
+    assert 0.5 < errors.mean() / means.std() < 2.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 3)), max_size=200))
+def test_what_is_kept_is_bounded_however_much_is_said(story: list[tuple[float, int]]) -> None:
+    kept, now = measured(), 0.0
+    for pause, epoch in story:
+        now += pause
+        kept.hear(said(epoch=epoch), now)
+    assert len(kept._engines[1].slices) <= SLICES
+    kept.keep_only([])
+    assert kept._engines == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        ({"rank": 2}, Fault.SHAPE),
+        ({"balance": (1.0,)}, Fault.SHAPE),
+        ({"steps": 0}, Fault.DEMAND),
+        ({"took": float("inf")}, Fault.DEMAND),
+        ({"tokens": -1}, Fault.DEMAND),
+        ({"remote_ranks": (0.0, 0.0, 101.0)}, Fault.DEMAND),
+        ({"local": (0.0, 0.0, 201.0)}, Fault.DEMAND),
+        ({"local": (0.0, 0.0, -1.0)}, Fault.DEMAND),
+        ({"balance": (0.0, 0.0, 10.5)}, Fault.DEMAND),
+        ({"served": (0.0, float("nan"), 0.0)}, Fault.DEMAND),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], fault: Fault) -> None:
+    kept = measured()
+    with pytest.raises(Refused) as refusal:
+        kept.hear(said(**wrong), 0.0)
+    assert refusal.value.fault is fault
+    assert not kept._engines[1].slices
+
+
+def test_strangers_and_other_engines_are_refused() -> None:
+    kept = Measured(CONFIG)
+    with pytest.raises(Refused, match="has not joined"):
+        kept.hear(said(), 0.0)
+    kept.keep_only([Entry("b", 1, EP, ENTRY.placement)])
+    with pytest.raises(Refused, match="worker 1 is engine 'b'"):
+        kept.hear(said(), 0.0)

@@ -1,0 +1,64 @@
+"""What plans copied, against their budget."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from migration import spending
+from migration.spending import Spending
+
+STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
+"""(seconds since the one before, bytes that somebody would like to copy)"""
+
+
+@given(STORY, st.integers(0, 2000), st.floats(1, 100))
+def test_who_copies_no_more_than_is_left_never_copies_more_than_the_budget_in_any_interval(story: list[tuple[float, int]], budget: int, seconds: float) -> None:
+    kept, now, done = Spending(), 0.0, []
+    for pause, wish in story:
+        now += pause
+        copied = min(wish, kept.left(now, budget, seconds))
+        kept.spend(now, copied)
+        done.append((now, copied))
+    for end, _ in done:
+        assert sum(copied for at, copied in done if end - seconds < at <= end) <= budget
+
+
+@given(STORY, st.floats(0, 200), st.floats(1, 100))
+def test_what_is_within_an_interval_is_what_was_copied_in_it_whether_or_not_the_rest_is_forgotten(
+    story: list[tuple[float, int]], later: float, seconds: float
+) -> None:
+    kept, now, done = Spending(), 0.0, []
+    for pause, copied in story:
+        now += pause
+        kept.spend(now, copied)
+        done.append((now, copied))
+    now += later
+    expected = sum(copied for at, copied in done if now - at < seconds)
+    assert kept.within(now, seconds) == expected
+    kept.forget(now, seconds)
+    assert kept.within(now, seconds) == expected
+
+
+@given(STORY)
+def test_of_too_many_handovers_the_oldest_count_longer_never_shorter(story: list[tuple[float, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spending, "MOST_ENTRIES", 4)
+        few, now = Spending(), 0.0
+        done = []
+        for pause, copied in story:
+            now += pause
+            few.spend(now, copied)
+            done.append((now, copied))
+        assert len(few._spent) <= 4
+        for seconds in (1.0, 20.0, 1e6):
+            assert few.within(now, seconds) >= sum(copied for at, copied in done if now - at < seconds)
+        assert few.within(now, 1e9) == sum(copied for _, copied in done)
+
+
+def test_nobody_copies_less_than_nothing_and_what_is_told_late_counts_from_the_one_before() -> None:
+    kept = Spending()
+    with pytest.raises(ValueError, match="-1 bytes"):
+        kept.spend(0.0, -1)
+    kept.spend(10.0, 5)
+    kept.spend(3.0, 7)
+    assert kept.within(14.0, 5.0) == 12
