@@ -79,9 +79,9 @@ def _operated(message: Message) -> str | None:
 
 
 def _change(before: LoopFigures, after: LoopFigures) -> str:
-    return (
-        f"remote ranks {before.remote_ranks:.3f} > {after.remote_ranks:.3f}, step {1e3 * before.step_seconds:.3g} > {1e3 * after.step_seconds:.3g} ms foretold"
-    )
+    saved = 1e3 * (before.step_seconds - after.step_seconds)
+    step = f"step {abs(saved):.3g} ms {'shorter' if saved >= 0 else 'longer'}"
+    return f"remote ranks {before.remote_ranks:.3f} > {after.remote_ranks:.3f}, {step} foretold"
 
 
 def _bytes(count: float) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 from rich.text import Text
 
 from bus import Bus
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
 
 def _percent(before: float, now: float) -> str:
-    return f"{100 * (now / before - 1):+.1f} %" if before > 0 else "-"
+    return f"{100 * (now / before - 1):+.1f}%" if before > 0 else "-"
 
 
 def _points(before: float, now: float) -> str:
@@ -121,13 +122,23 @@ def _finite(write: Callable[..., str], *values: float) -> str:
 
 
 def foretold_of(plans: Sequence[PlanTold]) -> LoopFigures | None:
-    """What the last plan that was carried out, and not undone, promised; None: none was, or none promised anything."""
+    """What the last plan that was carried out, and not undone, promised; None: none was, or none promised anything.
+
+    Its step is the one that was measured before it, shorter by the share that was foretold: a model's steps are not those of every machine.
+    """
     for plan in plans:
         if plan.origin == "rollback" and outcome(plan) not in (_UNDER_WAY, "aborted"):
             return None
         if plan.predicted_after is not None and outcome(plan) not in (_UNDER_WAY, "aborted", "harmful"):
-            return plan.predicted_after
+            return _as_measured(plan, plan.predicted_after)
     return None
+
+
+def _as_measured(plan: PlanTold, after: LoopFigures) -> LoopFigures:
+    before, measured = plan.predicted_before, plan.measured_before
+    if before is None or measured is None or before.step_seconds <= 0:
+        return after
+    return msgspec.structs.replace(after, step_seconds=measured.step_seconds * after.step_seconds / before.step_seconds)
 
 
 def outcome(plan: PlanTold) -> str:
@@ -175,24 +186,31 @@ def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Itera
     if not told:
         yield Text("no plan was carried out yet")
         return
-    yield Text(f"{'plan':16} {'begun':6} {'outcome':9} {'moved':7} {'remote ranks':16} step, ms (measured)", "bold")
+    yield Text(f"{'plan':16} {'begun':6} {'outcome':9} {'moved':7} {'remote ranks':21} step (measured)", "bold")
     for plan in told[:most]:
         who = "" if plan.origin == "planner" else f" by {plan.origin}"
-        both = [_promise(plan, field, factor) for field, factor in (("remote_ranks", 1.0), ("step_seconds", 1e3))]
         moved = in_units(plan.bytes) if plan.bytes else "-"
-        yield Text(f"{printable(plan.plan):16} {span(now - plan.at):6} {outcome(plan):9} {moved:7} {both[0]:16} {both[1]}{who}".rstrip())
+        remote, step = _promise(plan, _from_to), _promise(plan, _by)
+        yield Text(f"{printable(plan.plan):16} {span(now - plan.at):6} {outcome(plan):9} {moved:7} {remote:21} {step}{who}".rstrip())
         if plan is told[0] and len(plan.outcome) > len(outcome(plan)) + 1:
             yield from wrapped(f"  {printable(plan.outcome)}")
 
 
-def _promise(plan: PlanTold, field: str, factor: float) -> str:
-    def word(found: LoopFigures | None) -> str:
-        return "-" if found is None else _finite("{:.3g}".format, factor * float(getattr(found, field)))
+def _promise(plan: PlanTold, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
+    """What was foretold of a plan, and in brackets what was measured."""
+    foretold = "-" if plan.predicted_before is None or plan.predicted_after is None else word(plan.predicted_before, plan.predicted_after)
+    if plan.measured_before is None or plan.measured_after is None:
+        return foretold
+    return f"{foretold} ({word(plan.measured_before, plan.measured_after)})"
 
-    if plan.predicted_before is None and plan.predicted_after is None:
-        return "-" if plan.measured_after is None else f"({word(plan.measured_after)})"
-    measured = f" ({word(plan.measured_after)})" if plan.measured_after is not None else ""
-    return f"{word(plan.measured_before or plan.predicted_before)}>{word(plan.predicted_after)}{measured}"
+
+def _from_to(before: LoopFigures, after: LoopFigures) -> str:
+    return _finite("{:.2f}>{:.2f}".format, before.remote_ranks, after.remote_ranks)
+
+
+def _by(before: LoopFigures, after: LoopFigures) -> str:
+    """Step times are foretold by a model, and hold as shares."""
+    return _finite(_percent, before.step_seconds, after.step_seconds)
 
 
 def in_rows(loop: LoopDescribed, now: float) -> list[Text]:

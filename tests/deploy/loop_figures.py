@@ -25,7 +25,8 @@ KEPT = PlanTold(
     measured_after=MEASURED,
 )
 ABORTED = msgspec.structs.replace(KEPT, plan="0000000000000001", outcome="aborted: rank 1 has no free cell, wait until reads have settled", measured_after=None)
-ROLLBACK = msgspec.structs.replace(KEPT, plan="0000000000000002", origin="rollback", outcome="committed", predicted_before=None, predicted_after=None)
+_NOTHING: dict[str, None] = dict.fromkeys(("predicted_before", "predicted_after", "measured_before", "measured_after"))
+ROLLBACK = msgspec.structs.replace(KEPT, plan="0000000000000002", origin="rollback", outcome="committed", **_NOTHING)
 ENGINE = EngineLoop(
     engine="engine-0",
     worker_id=7,

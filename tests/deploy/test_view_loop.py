@@ -15,10 +15,10 @@ from deploy import loops
 from deploy.commandline import in_json
 from deploy.loops import NotTold, described, steered
 from deploy.view_fleet import EngineNow
-from deploy.view_loop import overview, sparkline, story
+from deploy.view_loop import foretold_of, overview, sparkline, story
 from deploy.view_status import Loop, fitting, loop_of, loop_record
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, RequestRefused, SteerLoop
-from tests.deploy.loop_figures import ENGINE, KEPT, NOW, ROLLBACK, loop
+from tests.deploy.loop_figures import ENGINE, FORETOLD, KEPT, NOW, ROLLBACK, START, loop
 
 SUBJECTS = Subjects()
 
@@ -57,7 +57,7 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
     said = "\n".join(screen(1))
     for words in (
         "loop: automatic, policy roost, thinks every 30 s, may copy 32 GB in 15 min",
-        "1.442      1.969      1.430       -26.8 %",
+        "1.442      1.969      1.430        -26.8%",
         "+26.9 points",
         "9.1 ms",
         "balance by layer",
@@ -66,7 +66,7 @@ def test_what_is_measured_stands_beside_the_start_and_what_was_foretold() -> Non
         "decided 12 s ago (thought over again in 18 s): no plan: nothing is to be gained",
         "9 clusters have one",
         "aborted: rank 1 has no free cell",
-        "1.97>1.43 (1.44) 10.2>9.05 (9.1)",
+        "1.97>1.43 (1.97>1.44) -11.3% (-10.8%)",
         "by rollback",
         "running",
     ):
@@ -113,6 +113,16 @@ def test_a_sparkline_shows_the_worst_of_each_group_of_many_layers() -> None:
     bars = sparkline([*([1.0] * 99), 0.0], min).split("  ")[0]
     assert len(bars) <= 36
     assert (bars[0], bars[-1]) == ("█", "▁")
+
+
+def test_a_step_is_foretold_as_a_share_of_the_one_that_was_measured() -> None:
+    model = {"predicted_before": msgspec.structs.replace(START, step_seconds=0.002), "predicted_after": msgspec.structs.replace(FORETOLD, step_seconds=0.001)}
+    found = foretold_of((msgspec.structs.replace(KEPT, **model),))
+    assert found is not None
+    assert found.step_seconds == pytest.approx(START.step_seconds / 2)
+    alone = foretold_of((msgspec.structs.replace(KEPT, **model, measured_before=None),))
+    assert alone is not None
+    assert alone.step_seconds == 0.001
 
 
 # Who answers
