@@ -28,7 +28,7 @@ from migration.plan import Handover, Plan, SplitRecord, Step, planned
 
 RANKS, SLOTS = 4, 10
 ENGINE = "engine-0"
-DISPATCH_SECONDS = 3e-5
+DISPATCH_SECONDS = 2e-4
 SETTLED_SECONDS = 60.0
 """in which a plan that is under way ends"""
 HEARD_SECONDS = 1.2
@@ -52,7 +52,7 @@ POLICIES = (STATIC, EPLB, JOINT, LOOP)
 CADENCE: dict[str, dict[str, Any]] = {
     "planner": {
         "cycle_seconds": 3.0,
-        "window_seconds": 10.0,
+        "window_seconds": 20.0,
         "stale_seconds": 5.0,
         "homes_seconds": 5.0,
         "judge_seconds": 15.0,
@@ -77,7 +77,7 @@ CADENCE: dict[str, dict[str, Any]] = {
 def base(dispatch_seconds: float, cadence: Settings) -> dict[str, dict[str, Any]]:
     """What all policies have in common: engine, slots, dispatch rule, links, cadence."""
     engine = {"ranks": RANKS, "slots_per_rank": SLOTS, "dispatch_seconds": dispatch_seconds}
-    return merged({"engine": engine, "transfer": {"way": "nixl"}, "worker": {"name": "engine"}}, cadence, STATIC.settings)
+    return merged({"engine": engine, "transfer": {"way": "nixl", "least_seconds": 5.0}, "worker": {"name": "engine"}}, cadence, STATIC.settings)
 
 
 class Phase(NamedTuple):
@@ -162,12 +162,14 @@ class Live:
 
     async def _go_back(self) -> None:
         """To the first placement, by handovers like any other."""
-        await self.settled()
-        begun = [one.plan for _, one in self.watcher.planned if one.base_epoch == self.first.epoch]
-        if not same(self.placement, self.first):
-            await self._carry_out(RollBack(engine=ENGINE, plan=begun[0]))
-        if not same(self.placement, self.first):
-            raise RuntimeError(f"epoch {self.placement.epoch} is not the placement that was there before plan {begun[0]}")
+        begun = self.first.epoch + 1
+        for _ in range(3):  # a plan may have been about to begin
+            await self.settled()
+            if self.placement.serves_as(self.first):
+                break
+            await self._carry_out(RollBack(engine=ENGINE, plan=next(one.plan for _, one in self.watcher.moved if one.epoch == begun)))
+        if not self.placement.serves_as(self.first):
+            raise RuntimeError(f"epoch {self.placement.epoch} is not what everything began with: {difference(self.placement, self.first)}")
         self.first = self.placement
 
     async def _carry_out(self, order: RollBack | ApplyPlan) -> None:
@@ -200,9 +202,10 @@ class Live:
             yield load
 
 
-def same(one: Placement, other: Placement) -> bool:
-    """Whether both serve alike, whatever their epochs."""
-    return np.array_equal(one.expert_of_slot, other.expert_of_slot) and all(np.array_equal(a, b) for a, b in zip(one.split, other.split, strict=True))
+def difference(one: Placement, other: Placement) -> str:
+    """In words."""
+    parts = {name: int((a != b).sum()) for name, a, b in zip(one.split._fields, one.split, other.split, strict=True)}
+    return f"{int((one.expert_of_slot != other.expert_of_slot).sum())} slots hold something else, shares differ in {parts}"
 
 
 def evenly(placement: Placement) -> Plan:
