@@ -34,7 +34,7 @@ from migration.inquiries import Inquiries
 from migration.judging import Judge
 from migration.leadership import Leadership
 from migration.ledger import Entry, Ledger, Refused
-from migration.measured import Measured
+from migration.measured import Measured, Window
 from migration.metrics import MigrationMetrics
 from migration.pilots import Pilot, Shift, Standing, grounds, story, withheld
 from migration.planner import Decided
@@ -154,8 +154,14 @@ class Autopilot:
 
     def _standing(self, pilot: Pilot, entry: Entry) -> Standing:
         now, memory = self._clock(), self._judge.memory(pilot.engine).begun(pilot.worker_id)
-        window = self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+        window = self._window(entry, now)
         return Standing(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
+
+    def _window(self, entry: Entry, now: float) -> Window | None:
+        """What was measured lately: of the epoch that is served, as soon as that can be told."""
+        seconds = self._config.window_seconds
+        of_now = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=entry.epoch, seconds=seconds)
+        return of_now or self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=seconds)
 
     # What is heard
 
@@ -235,7 +241,7 @@ class Autopilot:
         self._metrics.paused(self._remembering.memory.paused)
         for engine, pilot in self._pilots.items():
             entry = self._ledger.engines()[engine]
-            window = self._measured.window(pilot.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+            window = self._window(entry, now)
             if window is not None:
                 self._metrics.measured(engine, window.measured.figures, window.layers)
             spent = pilot.annals.spending.within(now, self._config.budget_seconds)
@@ -291,12 +297,14 @@ class Autopilot:
         if tale is None:
             return
         try:
+            if self._idle:
+                raise ValueError("nothing is done by itself at present: roost rollback")  # noqa: TRY301
             await self._judge.undo(pilot, entry, tale)
             pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
         except (ValueError, Unfit) as error:
             pilot.refused = tale.planned.plan
-            pilot.told(f"plan {tale.planned.plan} did harm, and cannot be rolled back: {error}", self._wall())
-            logger.warning("engine %s: %s", pilot.engine, pilot.decided)
+            pilot.trouble = f"plan {tale.planned.plan} did harm, and cannot be rolled back: {error}"
+            logger.warning("engine %s: %s", pilot.engine, pilot.trouble)
 
     async def _think(self, pilot: Pilot, entry: Entry) -> None:
         """The engine's plan of the cycle, or because of a shift; carried out where it pays and nothing forbids it."""
@@ -314,6 +322,7 @@ class Autopilot:
         except Refused as refusal:
             logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
             pilot.told(str(refusal), self._wall())
+            await self._housing.again(pilot)
             return
         self._metrics.figures(decided.record)
         await self._housing.now(pilot, entry, decided.homes)
@@ -358,6 +367,11 @@ class Autopilot:
         await self._judge.begun(pilot, entry, accepted.plan, record, plan.base_epoch)
         await self._housing.after(pilot, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
         return None
+
+    @property
+    def _idle(self) -> bool:
+        """Whether nothing is to be moved but what somebody asks for."""
+        return self._remembering.memory.paused or not self._config.automatic
 
     def _under_way(self, engine: str) -> bool:
         """Whether an engine has a plan that is not over."""

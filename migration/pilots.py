@@ -48,12 +48,20 @@ class Pilot:
     """that hold from the end of the plan under way on"""
     refused: str = ""
     """harmful plan that cannot be undone"""
+    trouble: str = ""
+    """why it cannot"""
     retry_at: float = float("-inf")
     """before then, what failed is not tried again"""
 
     def told(self, sentence: str, wall: float) -> None:
         """What was decided, at a time in Unix seconds."""
         self.decided, self.decided_at = sentence, wall
+
+    @property
+    def sentence(self) -> str:
+        """What was decided last; before it what is left of the last plan, where that did harm."""
+        stays = self.annals.to_undo is not None and self.annals.to_undo.planned.plan == self.refused
+        return f"{self.trouble}; {self.decided}" if stays else self.decided
 
     def shifted(self, shift: Shift) -> None:
         """Think about it soon."""
@@ -83,7 +91,8 @@ class Pilot:
         tale = self.annals.to_judge
         if tale is None:
             return float("inf")
-        return tale.ended_at if self.annals.follows(tale) else tale.ended_at + config.settle_seconds + config.judge_seconds
+        over = self.annals.follows(tale) or tale.planned.worker_id != self.worker_id
+        return tale.ended_at if over else tale.ended_at + config.settle_seconds + config.judge_seconds
 
     def due(self, config: MigrationConfig) -> float:
         """When something is to be done next."""
@@ -118,7 +127,7 @@ def story(pilot: Pilot, standing: Standing, config: MigrationConfig, now: float)
         layers=None if window is None else window.layers,
         at_start=standing.at_start,
         decided_at=pilot.decided_at,
-        decided=pilot.decided,
+        decided=pilot.sentence,
         next_seconds=max(pilot.due(config) - now, 0.0),
         trust=standing.trust,
         spent_bytes=pilot.annals.spending.within(now, config.budget_seconds),

@@ -192,6 +192,20 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
 
 
 @pytest.mark.looptime
+async def test_what_did_harm_stays_while_it_is_paused_and_that_is_told() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=22.0)):
+        await world.until(MigrationCommitted)
+        await steer(world.bus, paused=True)
+        world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
+        assert (await world.until(PlanJudged)).verdict == "harmful"
+        await world.last(2)
+        assert "cannot be rolled back: nothing is done by itself at present" in (await engine_of(world.bus)).decided
+        await world.last(8)
+        assert len(await recorded(world.bus, MigrationPlanned)) == 1
+
+
+@pytest.mark.looptime
 async def test_what_got_worse_with_the_traffic_alone_is_no_harm() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker):
