@@ -205,6 +205,9 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """share of pairs that the chosen rank was expected to serve itself; None where every rank is as near (TP)"""
     prior_local: float | None
     """the same under the traffic's mix, without any knowledge of the request"""
+    spread: float | None = None
+    """by how much more than the mean of the ranks of its engine the nearest of them was expected to serve itself, each beside its own share under the
+    mix: what sending it there could bring. None: nobody said, or nothing was expected"""
 
 
 class RequestsFinished(Event, frozen=True, kw_only=True):
@@ -256,9 +259,10 @@ class TablesPublished(Event, frozen=True, kw_only=True):
     reliability: dict[str, float]
     """by source: share of the way from the mix to hindsight that it goes, in [0, 1]"""
     gain: float
-    """in [0, 1]: what the expert term is worth at present"""
+    """in [0, 1]: what the expert term is worth at present, over all"""
     gains: bytes = b""
-    """float32 little endian [clusters], in [0, 1]: of it, what it is worth for requests of each cluster; empty: the same for all"""
+    """float32 little endian [clusters], in [0, 1]: what it is worth for requests of each cluster; a request's own is their mean by its weights.
+    Empty: `gain` for all"""
     buckets: int
     """rows of the token table; a token's row is its id modulo this"""
     token_rows: bytes = b""

@@ -66,7 +66,7 @@ class Tables:
 
     blocks: by sequence hash, the signature of the whole prefix that ends there. tokens: float32 [buckets, K] log-ratios, id modulo
     buckets. trust: float32 [sources], or [PATTERNS, sources] by who has something to say; reliability: float32 [sources]. gain: in [0, 1],
-    what the expert term is multiplied with.
+    what the expert term is multiplied with; gains: the same for requests of each cluster, float32 [K], None: `gain` for all.
     """
 
     version: int
@@ -80,6 +80,11 @@ class Tables:
     trust: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float = 0.0
+    gains: NDArray[np.float32] | None = None
+
+    def gain_of(self, weights: Weights) -> float:
+        """In [0, 1]: what the expert term is worth for a request of these weights [K]."""
+        return self.gain if self.gains is None else float(self.gains @ weights)
 
     @cached_property
     def heard(self) -> dict[tuple[int, int], tuple[float, NDArray[np.float32]]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +20,9 @@ from router.roster import Excluded, RankKey, Roster, Target, columns
 from router.scoring import TERMS, Expected, Scores, Weights, score, uncached_tokens
 
 NOTHING = Supposed()
+Homecoming = Literal["reached", "passed", "unheeded", "none"]
+"""reached: the request went home; passed: that would have cost more than it saves; unheeded: its homes were not heeded (`DecisionRecord.homes_note`); none:
+it has no home"""
 _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 """Of one candidate: place, overlap and uncached tokens; load; terms; their sum and what was promised; score; four columns of the outlook."""
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
@@ -177,6 +180,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def nbytes(self) -> int:
         """Memory of the columns, more or less."""
         return _COLUMN_BYTES * len(self.at)
+
+    @property
+    def homecoming(self) -> Homecoming:
+        """Whether the request went home."""
+        if self.home is not None and self.home.at.any():
+            return "reached" if self.home.at[self.chosen] else "passed"
+        return "unheeded" if self.home is None and self.outlook is not None and self.outlook.home is not None else "none"
 
     def name(self, candidate: int) -> str:
         """engine/rank of a candidate."""

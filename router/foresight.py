@@ -46,7 +46,7 @@ def _hash(*parts: str) -> int:
 class Forecast(NamedTuple):
     """A prediction as a decision keeps it: no reference to the tables it came from, so that old ones may go.
 
-    weights, shares: float32 [K]; evidence (tokens) by source, in the order of `SOURCES`.
+    weights, shares: float32 [K]; gain: what the expert term is worth for this request; evidence (tokens) by source, in the order of `SOURCES`.
     """
 
     weights: Weights
@@ -138,7 +138,7 @@ class Foresight:
         found = predict(tables, query)
         known = found.known
         said = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
-        return Forecast(found.weights, tables.shares, tables.gain, tables.version, tables.clusters, *said)
+        return Forecast(found.weights, tables.shares, tables.gain_of(found.weights), tables.version, tables.clusters, *said)
 
     def replica(self, model: str) -> Replica | None:
         return self._replicas.get(model)

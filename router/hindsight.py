@@ -210,7 +210,8 @@ class Hindsight:
             self._metrics.profiled("ours")
             outlook, at = decision.outlook, decision.chosen
             if outlook is not None and outlook.priced[at] and profile.local is not None and 0 <= profile.local <= 1:
-                self._metrics.locality(decision.ask.model, float(outlook.local[at]), profile.local)
+                heaviest = int(outlook.forecast.weights.argmax())
+                self._metrics.locality(decision.ask.model, heaviest, float(outlook.local[at]), profile.local)
             probe = self._waiting.take(profile.decision)
             if probe is not None:
                 self._settle(probe, profile, message.clusters)

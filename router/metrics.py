@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from fleet.prediction import SOURCES
+from fleet.prediction import SOURCES, Tables
 from router.course import Failure
 from router.decision import Decision
 from router.scoring import TERMS
@@ -28,6 +28,8 @@ _SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KNOWN_MODELS = 256
 """Model names come from clients and engines; series beyond so many share the label "other"."""
 _RANK = ["model", "worker_id", "dp_rank"]
+_CLUSTER = ("model", "cluster")
+"""a model has 64 at most"""
 _LOADS = (
     ("prefill_tokens", "Prompt tokens promised to a rank and not yet computed"),
     ("sequences", "Requests running or waiting on a rank"),
@@ -156,6 +158,13 @@ class RouterMetrics:
             self._predictions.values[source,] = 0
         self.tables_asked = self._counter("tables_gaps", "Prediction tables asked for anew because a change was missed")
         self._gain = self._gauge("prediction_gain", "What the expert term is multiplied with", "model")
+        self._cluster_gain = self._tally("prediction_cluster_gain", "The same for requests of one cluster", *_CLUSTER, goes_down=True)
+        self._by_cluster = (
+            self._tally("cluster_requests", "Requests that ranks told of, by the cluster they were foretold to be of most", *_CLUSTER),
+            self._tally("cluster_local_predicted", "Sum of their shares of pairs that the chosen rank was expected to serve itself", *_CLUSTER),
+            self._tally("cluster_local_observed", "Sum of the shares that it did serve itself", *_CLUSTER),
+        )
+        self._homes = self._tally("homes", "Booked decisions by whether the request went home", "model", "outcome")
         self._tables_version = self._gauge("tables_version", "Version of the prediction tables", "model")
         self._tables_age = self._gauge("tables_age_seconds", "Since prediction tables were taken last", "model")
         self._tables_bytes = self._gauge("tables_bytes", "Memory of the prediction tables", "model")
@@ -172,6 +181,7 @@ class RouterMetrics:
         if lost:
             self._lost.values[label,] += lost
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
+        self._homes.values[label, decision.homecoming] += 1
         self._terms.add(label, decision.scores.terms[:, decision.chosen] * 1e-3)
         self.deciding.observe(seconds)
 
@@ -196,9 +206,11 @@ class RouterMetrics:
         series.predicted_first.observe(predicted_seconds)
         series.observed_first.observe(observed_seconds)
 
-    def locality(self, model: str, predicted: float, observed: float) -> None:
-        """Shares of one request's routed pairs, 0..1."""
+    def locality(self, model: str, cluster: int, predicted: float, observed: float) -> None:
+        """Shares of one request's routed pairs, 0..1. cluster: that it was foretold to be of most."""
         series = self._series(model)
+        for tally, value in zip(self._by_cluster, (1.0, predicted, observed), strict=True):
+            tally.values[series.label, cluster] += value
         series.predicted_local.observe(predicted)
         series.observed_local.observe(observed)
 
@@ -260,9 +272,12 @@ class RouterMetrics:
         """One answer that named its experts: told, bad (no such array), empty (nothing was computed), dropped (too many wait), too_long."""
         self._routings.labels(outcome).inc()
 
-    def replica(self, model: str, version: int, gain: float, stored_bytes: int, age_seconds: float) -> None:
+    def replica(self, model: str, tables: Tables, stored_bytes: int, age_seconds: float) -> None:
         """How the copy of one model's prediction tables stands."""
         self._replicas.add(model)
+        version, gain = tables.version, tables.gain
+        for cluster, value in enumerate([] if tables.gains is None else tables.gains.tolist()):
+            self._cluster_gain.values[model, cluster] = value
         for gauge, value in self._about_tables(version, gain, stored_bytes, age_seconds):
             gauge.labels(model).set(value)
 
@@ -278,6 +293,9 @@ class RouterMetrics:
         for model in self._replicas - kept:
             for gauge, _ in self._about_tables():
                 gauge.remove(model)
+            for tally in (self._cluster_gain, *self._by_cluster):
+                for key in [key for key in tally.values if key[0] == model]:
+                    del tally.values[key]
         self._replicas &= kept
 
     def exposition(self) -> bytes:

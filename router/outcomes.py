@@ -95,6 +95,7 @@ def _outcome(ended: _Ended, predicted: bytes) -> RequestOutcome:
     outlook, at = decision.outlook, decision.chosen
     priced = outlook is not None and bool(outlook.priced[at])
     return RequestOutcome(
+        spread=_spread(decision) if priced else None,
         decision=decision.id,
         worker_id=worker_id,
         rank=rank,
@@ -106,6 +107,15 @@ def _outcome(ended: _Ended, predicted: bytes) -> RequestOutcome:
         predicted_local=float(outlook.local[at]) if outlook is not None and priced else None,
         prior_local=float(outlook.prior_local[at]) if outlook is not None and priced else None,
     )
+
+
+def _spread(decision: Decision) -> float | None:
+    """By how much the nearest of the candidates of the chosen rank's engine stands out among them (`RequestOutcome.spread`)."""
+    outlook, engines = decision.outlook, decision.roster.engine[decision.at]
+    if outlook is None:
+        return None
+    beside = (outlook.local - outlook.prior_local)[engines == engines[decision.chosen]]
+    return float(min(max(beside.max() - beside.mean(), 0.0), 1.0))
 
 
 def _u32(ids: list[int]) -> bytes:

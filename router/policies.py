@@ -95,7 +95,7 @@ class Home(NamedTuple):
             return best[self.at[best]]
         worth = score - np.maximum(self.saves - self.saves[cheapest], 0.0) <= score[best].max()
         homes = (self.at & worth).nonzero()[0]
-        return homes[score[homes] <= score[homes].min() + _SAME * max(1.0, abs(float(score[cheapest])))] if len(homes) else homes
+        return np.asarray(homes[score[homes] <= score[homes].min() + _SAME * max(1.0, abs(float(score[cheapest])))]) if len(homes) else homes
 
 
 class Choice(NamedTuple):

@@ -43,6 +43,8 @@ class Change(NamedTuple):
     """as `Tables.trust`"""
     reliability: NDArray[np.float32]
     gain: float
+    gains: NDArray[np.float32] | None
+    """as `Tables.gains`"""
     buckets: int
     token_rows: NDArray[np.int64]
     token_ratios: NDArray[np.float32]
@@ -73,6 +75,7 @@ def read(published: TablesPublished) -> Change:
         trust=_trust(published),
         reliability=_by_source("reliability", published.reliability, 1.0),
         gain=float(published.gain),
+        gains=_gains(published, len(shares)),
         buckets=published.buckets,
         token_rows=rows,
         token_ratios=ratios,
@@ -110,6 +113,15 @@ def _trust(published: TablesPublished) -> NDArray[np.float32]:
     if len(trusts) != PATTERNS * len(SOURCES) or (trusts < 0).any() or (trusts > MOST_TRUST).any():
         raise ValueError(f"tables: {len(trusts)} trusts; {PATTERNS} x {len(SOURCES)} in [0, {MOST_TRUST:g}] are allowed")
     return trusts.reshape(PATTERNS, len(SOURCES))
+
+
+def _gains(published: TablesPublished, clusters: int) -> NDArray[np.float32] | None:
+    if not published.gains:
+        return None
+    gains = _floats("gains", published.gains, "<f4")
+    if len(gains) != clusters or (gains < 0).any() or (gains > 1).any():
+        raise ValueError(f"tables: {len(gains)} gains of {clusters} clusters; one in [0, 1] of each, or none, are allowed")
+    return gains
 
 
 def _token_rows(published: TablesPublished, clusters: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -217,6 +229,7 @@ class Replica:
             trust=change.trust,
             reliability=change.reliability,
             gain=change.gain,
+            gains=change.gains,
         )
 
     @property

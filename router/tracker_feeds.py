@@ -121,7 +121,7 @@ class TrackerFeeds:
         for model, replica in self._foresight.models().items():
             feed = self._feeds.get(model)
             if feed is not None and replica.tables is not None:
-                self._metrics.replica(model, replica.tables.version, replica.tables.gain, replica.stored_bytes, self._clock() - feed.taken_at)
+                self._metrics.replica(model, replica.tables, replica.stored_bytes, self._clock() - feed.taken_at)
 
     async def _ask(self, model: str, feed: _Feed) -> None:
         describe = self._subjects.describe_profile

@@ -30,7 +30,7 @@ TENANT_TOKENS = 16384.0
 HEAD = 0.01
 """Trusts, reliabilities, gain and shares are told again when one moved by so much."""
 _ENGINE, _ROUTER = 0, 1
-_FORMAT = 1
+_FORMAT = 2
 _UNASKED = np.zeros(len(SOURCES), np.float32)
 """Trusts in tables that are asked what the sources know, not what to believe of it."""
 
@@ -43,9 +43,11 @@ class _Head(NamedTuple):
     trusts: NDArray[np.float32]
     reliability: NDArray[np.float32]
     gain: float
+    gains: NDArray[np.float32]
+    """[K]"""
 
     def near(self, other: "_Head") -> bool:
-        pairs = ((self.shares, other.shares), (self.trusts, other.trusts), (self.reliability, other.reliability))
+        pairs = ((self.shares, other.shares), (self.trusts, other.trusts), (self.reliability, other.reliability), (self.gains, other.gains))
         moved = max(abs(self.gain - other.gain), *(float(np.abs(one - two).max()) for one, two in pairs))
         return self.clusters == other.clusters and moved < HEAD
 
@@ -69,7 +71,7 @@ class Learning:
         fields = (len(Profile._fields), len(Outcome._fields))
         self._pairs = Pairing(config.waiting_bytes, config.most_waiting, config.waiting_seconds, fields)
         self._trust = Trust(config.memory_outcomes)
-        self._calibration = Calibration(config.memory_outcomes)
+        self._calibration = Calibration(config.memory_outcomes, clusters)
         self._head: _Head | None = None
         self._afresh = False
         self.repeated = 0
@@ -94,6 +96,11 @@ class Learning:
     @property
     def gain(self) -> float:
         return self._calibration.gain
+
+    @property
+    def gains(self) -> NDArray[np.float32]:
+        """float32 [K]"""
+        return self._calibration.gains
 
     @property
     def outcomes(self) -> int:
@@ -167,6 +174,7 @@ class Learning:
         self._sessions.rewrite(exact)
         self._tenants.rewrite(exact)
         self._tokens.move(change.source, change.target, change.share)
+        self._calibration.move(change.source, change.target, change.share)
         self._afresh = True
 
     # What is heard
@@ -264,10 +272,10 @@ class Learning:
 
     def _judge(self, profile: Profile, outcome: Outcome, weight: float) -> None:
         """Predicted against observed, as far as both are there (under TP no rank is nearer, and nothing is predicted)."""
+        predicted = unpack(outcome.predicted, self._shares)
         if profile.local is not None and outcome.predicted_local is not None and outcome.prior_local is not None:
-            self._calibration.learn(outcome.predicted_local, outcome.prior_local, profile.local, weight)
+            self._calibration.learn(outcome.predicted_local, outcome.prior_local, profile.local, weight, outcome.spread, predicted)
         if profile.sample:
-            predicted = unpack(outcome.predicted, self._shares)
             counts = np.frombuffer(profile.sample, "<u4").reshape(self._model.mean.shape)
             self._calibration.sampled(counts, self._model.expected(predicted), self._model.mean)
 
@@ -320,7 +328,7 @@ class Learning:
         return self._blocks, self._sessions, self._tenants
 
     def _now(self) -> _Head:
-        return _Head(self._model.version, self._shares, self._trust.table, self.reliability, self.gain)
+        return _Head(self._model.version, self._shares, self._trust.table, self.reliability, self.gain, self.gains)
 
     def _said(
         self, name: str, head: _Head, base: int | None, buckets: NDArray[np.uint32], ratios: NDArray[np.float16], rows: list[KeyedRows]
@@ -335,6 +343,7 @@ class Learning:
             trusts=head.trusts.astype("<f4").tobytes(),
             reliability=dict(zip(SOURCES, head.reliability.tolist(), strict=True)),
             gain=head.gain,
+            gains=head.gains.astype("<f4").tobytes(),
             buckets=self._tokens.buckets,
             token_rows=buckets.astype("<u4").tobytes(),
             token_ratios=ratios.astype("<f2").tobytes(),

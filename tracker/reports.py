@@ -44,6 +44,7 @@ class Outcome(NamedTuple):
     predicted: bytes
     predicted_local: float | None
     prior_local: float | None
+    spread: float | None
 
 
 class Blocks(NamedTuple):
@@ -77,7 +78,9 @@ def outcome_of(report: RequestOutcome, clusters: int) -> Outcome:
     packed("predicted", report.predicted, 1, clusters)
     _check_share("predicted_local", report.predicted_local)
     _check_share("prior_local", report.prior_local)
-    return Outcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, report.predicted_local, report.prior_local)
+    _check_share("spread", report.spread)
+    shares = report.predicted_local, report.prior_local, report.spread
+    return Outcome(report.prefix, report.tokens, report.session, report.tenant, report.predicted, *shares)
 
 
 def packed(field: str, raw: bytes, count: int, clusters: int) -> Packed:

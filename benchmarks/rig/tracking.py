@@ -25,6 +25,7 @@ REPLICA_BYTES = 96 << 20
 CONFIG = TrackerConfig(prefix_bytes=4 << 20, session_bytes=1 << 20)
 """as by default, without room for rows that nobody leaves here"""
 MODEL = "recorded"
+Table = NDArray[np.float64]
 SECONDS = 1.0
 """between two requests"""
 PLANNED = 25
@@ -98,7 +99,7 @@ class Fleet:
         self.said.append(Said(self.tables.shares, prediction.known.ratios, unpack(profile.signature, self.model.shares)))
         now = self._tick()
         self._learn(profile, now)
-        self.learning.finished(_outcome(request, prediction, decision, rank, float(local[rank]), float(prior[rank])), now)
+        self.learning.finished(_outcome(request, prediction, decision, rank, local, prior), now)
         self._refine(now)
         self._tell()
 
@@ -147,7 +148,8 @@ def query(request: Request, *, tokens: bool = True) -> Query:
     return Query(request.hashes, request.ids if tokens else (), BLOCK_SIZE, request.session, request.tenant)
 
 
-def _outcome(request: Request, prediction: Prediction, decision: str, rank: int, local: float, prior: float) -> RequestOutcome:
+def _outcome(request: Request, prediction: Prediction, decision: str, rank: int, local: Table, prior: Table) -> RequestOutcome:
+    beside = local - prior
     return RequestOutcome(
         decision=decision,
         worker_id=1,
@@ -157,6 +159,7 @@ def _outcome(request: Request, prediction: Prediction, decision: str, rank: int,
         session=request.session,
         tenant=request.tenant,
         predicted=pack(prediction.weights).tobytes(),
-        predicted_local=local,
-        prior_local=prior,
+        predicted_local=float(local[rank]),
+        prior_local=float(prior[rank]),
+        spread=float(beside.max() - beside.mean()),
     )

@@ -100,6 +100,7 @@ OUTCOMES = st.builds(
     predicted=st.binary(max_size=9),
     predicted_local=st.none() | st.floats(0, 1),
     prior_local=st.none() | st.floats(0, 1),
+    spread=st.none() | st.floats(0, 1),
 )
 EVENTS: st.SearchStrategy[Message] = st.one_of(
     st.builds(EngineLeft, engine=NAMES, worker_id=U64, reason=NAMES),

@@ -174,6 +174,8 @@ async def test_every_choice_that_was_answered_is_told_once_after_its_end(
         weights = unpack(outcome.predicted, shares)
         assert outcome.predicted_local == pytest.approx(float(prices[outcome.rank] @ weights), abs=0.01)
         assert outcome.prior_local == pytest.approx(float(prices[outcome.rank] @ shares), abs=1e-6)
+        beside = prices @ (weights - shares)
+        assert outcome.spread == pytest.approx(float(beside.max() - beside.mean()), abs=0.01)
     assert b"roost_router_outcomes_published_total 3.0" in house.service.metrics.exposition()
     assert b'roost_router_predictions_total{source="prefix"} 3.0' in house.service.metrics.exposition()
 
@@ -198,7 +200,7 @@ async def test_before_there_are_tables_requests_are_told_with_their_evidence(hou
     await until(lambda: told.outcomes)
     [outcome] = told.outcomes
     assert (told.messages[0].tables, told.messages[0].clusters) == (0, 0)
-    assert (outcome.predicted, outcome.predicted_local, outcome.prior_local) == (bytes(8), None, None)
+    assert (outcome.predicted, outcome.predicted_local, outcome.prior_local, outcome.spread) == (bytes(8), None, None, None)
     assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids_of(ranks[0])
     assert outcome.tenant == keys_of(None, "ann", "demo", CHAT).tenant
 

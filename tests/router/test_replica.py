@@ -119,6 +119,11 @@ def test_a_table_of_many_ages_stays_whole() -> None:
         ({"gain": float("nan")}, "gain"),
         ({"gain": 1.01}, "gain"),
         ({"gain": -0.1}, "gain"),
+        ({"gains": np.array([0.5], "<f4").tobytes()}, "gains"),
+        ({"gains": np.array([0.5, 1.5], "<f4").tobytes()}, "gains"),
+        ({"gains": np.array([0.5, -0.5], "<f4").tobytes()}, "gains"),
+        ({"gains": np.array([0.5, np.nan], "<f4").tobytes()}, "gains"),
+        ({"gains": b"xyz"}, "gains"),
         ({"trust": {"prefix": float("inf")}}, "trust inf of source 'prefix'"),
         ({"trust": {"tokens": -1.0}}, "trust"),
         ({"trusts": bytes(4)}, "1 trusts"),
@@ -197,6 +202,10 @@ def test_the_replica_predicts_with_what_it_was_told() -> None:
     replica = Replica(BUDGET).prepare(read(told))
     assert replica.tables is not None
     assert replica.tables.gain == 0.25
+    assert replica.tables.gain_of(np.array([0.9, 0.1], np.float32)) == 0.25, "the same for all"
+    by_cluster = Replica(BUDGET).prepare(read(tables(gain=0.25, gains=np.array([1.0, 0.0], "<f4").tobytes()))).tables
+    assert by_cluster is not None
+    assert by_cluster.gain_of(np.array([0.9, 0.1], np.float32)) == pytest.approx(0.9)
     found = predict(replica.tables, Query(prefix=(7, 8), tokens=range(40), session=5))
     assert found.known.blocks == 1
     assert found.known.evidence == (64.0, 100.0, 24.0, 0.0)
