@@ -165,10 +165,10 @@ class Live:
         begun = self.first.epoch + 1
         for _ in range(3):  # a plan may have been about to begin
             await self.settled()
-            if self.placement.serves_as(self.first):
+            if held_alike(self.placement, self.first):
                 break
             await self._carry_out(RollBack(engine=ENGINE, plan=next(one.plan for _, one in self.watcher.moved if one.epoch == begun)))
-        if not self.placement.serves_as(self.first):
+        if not held_alike(self.placement, self.first):
             raise RuntimeError(f"epoch {self.placement.epoch} is not what everything began with: {difference(self.placement, self.first)}")
         self.first = self.placement
 
@@ -202,10 +202,14 @@ class Live:
             yield load
 
 
+def held_alike(one: Placement, other: Placement) -> bool:
+    """Whether every rank holds the same experts in both, in whichever slots; a way back promises no more."""
+    return np.array_equal(one.replicas_on_rank, other.replicas_on_rank)
+
+
 def difference(one: Placement, other: Placement) -> str:
     """In words."""
-    parts = {name: int((a != b).sum()) for name, a, b in zip(one.split._fields, one.split, other.split, strict=True)}
-    return f"{int((one.expert_of_slot != other.expert_of_slot).sum())} slots hold something else, shares differ in {parts}"
+    return f"ranks hold {int((one.replicas_on_rank != other.replicas_on_rank).sum())} other experts"
 
 
 def evenly(placement: Placement) -> Plan:
