@@ -29,8 +29,8 @@ _DIGITS = "12345678"
 """the same where the terminal has no such characters"""
 _UNDER_WAY = "under way"
 _PAUSED = (
-    "Until it is resumed the planner begins no plan. What operators ask for is carried out; a plan under way goes on to its end, and is undone if it "
-    "proves to do harm; homes of requests are published as before."
+    "Until it is resumed the planner begins no plan and undoes none. What operators ask for is carried out, a plan under way goes on to its end and is "
+    "judged, and homes of requests are published as before."
 )
 
 

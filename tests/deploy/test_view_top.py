@@ -189,7 +189,7 @@ def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(nats_url: 
         paused = roost("migration", "pause", "--reason", "new fan", "--nats", nats_url)
         assert paused.exit_code == 0
         assert "PAUSED" in paused.stdout
-        assert "the planner begins no plan. What operators ask for is carried out" in " ".join(paused.stdout.split())
+        assert "the planner begins no plan and undoes none. What operators ask for is carried out" in " ".join(paused.stdout.split())
         assert json.loads(roost("migration", "pause", "--json", "--nats", nats_url).stdout)["paused"] is True
         assert "loop: automatic" in roost("migration", "resume", "--nats", nats_url).stdout
         assert "loop: automatic" in roost("migration", "status", "--nats", nats_url).stdout
