@@ -81,8 +81,8 @@ def row(name: str, phases: list[Phase]) -> list[str | float | int]:
     ]
 
 
-async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int) -> dict[str, list[Phase]]:
-    """Every policy in every round, each round beginning with another one; hash dispatch behind EPLB."""
+async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed: int, plot: Path | None) -> dict[str, list[Phase]]:
+    """Every policy in every round, each round beginning with another one; hash dispatch behind EPLB, heat maps behind the loop."""
     found: dict[str, list[Phase]] = {}
     for number in range(rounds):
         for policy in POLICIES[number % len(POLICIES) :] + POLICIES[: number % len(POLICIES)]:
@@ -92,6 +92,8 @@ async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed:
                 some = Plenty(much.warm // 4, much.count // 2, much.concurrency, much.prompt, much.output)
                 other = await hashed(fleet, traffic.requests(much.prompt, seed + number, fleet.offset), some)
                 found.setdefault(other.policy, []).append(other)
+            if policy is LOOP and plot is not None:
+                await fleet.draw(plot)
     return found
 
 
@@ -130,12 +132,14 @@ def spread(values: list[float], unit: str = "") -> str:
     return middle if len(values) < 2 else f"{middle} ({min(values):.3g} to {max(values):.3g})"
 
 
-async def run(report: LiveReport, parts: list[str], traffic: Texts, much: Plenty, rounds: int, seed: int, dispatch_seconds: float, scale: float) -> None:
+async def run(
+    report: LiveReport, parts: list[str], traffic: Texts, much: Plenty, rounds: int, seed: int, dispatch_seconds: float, scale: float, plot: Path | None
+) -> None:
     async with live(dispatch_seconds) as fleet:
         report.setup |= {"speed": fleet.joined.speed, "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
-            judge(report, await policies(fleet, traffic, much, rounds, seed))
+            judge(report, await policies(fleet, traffic, much, rounds, seed, plot))
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
             if name in parts:
                 told = await part(fleet, traffic, much, seed, scale)
@@ -185,8 +189,11 @@ def main(
     if unknown := set(parts) - set(PARTS):
         raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     much = Plenty(warm or (24 if quick else 450), count or (24 if quick else 300), concurrency, prompt, output)
+    if plot is not None:
+        plot = plot.absolute()
+        plot.mkdir(parents=True, exist_ok=True)
     report = LiveReport("The closed loop: policies on one live fleet", _COLUMNS)
-    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds or (1 if quick else 3), seed, dispatch_seconds, scale or (0.1 if quick else 1.0)))
+    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds or (1 if quick else 3), seed, dispatch_seconds, scale or (0.1 if quick else 1.0), plot))
     if plot is not None:
         from benchmarks.rig.live_plots import draw_all
 

@@ -27,16 +27,20 @@ CAPTIONS = {
     "flip": "All domains of the traffic change at once for others.",
     "homogeneous": "Nothing to gain by sending requests here or there: nothing moves.",
     "alternating": "Two kinds of traffic by turns (dotted lines).",
+    "placement": "Which rank holds what, behind the full loop and at the start: `roost placement --before --plot`.",
+    "popularity": "Which experts are wanted, behind the full loop: `roost popularity --plot`.",
+    "popularity-engine-0": "Which rank's requests want what, and what is near them before and now: `roost popularity --plot`.",
 }
+HEAT_MAPS = ("placement", "popularity", "popularity-engine-0")
 Json = dict[str, Any]
 Folder = typer.Option(FOLDER, help="where everything is written")
 From = typer.Option(None, "--from", help="figures that were measured before; nothing is measured")
 
 
-def measured(part: str, arguments: list[str]) -> Json:
+def measured(part: str, folder: Path, arguments: list[str]) -> Json:
     """What one part's run says. RuntimeError with the end of its complaint when it fails."""
     command = [sys.executable, "-m", "benchmarks.closed_loop", "--only", part, "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--plot", str(folder.absolute())], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command[1:])} ended with {done.returncode}: {done.stderr[-2000:]}")
     found: Json = json.loads(done.stdout.splitlines()[-1])
@@ -56,9 +60,14 @@ def page(runs: dict[str, Json], pictures: list[Path]) -> str:
         run = runs[part]
         lines += ["", f"## {part.capitalize()}", "", f"`{run['command']}`, {run['hardware']}, {run['date']}", "", *_table(run)]
         lines += [f"- {'met' if one['met'] else '**missed**'}: {_target(one)}" for one in run["targets"]]
-        lines += [""] + [f"![{CAPTIONS[one.stem]}]({one.name})\n\n*{CAPTIONS[one.stem]}*\n" for one in pictures if one.stem.split("-")[0] == part]
+        lines += [""] + [f"![{CAPTIONS[one.stem]}]({one.name})\n\n*{CAPTIONS[one.stem]}*\n" for one in pictures if _part(one) == part]
         lines += [note + "\n" for note in run["notes"]]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _part(picture: Path) -> str:
+    """Which part of the benchmark a picture is of."""
+    return "policies" if picture.stem in HEAT_MAPS else picture.stem.split("-")[0]
 
 
 def _table(run: Json) -> list[str]:
@@ -78,6 +87,7 @@ def main(
     folder: Path = Folder,
     from_: Path = From,
     only: str = typer.Option(",".join(PARTS), help="parts that are measured"),
+    more: str = typer.Option("", help="further options of the benchmark, e.g. '--rounds 1'"),
     quick: bool = typer.Option(False, "--quick", help="as of the benchmark: shows that it works, and decides nothing"),
 ) -> None:
     """Measure, draw and write."""
@@ -86,10 +96,10 @@ def main(
     runs: dict[str, Json] = json.loads(kept.read_text()) if kept.exists() else {}
     for part in [] if from_ else only.split(","):
         typer.echo(f"measuring: {part}")
-        runs[part] = measured(part, ["--quick"] if quick else [])
+        runs[part] = measured(part, folder, ["--quick"] if quick else shlex.split(more))
         (folder / FIGURES).write_text(json.dumps(runs, indent=None) + "\n")
     courses = {name: course for run in runs.values() for name, course in run["courses"].items()}
-    pictures = draw_all(courses, folder)
+    pictures = draw_all(courses, folder) + [path for path in (folder / f"{name}.png" for name in HEAT_MAPS) if path.exists()]
     (folder / PAGE).write_text(page(runs, pictures))
     typer.echo(f"written: {', '.join(str(path.name) for path in (folder / PAGE, *pictures))} in {folder}")
 

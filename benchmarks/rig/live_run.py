@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -194,6 +195,11 @@ class Live:
     async def apply(self, plan: Plan) -> None:
         """Have a plan carried out."""
         await self._carry_out(ApplyPlan(engine=ENGINE, plan=msgspec.json.encode(plan)))
+
+    async def draw(self, folder: Path) -> None:
+        """Heat maps of who wants what and who holds what, and of what changed since the beginning. folder: absolute, and there."""
+        for what, *more in (("placement", "--before"), ("popularity",)):
+            await self.fleet.command(what, *more, "--plot", str(folder / f"{what}.png"), "--nats", self.fleet.nats)
 
     @asynccontextmanager
     async def loaded(self, requests: Iterator[Request], concurrency: int, output: int) -> AsyncIterator[Load]:
