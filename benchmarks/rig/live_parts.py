@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rig.live_figures import Sent
-from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, STATIC, Live, Plenty
+from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, Live, Plenty
 from benchmarks.rig.live_traffic import Request, Texts
 from benchmarks.rig.report import Target
 
 FLIP_SECONDS, BEFORE_SECONDS, BASELINE_SECONDS = 240.0, 120.0, 30.0
-HOMOGENEOUS_SECONDS = 600.0
+HOMOGENEOUS_SECONDS, FILLING_SECONDS = 600.0, 90.0
 ALTERNATING_SECONDS, EVERY_SECONDS = 360.0, 30.0
 BACK = 0.9
 """share of the steady gain that counts as being back"""
@@ -111,7 +111,10 @@ def flip_told(live: Live, plain: list[float], domains: tuple[list[str], list[str
 
 
 async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale: float) -> Told:
-    """Prompts that are all alike: nothing can be gained by sending some here and others there, and nothing moves."""
+    """Prompts that are all alike: nothing can be gained by sending some here and others there, and nothing moves.
+
+    The first placement leaves slots empty. What fills them gains whatever the traffic, so that is given time at first, and told.
+    """
     told = Told(course={})
     for name, source in (
         ("all domains shuffled within each prompt", traffic.shuffled(much.prompt, seed, live.offset)),
@@ -121,16 +124,22 @@ async def homogeneous(live: Live, traffic: Texts, much: Plenty, seed: int, scale
         await live.use(LOOP)
         began = time.monotonic()
         async with live.loaded(source, much.concurrency, much.output) as load:
+            await asyncio.sleep(FILLING_SECONDS * max(scale, 0.25))
+            begin = time.monotonic()
             await asyncio.sleep(HOMOGENEOUS_SECONDS * scale)
             end = time.monotonic()
         await asyncio.sleep(HEARD_SECONDS)
-        moved, found = live.watcher.bytes_moved(began, end), live.watcher.sent(began, end)
+        watcher = live.watcher
+        filled, moved, found = watcher.bytes_moved(began, begin), watcher.bytes_moved(begin, end), watcher.sent(begin, end)
         told.notes.append(
-            f"homogeneous, {name}: {end - began:.0f} s, {len(load.answered)} requests, {moved:,} bytes in {len(live.watcher.plans(began, end))} plans; remote "
-            f"ranks per token {found.remote_ranks:.3f}, balance {found.balance:.3f}"
+            f"homogeneous, {name}: {end - begin:.0f} s, {moved:,} bytes in {len(watcher.plans(begin, end))} plans, and {filled / 1e6:.1f} MB into empty slots "
+            f"in the {begin - began:.0f} s before; {len(load.answered)} requests; remote ranks per token {found.remote_ranks:.3f}, balance {found.balance:.3f}"
         )
-        told.targets.append(Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit=""))
-        told.course[name] = live.watcher.course(began, end)._asdict()
+        told.targets += [
+            Target(f"homogeneous, {name}: requests lost", len(load.lost), 0, at_least=False, unit=""),
+            Target(f"homogeneous, {name}: bytes moved", moved, 0, at_least=False, unit=""),
+        ]
+        told.course[name] = watcher.course(began, end)._asdict()
     return told
 
 
@@ -138,7 +147,6 @@ async def alternating(live: Live, traffic: Texts, much: Plenty, seed: int, scale
     """Two kinds of traffic by turns, faster than experts can follow: bytes stay within the budget, and most of it is not even used."""
     kinds = [one.requests(much.prompt, seed, live.offset) for one in halves(traffic, seed)]
     await live.reset()
-    await live.use(STATIC)
     await live.use(LOOP)
     tap, turns = Tap(kinds[0]), max(2, round(ALTERNATING_SECONDS * scale / EVERY_SECONDS))
     began = time.monotonic()
