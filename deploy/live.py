@@ -102,7 +102,7 @@ class Live:
             case EngineHeartbeat():
                 engine.heartbeat = message
                 self._beaten[message.worker_id] = now
-            case KvMetrics() if message.dp_rank < len(engine.joined.urls):
+            case KvMetrics() if 0 <= message.dp_rank < len(engine.joined.urls):
                 engine.load[message.dp_rank] = message
             case DispatchMeasured() if sound(message):
                 self._measured.setdefault(message.worker_id, deque(maxlen=MOST_MEASURED)).append((now, message))

@@ -162,7 +162,8 @@ def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float]
     shown = [worst([one if math.isfinite(one) else known[0] for one in values[at : at + group]]) for at in range(0, len(values), group)]
     low, high = min(known), max(known)
     bars = _BARS if (console().encoding or "").lower().startswith("utf") else _DIGITS
-    drawn = "".join(bars[min(int((value - low) / (high - low) * len(bars)), len(bars) - 1)] if high > low else bars[0] for value in shown)
+    wide = high - low if math.isfinite(high - low) else 0.0
+    drawn = "".join(bars[min(int((value - low) / wide * len(bars)), len(bars) - 1)] if wide else bars[0] for value in shown)
     return f"{drawn}  {low:.3f}" + (f" to {high:.3f}" if high > low else "")
 
 

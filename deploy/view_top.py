@@ -30,6 +30,8 @@ MEMBERS_SECONDS = 10.0
 """the log is asked again so often who is there, in case something was missed"""
 LEAST_EVENTS = 5
 """lines of the screen that are kept for what happens"""
+_LAST = 2.0**34
+"""Unix seconds of the year 2514"""
 _KEYS = 64
 """that are read at a time"""
 MORE = "... a larger window shows the rest"
@@ -54,6 +56,7 @@ class Watch:
         """messages that came faster than they were read"""
         self.heard = asyncio.Event()
         """set with every message"""
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @asynccontextmanager
     async def going_on(self, interval: float) -> AsyncIterator[None]:
@@ -64,10 +67,11 @@ class Watch:
             known = await self._past()
             await self._ask_who_is_there()
             async with (
-                alongside(self._listen(heard, known), "hear the fleet"),
-                alongside(self._ask(interval), "ask the planner"),
-                alongside(self._ask_again(), "ask the log who is there"),
+                alongside(self._listen(heard, known), "hear the fleet") as hearing,
+                alongside(self._ask(interval), "ask the planner") as asking,
+                alongside(self._ask_again(), "ask the log who is there") as looking,
             ):
+                self._tasks = (hearing, asking, looking)
                 yield
 
     async def _past(self) -> set[tuple[int, int]]:
@@ -103,7 +107,10 @@ class Watch:
         self.live.present(engines)
 
     def turn(self) -> None:
-        """Let go of what is too old to be shown."""
+        """Let go of what is too old to be shown. Raises what ended one of those who keep it fresh: nothing stale is shown as new."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
         self.live.turn(self._clock())
 
     @property
@@ -121,9 +128,8 @@ def _identity(received: Received) -> tuple[int, int]:
 def page(watch: Watch, now: float, height: int) -> list[Text]:
     """A screen: the fleet, the loop, and below what happened last, the newest at the end. now: Unix seconds."""
     live = watch.live
-    at = time.strftime("%H:%M:%S", time.localtime(now))
     missed = f", {watch.missed} messages missed" if watch.missed else ""
-    head = Text(f"roost top {at}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)", "reverse")
+    head = Text(f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)", "reverse")
     room = max(height - 2 - LEAST_EVENTS, 1)
     body = fitting(list(live.engines.values()) or [], watch.loop, now, room, live.figures())
     if not live.engines:
@@ -136,7 +142,12 @@ def page(watch: Watch, now: float, height: int) -> list[Text]:
 
 def happened(events: Sequence[Happened]) -> list[Text]:
     """A line each."""
-    return [Text(f"{time.strftime('%H:%M:%S', time.localtime(one.at))} {one.words}") for one in events]
+    return [Text(f"{clock(one.at)} {one.words}") for one in events]
+
+
+def clock(at: float) -> str:
+    """The time of day of Unix seconds, as far as that is one: others' clocks say anything."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) if 0 <= at < _LAST else "--:--:--"
 
 
 class Screen:

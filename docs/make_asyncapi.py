@@ -47,7 +47,7 @@ SAID: dict[str, tuple[tuple[type, ...], str]] = {
     "placements": ((say.PlacementCommitted,), "the planner"),
     "migrations": ((say.MigrationPlanned, say.MigrationStaged, say.MigrationCommitted, say.MigrationAborted, say.PlanJudged), "the planner"),
     "drains": ((say.RankDrained,), "`roost drain`"),
-    "config": ((say.ConfigChanged,), "routers, and `roost up`"),
+    "config": ((say.ConfigChanged,), "routers and planners, and `roost up`"),
 }
 """By member of Subjects: what is published there, and by whom."""
 ASKED: dict[str, tuple[dict[type, type], str]] = {

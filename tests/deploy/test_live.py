@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus import Message, Received
@@ -74,6 +74,7 @@ def test_figures_are_means_over_tokens_pairs_and_steps_of_the_layers_that_are_no
     assert figures([measured(tokens=0, pairs=0, remote_ranks=(0.0, 0.0), local=(0.0, 0.0))]) is None, "no token, no mean"
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1, max_size=6))
 def test_figures_do_not_depend_on_how_the_time_is_cut(parts: list[tuple[int, int]]) -> None:
     said = [measured(tokens=tokens, pairs=2 * tokens, steps=steps, step_seconds=0.01 * steps, balance=(steps, 0.5 * steps)) for tokens, steps in parts]

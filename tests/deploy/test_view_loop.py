@@ -110,6 +110,7 @@ def test_a_sparkline_shows_the_worst_of_each_group_of_many_layers() -> None:
     assert sparkline([0.0, 1.0, math.nan, 0.5]).split("  ")[1] == "0.000 to 1.000"
     assert sparkline([0.25] * 3).endswith("  0.250")
     assert sparkline([math.nan]) == "-"
+    assert sparkline([-1.7e308, 1.7e308])
     bars = sparkline([*([1.0] * 99), 0.0], min).split("  ")[0]
     assert len(bars) <= 36
     assert (bars[0], bars[-1]) == ("█", "▁")

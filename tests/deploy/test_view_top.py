@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import math
 import os
 import pty
 import sys
@@ -18,7 +19,7 @@ from bus import Bus, Message
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from deploy import loops, view_top
-from deploy.view_top import JsonLines, Lines, Page, Watch, keys, page
+from deploy.view_top import JsonLines, Lines, Page, Watch, clock, keys, page
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, SteerLoop
 from tests.deploy.answering import on_nats
 from tests.deploy.commands import roost
@@ -127,6 +128,19 @@ async def test_without_a_bus_for_a_while_it_says_so_and_goes_on(broker: MemoryBr
         await until(watch, lambda: isinstance(watch.loop, view_top.NotTold))
         broker.reachable = True
         await until(watch, lambda: isinstance(watch.loop, LoopDescribed))
+
+
+async def test_nothing_stale_is_shown_as_new(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watching(bus) as watch:
+        monkeypatch.setattr(watch.live, "hear", lambda received, now: 1 / 0)
+        await bus.record(SUBJECTS.migrations("engine-0"), PLANNED)
+        await until(watch, lambda: any(task.done() for task in watch._tasks))
+        with pytest.raises(ZeroDivisionError):
+            watch.turn()
+
+
+def test_a_clock_that_says_nonsense_is_shown_as_none() -> None:
+    assert [clock(at) for at in (math.nan, -1.0, 1e300)] == ["--:--:--"] * 3
 
 
 # The terminal
