@@ -274,6 +274,7 @@ class Autopilot:
         except Exception:
             self._metrics.unknown("failed")
             logger.exception("planning for engine %s failed", pilot.engine)
+            await self._housing.again(pilot)
             pilot.rested(self._clock(), None, self._config)
             pilot.retry_at = self._clock() + _RETRY_SECONDS
 
