@@ -89,7 +89,7 @@ def show_decision(answer: bytes) -> None:
         out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
     if record.home_ranks:
-        out.print(f"at home on: {', '.join(record.home_ranks)}")
+        out.print(f"at home on: {', '.join(record.home_ranks)}{'' if record.homes_note is None else f'; {record.homes_note}'}")
     if record.margin is not None:
         out.print(f"margin over {record.runner_up}: {record.margin:.3f} {record.unit.replace('1', '')}".rstrip())
     _show_what_if(record)

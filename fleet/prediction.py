@@ -132,7 +132,7 @@ class Prediction(NamedTuple):
     @property
     def confidence(self) -> float:
         """In [0, 1], of all sources together."""
-        return together(self.confidences)
+        return confidence(self.reliabilities, self.known.evidence)
 
 
 def confidences(reliabilities: Sequence[float], evidence: Sequence[float]) -> tuple[float, ...]:
@@ -143,6 +143,15 @@ def confidences(reliabilities: Sequence[float], evidence: Sequence[float]) -> tu
 def together(confidences: Sequence[float]) -> float:
     """How far sources are trusted that all have something to say, in [0, 1]."""
     return 1.0 - prod(1.0 - confidence for confidence in confidences)
+
+
+def confidence(reliabilities: Sequence[float], evidence: Sequence[float]) -> float:
+    """`together` of the `confidences`, in the least time: it is asked of every request."""
+    left = 1.0
+    for reliability, seen, half in zip(reliabilities, evidence, SHRINK, strict=True):
+        if seen:
+            left -= left * reliability * seen / (seen + half)
+    return 1.0 - left
 
 
 def predict(tables: Tables, query: Query) -> Prediction:

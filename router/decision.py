@@ -25,6 +25,8 @@ Homecoming = Literal["reached", "passed", "unheeded", "none"]
 it has no home"""
 _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 """Of one candidate: place, overlap and uncached tokens; load; terms; their sum and what was promised; score; four columns of the outlook."""
+_EXPERTS = TERMS.index("experts")
+_LEAST_GAIN = 1e-6
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Of a decision, and of each candidate's place in its columns."""
 
@@ -85,22 +87,6 @@ class Outlook(NamedTuple):
         )
         home = None if self.home is None else columns(self.home, at)
         return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions)
-
-    def at_home(self, rules: Rules, tokens: Column, roster: Roster, at: NDArray[np.intp]) -> Home | None:
-        """Where the request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that, and how far it is believed
-        what a home saves, not what prediction has earned so far: it can earn nothing before placement and requests are aligned.
-
-        tokens: float64 [candidates], computed or emitted there; at: the candidates among the roster's targets."""
-        if self.home is None or not rules.steers:
-            return None
-        sure = self.forecast.confidence
-        if sure < rules.home_confidence:
-            return None
-        if rules.policy != "cost" or not self.priced.all():
-            return Home(at_home(self.home), None)
-        node_s = roster.dispatch_node_s[at] if roster.far else None
-        costs = dispatch_seconds(roster.dispatch_s[at], node_s, tokens, self.remote_ranks, self.remote_nodes)
-        return Home(at_home(self.home), -1000.0 * sure * rules.weights.experts * costs)
 
 
 class Conditions(NamedTuple):
@@ -355,7 +341,7 @@ def decide(
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
-    home = None if outlook is None else outlook.at_home(rules, uncached + np.float64(ask.output_tokens), roster, at)
+    home = None if outlook is None else _home(outlook, rules, scores, roster, at, uncached, ask.output_tokens)
     choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, home)
     return Decision(
         ask=ask,
@@ -377,6 +363,26 @@ def decide(
         home=home,
         target=roster.targets[int(at[choice.chosen])],
     )
+
+
+def _home(outlook: Outlook, rules: Rules, scores: Scores, roster: Roster, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int) -> Home | None:
+    """Where a request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that, and how far it is believed
+    what a home saves, not what prediction has earned so far: it can earn nothing before placement and requests are aligned.
+
+    Columns are of the candidates `at`. Where prediction has earned something, the expert term tells what sending the tokens costs.
+    """
+    if outlook.home is None or not rules.steers:
+        return None
+    sure, gain = outlook.forecast.confidence, outlook.forecast.gain
+    if sure < rules.home_confidence:
+        return None
+    if rules.policy != "cost" or not np.logical_and.reduce(outlook.priced):
+        return Home(at_home(outlook.home), None)
+    if gain > _LEAST_GAIN:
+        return Home(at_home(outlook.home), scores.terms[_EXPERTS] * (-sure / gain))
+    node_s = roster.dispatch_node_s[at] if roster.far else None
+    costs = dispatch_seconds(roster.dispatch_s[at], node_s, uncached + np.float64(output_tokens), outlook.remote_ranks, outlook.remote_nodes)
+    return Home(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.experts))
 
 
 def _place(key: RankKey, roster: Roster, at: NDArray[np.intp]) -> int | None:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from fleet.prediction import SOURCES, Query, confidences, predict, together
+from fleet.prediction import SOURCES, Query, confidence, confidences, predict
 from fleet.signatures import Weights
 from router.replica import Change, Replica
 
@@ -71,7 +71,7 @@ class Forecast(NamedTuple):
     @property
     def confidence(self) -> float:
         """In [0, 1], of all sources together."""
-        return together(self.confidences)
+        return confidence(self.reliabilities, self.evidence)
 
     @property
     def best(self) -> str:

@@ -76,5 +76,4 @@ _NONE = Homes(-1, 0, None)
 
 def at_home(lift: NDArray[np.float64]) -> NDArray[np.bool_]:
     """bool [targets]: which ranks are homes of a request with these lifts."""
-    most = lift.max(initial=0.0)
-    return np.asarray((lift >= AT_HOME) & (lift >= 0.5 * most))
+    return np.asarray(lift >= max(AT_HOME, 0.5 * float(np.maximum.reduce(lift, initial=0.0))))

@@ -22,6 +22,7 @@ it was; temperature: drawn; only: the only candidate."""
 Column = NDArray[np.float64]
 
 _SEEDS = 1 << 32
+_ZERO = np.zeros(())
 _SAME = 1e-12
 """Scores that differ by this share of themselves, or this, differ by rounding alone."""
 
@@ -88,14 +89,19 @@ class Home(NamedTuple):
         return Home(self.at[at], None if self.saves is None else self.saves[at])
 
     def near(self, score: Column, cheapest: int, best: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Indices of the homes that are worth going to: as cheap as the cheapest, or dearer by no more than they are expected to save beside it. The score has
-        counted that saving already, as far as prediction has earned it. It counts once more here, because whoever takes a place away from home keeps
-        it from a request that is at home there, and full ranks free their places one by one."""
+        """Indices of the homes that are worth going to: as cheap as the cheapest, or dearer by no more than they are expected to save beside it; of
+        these, the cheapest. The score has counted that saving already, as far as prediction has earned it. It counts once more here, because whoever
+        takes a place away from home keeps it from a request that is at home there, and full ranks free their places one by one."""
         if self.saves is None:
-            return best[self.at[best]]
-        worth = score - np.maximum(self.saves - self.saves[cheapest], 0.0) <= score[best].max()
-        homes = (self.at & worth).nonzero()[0]
-        return np.asarray(homes[score[homes] <= score[homes].min() + _SAME * max(1.0, abs(float(score[cheapest])))]) if len(homes) else homes
+            return np.asarray(best[self.at[best]])
+        homes = self.at.nonzero()[0]
+        lowest, costs = float(score[cheapest]), score[homes]
+        rounding = _SAME * max(1.0, lowest)
+        homes = homes[costs <= lowest + rounding + np.maximum(self.saves[homes] - self.saves[cheapest], _ZERO)]
+        if len(homes) < 2:
+            return np.asarray(homes)
+        costs = score[homes]
+        return np.asarray(homes[costs <= float(np.minimum.reduce(costs)) + rounding])
 
 
 class Choice(NamedTuple):

@@ -22,10 +22,13 @@ from fleet.prediction import (
     TOKENS,
     Query,
     Tables,
+    confidence,
+    confidences,
     know,
     longest_known,
     predict,
     row,
+    together,
 )
 from fleet.signatures import PACKED, pack, unpack
 
@@ -266,3 +269,9 @@ def test_a_share_next_to_nothing_divides_nothing() -> None:
     found = predict(tables(shares=shares, sessions={5: speaks_for(1)}), Query(session=5))
     assert np.isfinite(found.weights).all()
     assert found.weights[1] > 0.5
+
+
+def test_the_confidence_of_all_sources_is_that_of_their_confidences_together() -> None:
+    reliabilities, evidence = (0.5, 0.1, 0.9, 0.3), (10.0, 0.0, 128.0, 5.0)
+    assert confidence(reliabilities, evidence) == pytest.approx(together(confidences(reliabilities, evidence)))
+    assert confidence((0.9,) * 4, (0.0,) * 4) == 0.0
