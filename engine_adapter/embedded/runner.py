@@ -271,10 +271,8 @@ class Runner:
         sequences = min(8, self.kv_pages, self.max_tokens)
         pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
         prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
-        prefill = self._fastest_step([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)], 5)
-        alone = self._fastest_step(self._decodes(1, 1), 15)
-        together = self._fastest_step(self._decodes(sequences, 1), 15)
-        longer = self._fastest_step(self._decodes(sequences, pages), 15)
+        prefill = _fastest_seconds(lambda: self.forward([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]), 5)
+        alone, together, longer = self._fastest_steps([self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], 15)
         sequence = max(0.0, together - alone) / max(1, sequences - 1)
         step = max(0.0, alone - sequence)
         block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
@@ -290,8 +288,10 @@ class Runner:
     def _decodes(self, sequences: int, pages: int) -> list[Work]:
         return [Work([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
 
-    def _fastest_step(self, work: Sequence[Work], times: int) -> float:
-        return _fastest_seconds(lambda: self.forward(work), times)
+    def _fastest_steps(self, works: Sequence[Sequence[Work]], times: int) -> list[float]:
+        """Seconds of each, in turn, so that a machine that grows busy meanwhile slows all of them: their differences are what matters."""
+        taken = [[_fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
+        return [min(seconds) for seconds in zip(*taken, strict=True)]
 
     @torch.inference_mode()
     def _pair_seconds(self) -> float:
