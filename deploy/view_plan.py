@@ -172,7 +172,7 @@ def _step(step: StepRecord) -> tuple[str, ...]:
 def _print_homes(record: PlanRecord) -> None:
     if record.homes:
         homes = ", ".join(f"{cluster}: {' '.join(map(str, ranks))}" for cluster, ranks in record.homes)
-        console().print(f"homes of clusters (ranks): {homes}")
+        console().print(f"homes of clusters (ranks){', once the plan is done' if record.id else ''}: {homes}")
     if record.homes_note:
         console().print(f"homes: {record.homes_note}", markup=False)
 
