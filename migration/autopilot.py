@@ -5,6 +5,7 @@ needed to go on after a restart but the log of plans and what stands under the l
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ from migration.watch import Watch
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
+_CHECK_LOOKS = 30
+"""After so many of them it is seen to that what must not be forgotten is still stored."""
 _RETRY_SECONDS = 5.0
 """Something that failed is tried again after so long."""
 MOST_ENGINES = 1024
@@ -104,8 +107,10 @@ class Autopilot:
             self._look(tasks)
             ready()
             tasks.create_task(self._follow(), name="follows what becomes of plans")
-            while True:
+            for looks in itertools.count(1):
                 await asyncio.sleep(_LOOK_SECONDS)
+                if looks % _CHECK_LOOKS == 0:
+                    await self._remembering.check()
                 await self._remembering.keep()
                 self._watch.turn(self._clock())
                 self._look(tasks)

@@ -59,6 +59,17 @@ class Remembering:
         except BusError as error:
             logger.warning("what is to be remembered of the loop is not stored yet: %s", error)
 
+    async def check(self) -> None:
+        """See that it is still there: a server may have lost its store. What is not is written at the next `keep`."""
+        try:
+            claim = await self._bus.read_claim(self._key)
+        except BusError as error:
+            logger.debug("what is to be remembered of the loop cannot be read: %s", error)
+            return
+        if self._revision is not None and (claim is None or claim.revision != self._revision) and not self._writing.locked():
+            logger.warning("what was stored of the loop is gone or was changed by somebody else; it is written again")
+            self._written = None
+
     async def _write(self) -> None:
         """BusError when it is not known to be stored."""
         await self._standing()

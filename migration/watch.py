@@ -64,6 +64,12 @@ class _Rank:
         self.before, self.lasted, self.known = None, 0.0, 0.0
 
     @property
+    def counted_pairs(self) -> float:
+        """Of the last layer, in this window."""
+        before = 0.0 if self.before is None else float(self.before[-1].sum())
+        return before + float(self.rates[-1].sum()) * self.lasted
+
+    @property
     def counted(self) -> Counted:
         """The window as it stands."""
         return Counted(self.before, self.rates, self.lasted, self.known)
@@ -96,6 +102,11 @@ class _Engine:
         """Numbers of one window."""
         ranks, layers, experts = self.shape
         return ranks * layers * experts
+
+    @property
+    def pairs(self) -> float:
+        """(token, k) pairs of the last layer, which is sharded last of all, in the window that is open."""
+        return sum(rank.counted_pairs for rank in self.ranks)
 
     def demand(self, now: float) -> Demand:
         """The window that is open, as it stands."""
@@ -272,6 +283,8 @@ class Watch:
         for engine in self._engines.values():
             if now - engine.began >= self._window_seconds(engine):
                 self._count_all(engine, now)
+                if engine.hurried and now - engine.began < self._config.window_seconds and engine.pairs < self._config.least_pairs * engine.shape[2]:
+                    continue  # too few requests for so short a window
                 engine.closed = [*engine.closed, engine.demand(now)][-2:]
                 engine.since = engine.since or engine.closed[-1]
                 engine.hurried = max(engine.hurried - 1, 0)

@@ -139,6 +139,26 @@ async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold(
 
 
 @pytest.mark.looptime
+async def test_a_pause_that_the_server_lost_is_stored_again() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world:
+        async with serving(broker):
+            await steer(world.bus, paused=True, reason="so")
+            claim = broker.claimed(SUBJECTS.loop_key)
+            assert claim is not None
+            await world.bus.release(SUBJECTS.loop_key, claim.revision)
+            await asyncio.sleep(40)
+        async with serving(broker):
+            assert (await loop(world.bus)).paused_reason == "so"
+        claim = broker.claimed(SUBJECTS.loop_key)
+        assert claim is not None
+        await world.bus.claim(SUBJECTS.loop_key, b"nonsense", claim.revision)
+        async with serving(broker):
+            assert not (await loop(world.bus)).paused
+            assert (await steer(world.bus, paused=True)).paused
+
+
+@pytest.mark.looptime
 async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a_restart() -> None:
     broker = MemoryBroker()
     most = 3 * SHAPE.expert_bytes

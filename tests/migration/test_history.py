@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleet.placement import EMPTY, Placement
+from fleet.placement import EMPTY, Placement, linear
 from migration.changes import NOWHERE, Changes, Kind, joined
 from migration.history import NEVER, SIGNIFICANT, History, counted, differs
 
@@ -120,3 +120,15 @@ def test_two_samples_of_one_demand_hardly_ever_differ() -> None:
 def test_rates_become_counts_of_the_pairs_behind_them() -> None:
     rates = np.array([[[1.0, 3.0]], [[0.0, 0.0]]])
     assert counted(rates, np.array([8.0, 0.0])).tolist() == [[[2.0, 6.0]], [[0.0, 0.0]]]
+
+
+def test_experts_that_did_harm_rest_until_their_time_also_while_others_are_moved() -> None:
+    cells = np.zeros((1, 4), bool)
+    cells[0, 2] = True
+    history = History.begin(1, linear(layers=1, experts=4, ranks=2)).harmed(cells, 100.0).harmed(cells, 50.0)
+    moved = Placement(np.array([[1, 0, 2, 3]], np.int16), experts=4, ranks=2, epoch=1)
+    later = history.committed(moved, "p", 10.0)
+    np.testing.assert_array_equal(later.frozen(99.0, 1.0), cells)
+    assert not later.frozen(100.0, 1.0).any()
+    with pytest.raises(ValueError, match="are to rest"):
+        history.harmed(np.ones((2, 4), bool), 1.0)

@@ -183,3 +183,43 @@ def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -
     sharded = Entry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
     view: View = watching().view(sharded, 1.0)
     assert view.layout.attention == "tp"
+
+
+def test_after_a_shift_windows_begin_anew_and_the_next_two_are_short() -> None:
+    watch = watching()
+    steady(watch, (30.0, 10.0), 0, 100)
+    watch.shifted("m", 100.0)
+    assert watch.hurried(1) == pytest.approx(20.0)
+    steady(watch, (10.0, 30.0), 100, 106)
+    watch.shifted("m", 106.0)
+    assert watch.view(ENTRY, 106.0).demand.began == 100.0, "one shift begins anew, however often it is said"
+    steady(watch, (10.0, 30.0), 106, 124)
+    assert watch.hurried(1) is None
+    view = watch.view(ENTRY, 124.0)
+    assert view.later is not None
+    assert (view.demand.began, view.later.began) == (100.0, 110.0)
+    np.testing.assert_allclose(view.demand.rates[:, 1, 5], [10.0, 30.0])
+    watch.shifted("another", 124.0)
+    assert watch.hurried(1) is None
+
+
+def test_a_short_window_waits_for_requests_but_no_longer_than_a_long_one_lasts() -> None:
+    watch = watching()
+    watch.shifted("m", 0.0)
+    steady(watch, (0.05, 0.05), 0, 50)
+    assert watch.view(ENTRY, 50.0).later is None
+    steady(watch, (0.05, 0.05), 50, 64)
+    assert watch.view(ENTRY, 64.0).demand.began == 0.0
+    assert watch.hurried(1) == pytest.approx(20.0), "of two, one is over"
+
+
+def test_experts_of_a_plan_that_did_harm_rest_whatever_was_moved() -> None:
+    watch = watching()
+    cells = np.zeros((2, 8), bool)
+    cells[1, 3] = True
+    watch.harmed(1, cells, 50.0)
+    watch.harmed(1, np.ones((3, 8), bool), 50.0)
+    watch.harmed(7, cells, 50.0)
+    assert (watch.resting(1, 49.0), watch.resting(1, 50.0), watch.resting(7, 0.0)) == (1, 0, 0)
+    assert watch.model(1) == "m"
+    assert watch.model(7) == ""
