@@ -1,0 +1,280 @@
+"""Requests under a closed load, decided as the router decides, on a clock of the time model: where do they come to live, and what does it cost?
+
+Pure. Every user is of one domain and asks again as soon as its answer is complete. What a request is foretold to activate comes from its own
+recorded routing, and so does what it really sends to other ranks; the ranks of the engine step together.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.blocks import BLOCK_SIZE
+from fleet.dispatch import Chooser, reached
+from fleet.events import EngineJoined
+from fleet.experts import ModelShape
+from fleet.layout import EP
+from fleet.placement import Placement, linear
+from fleet.routings import count_pairs
+from fleet.signatures import ClusterModel, Weights
+from fleet.timing import EngineSpeed, step_seconds
+from migration.homes import Traffic, homes
+from migration.locality import Room
+from router.candidates import Limits, candidates
+from router.decision import Ask, Conditions, Decision, Outlook, decide
+from router.foresight import Forecast
+from router.homes import AT_HOME, Homes
+from router.locality import locality
+from router.policies import Rules
+from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.scoring import TERMS
+from router.view import View
+
+RANKS = 4
+BLOCKS_HELD = 16
+"""KV blocks of a running request"""
+MOST_PREFILL = 512
+"""prompt tokens that a rank computes in a step"""
+SPEED = EngineSpeed(prefill_token=1.5e-4, step=2e-2, decode_sequence=5e-4, decode_block=2e-6, dispatch=3e-5)
+"""about what four ranks on two cores measure of themselves, with the stated price of links"""
+
+
+class World(NamedTuple):
+    """Recorded requests [R] before a placement. weights: [R, K] what is foretold of each; remote: [R, ranks] distinct other ranks that a token is
+    sent to in a layer, mean, for each rank where the request may live. share: [K, ranks] homes, as the planner finds them."""
+
+    model: ClusterModel
+    placement: Placement
+    share: NDArray[np.float64]
+    weights: Weights
+    remote: NDArray[np.float64]
+    domain: NDArray[np.intp]
+
+
+def world(experts: NDArray[Any], domain: NDArray[Any], *, width: int, slots: int, follows: bool = True) -> World:
+    """Each domain is a cluster, all are as frequent.
+
+    experts: int [R, tokens, layers, k], where recorded requests went; domain: int [R], of each, from 0. width: experts of a layer; slots: of a rank.
+    follows: the placement follows the homes that the planner finds; else it is the linear one. ValueError where it finds none.
+    """
+    counts = np.stack([count_pairs(each.astype(np.int16), width) for each in experts]).astype(np.float64)
+    domain, domains = domain.astype(np.intp), int(domain.max()) + 1
+    profiles = np.stack([counts[domain == each].sum(axis=0) + 0.5 for each in range(domains)])
+    profiles /= profiles.sum(axis=2, keepdims=True)
+    shares = np.full(domains, 1 / domains)
+    model = ClusterModel(1, profiles.astype(np.float32), shares.astype(np.float32), 0.02)
+    found = homes(Traffic(profiles, shares, leak=0.1), Room(np.zeros(RANKS, np.intp), slots))
+    if found.homes is None or found.located is None:
+        raise ValueError(f"these {domains} domains have no homes: {found.reason}")
+    placement = linear(layers=experts.shape[2], experts=width, ranks=RANKS, slots_per_rank=slots)
+    if follows:
+        placement = Placement(found.located.table, experts=width, ranks=RANKS, epoch=1, split=found.located.split)
+    return World(model, placement, found.homes, model.signature(counts), _sent(experts.astype(np.int64), placement), domain)
+
+
+def _sent(experts: NDArray[np.int64], placement: Placement) -> NDArray[np.float64]:
+    """`World.remote`, by the rule of `fleet.dispatch`."""
+    found = np.zeros((len(experts), RANKS))
+    for rank in range(RANKS):
+        chooser = Chooser(placement, [rank], np.zeros(RANKS, np.intp))
+        for layer in range(placement.layers):
+            wanted = experts[:, :, layer].reshape(-1, experts.shape[-1])
+            served = chooser.choose(layer, wanted.reshape(-1), 0).reshape(wanted.shape) // placement.slots_per_rank
+            away = reached(served, np.full(len(wanted), rank, np.int64))
+            found[:, rank] += away.reshape(len(experts), -1).mean(axis=1) / placement.layers
+    return found
+
+
+class Lived(NamedTuple):
+    """What came of it, once it had settled: means over requests, or over steps."""
+
+    at_home: float
+    """share of the requests that went to a home of their domain"""
+    remote_ranks: float
+    """distinct other ranks that a token was sent to in a layer"""
+    tokens_per_second: float
+    first_token_seconds: float
+    balance: float
+    """mean / highest number of sequences of a rank"""
+    swing_ms: float
+    """what the expert term set apart the nearest and the farthest rank"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A closed load. gain: of the tables; given: whether the planner has said where homes are. uneven: standard deviation of how fast ranks were found to
+    compute prompts, beside the model; varies: answers are shorter or longer than `output` by so much of it, which the router does not know."""
+
+    users: int
+    gain: float
+    given: bool = True
+    rules: Rules = Rules()  # noqa: RUF009 immutable
+    speed: EngineSpeed = SPEED
+    prompt: int = 192
+    output: int = 64
+    varies: float = 0.5
+    uneven: float = 0.03
+    seed: int = 0
+
+
+@dataclass
+class _Running:
+    """One request. to_compute: prompt tokens; to_emit: tokens after the first."""
+
+    row: int
+    user: int
+    asked_at: float
+    to_compute: int
+    to_emit: int
+
+
+class _Router:
+    """Decides as a router would that knows every rank's load exactly."""
+
+    def __init__(self, world: World, setting: Setting, random: np.random.Generator) -> None:
+        self._world, self._setting, self._random = world, setting, random
+        self._view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
+        joined, placement = _joined(world.placement, setting.speed), world.placement
+        self._view.learn(joined.model, world.model)
+        self._view.join(joined, 0.0)
+        self._view.heard(joined.worker_id, 0.0)
+        self._view.price(joined.worker_id, placement.epoch, locality((0,) * RANKS, joined.shape, EP, placement, world.model))
+        if setting.given:
+            self._view.settle(joined.worker_id, Homes(1, placement.epoch, (RANKS * world.share.T).astype(np.float32)))
+        self._factors = np.stack([1.0 + setting.uneven * random.normal(size=RANKS), np.ones(RANKS)])
+
+    def decide(self, row: int, load: NDArray[np.int64]) -> Decision:
+        setting, roster, prices, weights = self._setting, self._view.roster("m"), self._view.prices("m"), self._world.weights[row]
+        evidence, reliabilities = (0.0, 0.0, 128.0, 0.0), [0.0, 0.0, 0.9, 0.0]
+        forecast = Forecast(weights, self._world.model.shares, setting.gain, 1, 1, 0, 0, slice(0, 128), evidence, reliabilities)
+        remote, nodes, local, added = prices.of(weights)
+        prior, home = prices.prior_local(forecast.shares), prices.home(weights)
+        outlook = Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions)
+        seed = int(self._random.integers(1 << 32))
+        ask = Ask(decision_id="d", seed=seed, model="m", prompt_tokens=setting.prompt, output_tokens=setting.output)
+        found = candidates(roster, load, 1, Limits(requests=512, queue_seconds=60.0))
+        return decide(ask, roster, found, np.zeros(RANKS, np.int64), Conditions(load, factors=self._factors), setting.rules, 1, outlook)
+
+
+def _joined(placement: Placement, speed: EngineSpeed) -> EngineJoined:
+    return EngineJoined(
+        engine="e",
+        worker_id=1,
+        model="m",
+        node="h",
+        urls=tuple(f"http://h:{rank + 1}" for rank in range(RANKS)),
+        block_size=BLOCK_SIZE,
+        kv_blocks=4096,
+        max_context=1024,
+        max_batch_tokens=MOST_PREFILL,
+        layout=EP,
+        shape=ModelShape(layers=placement.layers, experts=placement.experts, top_k=4, hidden=8, expert_intermediate=8),
+        placement=placement.record(),
+        speed=speed,
+    )
+
+
+class _Engine:
+    """Ranks that step together: each computes some prompt tokens and emits a token of every request that runs there."""
+
+    def __init__(self, world: World, setting: Setting) -> None:
+        self._world, self._setting = world, setting
+        self.computing: list[list[_Running]] = [[] for _ in range(RANKS)]
+        self.running: list[list[_Running]] = [[] for _ in range(RANKS)]
+
+    def held(self) -> list[int]:
+        """Requests of each rank."""
+        return [len(computing) + len(running) for computing, running in zip(self.computing, self.running, strict=True)]
+
+    def load(self) -> NDArray[np.int64]:
+        """int64 [AMOUNTS, ranks]"""
+        found = np.zeros((AMOUNTS, RANKS), np.int64)
+        for rank, (computing, running) in enumerate(zip(self.computing, self.running, strict=True)):
+            found[PREFILL, rank] = sum(one.to_compute for one in computing)
+            found[STEPS, rank] = self._setting.output * len(computing) + sum(max(one.to_emit, 1) for one in running)
+        found[SEQUENCES] = self.held()
+        found[BLOCKS] = BLOCKS_HELD * found[SEQUENCES]
+        return found
+
+    def step(self) -> tuple[float, list[_Running], list[_Running]]:
+        """Seconds of it, the requests that got their first token, and those that ended."""
+        computed, sent, begun = np.zeros(RANKS), np.zeros(RANKS), []
+        sequences = np.array([len(running) for running in self.running])
+        for rank in range(RANKS):
+            sent[rank] = sum(self._world.remote[one.row, rank] for one in self.running[rank])
+            first = self._compute(rank, computed, sent)
+            begun += first
+            self.running[rank] += first
+        ended = self._emit(begun)
+        nothing = np.zeros(RANKS)
+        took = step_seconds(
+            self._setting.speed,
+            prefill_tokens=computed,
+            prefill_pairs=nothing,
+            sequences=sequences,
+            blocks=BLOCKS_HELD * sequences,
+            remote_ranks=self._world.placement.layers * sent,
+            remote_nodes=nothing,
+            distinct_experts=nothing,
+            surplus=0.0,
+        )
+        return float(took.max()), begun, ended
+
+    def _compute(self, rank: int, computed: NDArray[np.float64], sent: NDArray[np.float64]) -> list[_Running]:
+        """Prompts in their turn; those that are done with it."""
+        done, queue = [], self.computing[rank]
+        while queue and computed[rank] < MOST_PREFILL:
+            part = min(MOST_PREFILL - int(computed[rank]), queue[0].to_compute)
+            queue[0].to_compute -= part
+            computed[rank] += part
+            sent[rank] += part * self._world.remote[queue[0].row, rank]
+            if not queue[0].to_compute:
+                done.append(queue.pop(0))
+        return done
+
+    def _emit(self, begun: list[_Running]) -> list[_Running]:
+        ended = []
+        for rank, running in enumerate(self.running):
+            for one in running:
+                one.to_emit -= one not in begun
+            ended += [one for one in running if one.to_emit <= 0]
+            self.running[rank] = [one for one in running if one.to_emit > 0]
+        return ended
+
+
+def lived(world: World, setting: Setting, requests: int) -> Lived:
+    """Until so many were answered; of the first quarter nothing counts."""
+    random = np.random.default_rng(setting.seed)
+    router, engine, now, answered, since, tokens = _Router(world, setting, random), _Engine(world, setting), 0.0, 0, 0.0, 0
+    domains = random.permutation(np.resize(np.arange(world.model.clusters), setting.users))
+    rows = [np.flatnonzero(world.domain == domain) for domain in range(world.model.clusters)]
+    asking = [(float(at), user) for user, at in enumerate(5.0 * random.random(setting.users))]
+    went: list[tuple[float, float, float]] = []
+    stepped: list[float] = []
+    waited: list[float] = []
+    while answered < requests:
+        if answered < requests // 4:
+            since, tokens = now, 0
+            went, stepped, waited = [], [], []
+        for _, user in (one for one in asking if one[0] <= now):
+            row = int(random.choice(rows[domains[user]]))
+            decision = router.decide(row, engine.load())
+            rank, length = decision.target.rank, round(setting.output * (1.0 + setting.varies * (2.0 * random.random() - 1.0)))
+            engine.computing[rank].append(_Running(row, user, now, setting.prompt, max(1, length - 1)))
+            at_home = world.share[world.domain[row], rank] >= AT_HOME / RANKS
+            went.append((float(at_home), float(world.remote[row, rank]), float(np.ptp(decision.scores.terms[TERMS.index("experts")]))))
+        asking = [one for one in asking if one[0] > now]
+        held = engine.held()
+        if not any(held):
+            now = min(at for at, _ in asking)
+            continue
+        stepped.append(float(np.mean(held)) / max(held))
+        seconds, begun, ended = engine.step()
+        now += seconds
+        tokens += sum(map(len, engine.running)) + len(ended)
+        waited += [now - one.asked_at for one in begun]
+        answered += len(ended)
+        asking += [(now, one.user) for one in ended]
+    at_home, remote, swing = np.mean(went, axis=0).tolist()
+    return Lived(at_home, remote, tokens / (now - since), float(np.mean(waited)), float(np.mean(stepped)), swing)
