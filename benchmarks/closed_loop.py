@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
 
 from benchmarks.rig.live_parts import alternating, flip, homogeneous
@@ -136,7 +137,7 @@ async def run(
     report: LiveReport, parts: list[str], traffic: Texts, much: Plenty, rounds: int, seed: int, dispatch_seconds: float, scale: float, plot: Path | None
 ) -> None:
     async with live(dispatch_seconds) as fleet:
-        report.setup |= {"speed": fleet.joined.speed, "settings": fleet.settings}
+        report.setup |= {"speed": msgspec.to_builtins(fleet.joined.speed), "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
             judge(report, await policies(fleet, traffic, much, rounds, seed, plot))
