@@ -237,7 +237,6 @@ class Autopilot:
                 self._woken[engine] = asyncio.Event()
                 self._judge.rest(entry)
                 self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
-        self._measured.keep_only(engines.values())
         self._housing.keep_only({entry.worker_id for entry in engines.values()})
         self._expose(now)
 

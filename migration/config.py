@@ -36,7 +36,7 @@ class MigrationConfig:
     """(token, k) pairs per expert of a layer, on average, that must be behind a window before anything is planned from it"""
 
     budget_bytes: int = 32_000_000_000
-    """weights that one plan may copy, and that the planner's own plans may copy together within budget_seconds"""
+    """weights that one plan may copy, and that the planner's own plans for one engine may copy together within budget_seconds"""
     budget_seconds: float = 900.0
     """length of the interval that budget_bytes is for"""
     most_steps: int = 256

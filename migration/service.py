@@ -257,6 +257,7 @@ class MigrationService:
                 self.watch.left(left.worker_id)
             case _:
                 self._refuse(received, "kind", "is neither EngineJoined nor EngineLeft")
+        self.measured.keep_only(self.ledger.engines().values())
         self.metrics.serving(self.ledger.engines())
 
     def _subject_of(self, engine: str) -> str | None:
