@@ -22,6 +22,7 @@ from fleet.events import (
     EngineHeartbeat,
     EngineJoined,
     EngineLeft,
+    HomesPublished,
     KvMetrics,
     KvSnapshot,
     PlacementCommitted,
@@ -202,6 +203,26 @@ async def test_a_committed_placement_changes_the_expert_prices(fleet: Fleet) -> 
     await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
     assert before[:2].min() > 0
     assert fleet.service.view.prices("demo").flat == pytest.approx(np.array([[0, 0]] * 4 + [[1, 1]] * 2 + [[0, 0]]))
+
+
+async def test_homes_of_the_next_placement_wait_on_the_bus_for_it_and_come_with_its_prices(fleet: Fleet) -> None:
+    joined = await fleet.join(text_engine("a"))
+    await fleet.beat(joined)
+    await fleet.bus.publisher(fleet.subjects.clusters).publish(published_clusters(halves()))
+    await until(lambda: fleet.names() and fleet.target().note is None)
+    share = np.eye(2, dtype="<f4").tobytes()
+    said = HomesPublished(engine="a", worker_id=joined.worker_id, model="demo", version=3, epoch=1, clusters=1, count=2, ranks=2, homes=share)
+    await fleet.bus.publisher(fleet.subjects.homes).publish(said)
+    await until(lambda: fleet.service.view.prices("demo").versions.coming == {"a": (3, 1)})
+    assert fleet.service.view.prices("demo").homes is None
+    everywhere = Placement(np.tile(np.arange(4, dtype=np.int16), (2, 2)), experts=4, ranks=2, epoch=1)
+    committed = PlacementCommitted(engine="a", worker_id=joined.worker_id, layout=EP, placement=everywhere.record())
+    await fleet.bus.record(fleet.subjects.placements("a"), committed)
+    await until(lambda: fleet.target().epoch == 1 and fleet.target().note is None)
+    found = fleet.service.view.prices("demo")
+    assert found.versions == ({"a": 1}, {"a": (3, 1)}, {})
+    assert found.homes is not None
+    assert found.homes.tolist() == [[2, 0], [0, 2]]
 
 
 async def test_a_heartbeat_of_another_epoch_makes_the_router_ask(fleet: Fleet) -> None:
