@@ -27,9 +27,9 @@ TOKENS = 24
 PROMPT_TOKENS = 96
 BEGINNINGS = (0, 200, 400)
 """of a document, at which prompts begin; in tokens"""
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 """a request that is not answered after so long, with everything tried, is lost"""
-ONE_TRY_SECONDS = 90.0
+ONE_TRY_SECONDS = 180.0
 COME_AGAIN = (429, 503)
 LONGEST_PAUSE_SECONDS = 5.0
 MOST_OPEN = 64

@@ -74,6 +74,8 @@ class Mischief:
         self._ranks = ranks
         self._seconds = seconds
         self._killed: dict[str, float] = {}
+        self._lives: dict[str, int] = {}
+        """by engine that was killed: joins on record before that"""
         self._began = asyncio.get_running_loop().time()
         self.kinds: Mapping[str, tuple[float, Callable[[], Awaitable[tuple[str, str] | None]]]] = {
             "rank killed": (3.0, self._kill_a_rank),
@@ -128,6 +130,8 @@ class Mischief:
         there = set(await asyncio.to_thread(self._fleet.processes))
         if not {*PARTS, *(f"{engine}/{rank}" for engine in self._engines for rank in range(self._ranks))} <= there:
             return False
+        if any(len(self._records.history(engine).joins) <= joins for engine, joins in self._lives.items()):
+            return False
         try:
             for url in self._fleet.routers:
                 async with self._http.post(f"{url}/v1/route", json=self._fleet.body()) as answer:
@@ -167,6 +171,7 @@ class Mischief:
         others_young = any(self.now - self._killed.get(other, -1e9) < Policy().steady_seconds for other in self._engines if other != engine)
         if process is None or others_young or not self._may(engine):
             return None  # the other one may not serve yet: two at once is a fleet that is down
+        self._lives[engine] = len(self._records.history(engine).joins)
         _end(process)
         return f"{engine}/{rank}", f"pid {process.pid}"
 

@@ -60,10 +60,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 def fleet() -> Iterator[Fleet]:
     """Two engines of two ranks each before two router processes; a loop that is in a hurry."""
     home = new_home(
-        ROOST_ENGINE_STEP_TIMEOUT_SECONDS="3.0",
         ROOST_ENGINE_KV_BLOCKS="256",
         ROOST_ENGINE_SLOTS_PER_RANK="20",
-        ROOST_ENGINE_DISPATCH_SECONDS="3e-5",
+        ROOST_ENGINE_DISPATCH_SECONDS="2e-4",
         ROOST_TRANSFER_WAY="nixl",
         ROOST_PLANNER_LEASE_SECONDS="1.0",
         ROOST_PLANNER_REPEAT_SECONDS="0.2",
@@ -79,7 +78,8 @@ def fleet() -> Iterator[Fleet]:
         ROOST_TRACKER_SHIFT_COOLDOWN_SECONDS="20.0",
         ROOST_TRACKER_SLOW_SECONDS="120.0",
         ROOST_ROUTER_DEAD_AFTER_SECONDS="6.0",  # a busy machine is not dead
-        ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS="20.0",
+        ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS="90.0",  # an engine that is killed while the other one starts is waited for
+        ROOST_ROUTER_QUEUE_WAIT_SECONDS="90.0",
     )
     fleet = Fleet(home, "--ranks", str(RANKS), "--engines", str(ENGINES), "--processes", "2")
     yield fleet
@@ -118,8 +118,8 @@ class Soak:
 
     # what must be so
 
-    def failures(self) -> list[str]:
-        """Everything that is not as it should be, in sentences."""
+    def failures(self, *, over: bool = True) -> list[str]:
+        """Everything that is not as it should be, in sentences. over: nothing is under way any more."""
         told, happened = self.crowd.told, self.mischief.happened
         return [
             *(f"lost: {said}" for said in told.lost[:20]),
@@ -128,8 +128,8 @@ class Soak:
             *(f"epochs: {said}" for said in self.epochs.wrong[:20]),
             *happened.wrong[:20],
             *(f"left over: {said}" for said in self.memories.left_over),
-            *self._stuck(),
-            *growing(self.memories.lives),
+            *(self._stuck() if over else ()),
+            *(growing(self.memories.lives) if over else ()),
         ]
 
     def _breaks(self) -> list[str]:
@@ -226,9 +226,14 @@ async def soak(fleet: Fleet, seconds: float, seed: int, say: Callable[[str], Non
             running = Soak(seconds, seed, course, crowd, mischief, memories, epochs, records, Movers(records), time.monotonic())
 
             async def tell() -> None:
+                known: set[str] = set()
                 while True:
                     await asyncio.sleep(SAY_SECONDS)
                     say(running.line())
+                    for sentence in running.failures(over=False):
+                        if sentence not in known:
+                            known.add(sentence)
+                            say(f"FAILURE: {sentence}")
 
             async with alongside(tell(), "says how it goes"), asyncio.TaskGroup() as tasks:
                 tasks.create_task(crowd.come(seconds), name="users")
