@@ -13,7 +13,7 @@ from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import in_json, show
 from deploy.view_fleet import on_bus
-from fleet.events import KeyedRows, RankPopularity, RequestOutcome, RequestProfile
+from fleet.events import KeyedRows, LoopFigures, RankPopularity, RequestOutcome, RequestProfile
 from fleet.placement import PlacementRecord
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.signatures import PACKED, ClusterRecord
@@ -99,6 +99,9 @@ def _word(value: Any) -> str:
             return f"[version {value.version}: {value.clusters} clusters of {value.layers}x{value.experts}, sharpness {value.sharpness:.3g}]"
         case KeyedRows():
             return f"[{len(value.keys) // 8} rows]"
+        case LoopFigures():
+            step = 1e3 * value.step_seconds
+            return f"[remote ranks {value.remote_ranks:.3f}, local {value.local:.1%}, balance {value.balance:.3f}, step {step:.4g} ms]"
         case msgspec.Struct():
             return "(" + " ".join(f"{name}={_word(getattr(value, name))}" for name in value.__struct_fields__) + ")"
         case float():
@@ -135,6 +138,8 @@ def _tuple_word(values: tuple[Any, ...]) -> str:
             return f"<{len(values)} requests, {known} with a known prefix>"
         case (RankPopularity(), *_):
             return f"<{len(values)} ranks>"
+    if len(values) > SHOWN and all(isinstance(value, float) for value in values):
+        return f"<{len(values)} values, sum {sum(values):.6g}>"
     return f"<{len(values)} values>" if len(values) > SHOWN else "(" + ", ".join(map(_word, values)) + ("," if len(values) == 1 else "") + ")"
 
 

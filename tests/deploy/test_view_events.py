@@ -8,8 +8,10 @@ from deploy.view_events import _line, kind_of
 from fleet.events import (
     ClustersPublished,
     CountsImported,
+    DispatchMeasured,
     ExpertsActivated,
     KeyedRows,
+    PlanJudged,
     PopularityDescribed,
     PopularityShifted,
     RankPopularity,
@@ -22,6 +24,7 @@ from fleet.events import (
 )
 from fleet.popularity import ExpertCounts, ExpertTable
 from fleet.signatures import ClusterModel, pack
+from tests.deploy.loop_figures import FORETOLD, START
 
 COUNTS = ExpertCounts.of(np.full((58, 256), 3))
 PROFILE = ExpertTable.of(np.full((58, 256), 1 / 256))
@@ -53,6 +56,23 @@ TABLES = TablesPublished(
     token_rows=bytes(16384),
     token_ratios=bytes(65536),
     blocks=KeyedRows(keys=bytes(8000), rows=bytes(12000)),
+)
+HALVES = (0.5,) * 58
+MEASURED = DispatchMeasured(
+    **WHO,
+    epoch=0,
+    seconds=1.0,
+    steps=10,
+    step_seconds=0.1,
+    tokens=20,
+    pairs=40,
+    remote_ranks=HALVES,
+    local=HALVES,
+    served=HALVES,
+    balance=HALVES,
+)
+JUDGED = PlanJudged(
+    engine="a", worker_id=1, plan="cafe", epoch=1, verdict="harmful", predicted_before=START, predicted_after=FORETOLD, trust=0.5, reason="longer steps"
 )
 DESCRIBED = PopularityDescribed(
     model="m",
@@ -89,6 +109,8 @@ DESCRIBED = PopularityDescribed(
             ["settled=False", "divergence=0.0123457", "layers=(3, 1)"],
         ),
         (DESCRIBED, ["ranks=<3 ranks>", "slow=[58x256 sum 58]"]),
+        (MEASURED, ["remote_ranks=<58 values, sum 29>", "tokens=20"]),
+        (JUDGED, ["verdict=harmful", "predicted_after=[remote ranks 1.430, local 59.0%, balance 0.920, step 9.05 ms]", "measured_after=None"]),
     ],
 )
 def test_a_message_of_any_size_is_one_line_that_says_what_it_amounts_to(message: Message, words: list[str]) -> None:
