@@ -291,9 +291,14 @@ async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_t
         engine.did(sent=(sent(0, 2), sent(1, 4)))
         await engine.seen.wait()
         engine.did(sent=(sent(1, 8), sent(2, 16)))
-        reports = [(await next_of(heard, DispatchMeasured)).message for _ in range(3)]
-    assert [(one.epoch, one.steps) for one in reports] == [(0, 3), (1, 12), (2, 16)]  # type: ignore[union-attr]
-    assert all(one.seconds >= one.step_seconds for one in reports)  # type: ignore[union-attr]
+        steps: dict[int, int] = {}
+        while 2 not in steps:  # a busy machine may take longer than an interval between two looks: then there is a report more
+            message = (await next_of(heard, DispatchMeasured)).message
+            assert isinstance(message, DispatchMeasured)
+            assert message.epoch >= max(steps, default=0)
+            assert message.seconds >= message.step_seconds > 0
+            steps[message.epoch] = steps.get(message.epoch, 0) + message.steps
+    assert steps == {0: 3, 1: 12, 2: 16}
 
 
 @asynccontextmanager

@@ -259,6 +259,8 @@ async def test_where_tokens_were_sent_is_reported_per_epoch_as_counting_by_hand_
             await go_over(ranks, one_layer_anew(dice, ranks[0].engine.placement))
             for answer in answers:
                 await answer.rest()
+        for answer in await all_prompts(ranks):
+            await answer.rest()
         for rank in ranks:
             rank.run.cancel()
         await asyncio.wait([rank.run for rank in ranks])
