@@ -84,7 +84,8 @@ class Judge:
 
     async def begun(self, pilot: Pilot, entry: Entry, plan: str, record: PlanRecord, base_epoch: int) -> None:
         """A plan of the planner's own was accepted: what it is to be judged by is remembered. Without that it cannot be judged."""
-        reckoned = prices(record)
+        machines = self._watch.machines(entry.worker_id)
+        reckoned = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
         if reckoned is None:
             return
         window = self._measured.window(entry.worker_id, entry.layout.boundary, self._clock(), epoch=base_epoch, seconds=self._config.judge_seconds)

@@ -1,12 +1,14 @@
 """One engine as the service that plans by itself sees it: when to think, what is under way, what was decided last. Pure; times are arguments."""
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import NamedTuple
 
 from fleet.events import EngineLoop, LoopFigures
 from migration.annals import Annals
 from migration.config import MigrationConfig
 from migration.measured import Window
+from migration.noise import expected_most
 from migration.record import Measures, PlanRecord
 from migration.undertakings import Grounds
 from migration.verdicts import Prices
@@ -178,10 +180,10 @@ def grounds(record: PlanRecord, traceparent: str) -> Grounds:
     return Grounds(record.policy, before, after, traceparent)
 
 
-def prices(record: PlanRecord) -> Prices | None:
+def prices(record: PlanRecord, ranks: int, top_k: int) -> Prices | None:
     """What the plan was reckoned with: seconds of a step for an even load of the experts, and by distinct remote rank. None: it was not reckoned."""
     if record.before is None:
         return None
     told = foretold(record.before, record.step_ceiling)
     remote = record.before.dispatch_seconds / told.remote_ranks if told.remote_ranks else 0.0
-    return Prices(experts=record.before.expert_seconds * told.balance, remote=remote)
+    return Prices(experts=record.before.expert_seconds * told.balance, remote=remote, chance=expected_most(ranks) * sqrt(ranks / top_k))

@@ -9,7 +9,7 @@ A plan is harmful when what was measured got worse beyond noise **and** the plac
 condition is the planner's own judgement: where traffic has merely become dearer to serve, under whatever placement, nothing is to be undone.
 """
 
-from math import exp, hypot
+from math import exp, hypot, sqrt
 from typing import NamedTuple
 
 import msgspec
@@ -33,10 +33,21 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
     """of the experts, were their load even"""
     remote: float
     """of sending, for each distinct other rank that a token is sent to in a layer, mean"""
+    chance: float = 0.0
+    """by which chance alone leaves a step of one token uneven, mean load to highest; of a step of n tokens sqrt(n) times less"""
 
     def cost(self, figures: LoopFigures) -> float:
         """Seconds of a step that placement decides."""
         return self.experts / max(figures.balance, 1e-9) + self.remote * figures.remote_ranks
+
+    def balance(self, balance: float, tokens: float, instead: float) -> float:
+        """What the balance of steps of so many tokens would be, were there so many instead: what the placement and what chance leave uneven add up as
+        independent deviations do. Without this, less traffic would look like harm."""
+        if not (balance and tokens and instead):
+            return balance
+        uneven = (1.0 / balance - 1.0) ** 2
+        chance = min(self.chance**2 / tokens, uneven)
+        return 1.0 / (1.0 + sqrt(uneven - chance + chance * tokens / instead))
 
     def error(self, figures: LoopFigures, errors: LoopFigures) -> float:
         """Standard error of the cost."""
@@ -53,6 +64,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     token_error: float
     pairs: float
     """(token, k) pairs behind each layer"""
+
+    @property
+    def step_tokens(self) -> float:
+        """Of all ranks together; 0: nobody knows."""
+        return self.figures.step_seconds / self.token_seconds if self.token_seconds else 0.0
 
 
 class Case(NamedTuple):
@@ -92,7 +108,8 @@ def judged(case: Case, trust: float) -> Judgement:
     missing = _missing(case)
     if missing or before is None or after is None or prices is None:
         return Judgement("unknown", None, trust, missing)
-    gain = prices.cost(before.figures) - prices.cost(after.figures)
+    balance = prices.balance(after.figures.balance, after.step_tokens, before.step_tokens)
+    gain = prices.cost(before.figures) - prices.cost(msgspec.structs.replace(after.figures, balance=balance))
     error = hypot(prices.error(before.figures, before.errors), prices.error(after.figures, after.errors))
     predicted = prices.cost(case.predicted_before) - prices.cost(case.predicted_after)
     realised = gain / predicted if case.whole and predicted > 0 else None

@@ -122,3 +122,22 @@ def test_noise_is_no_harm_and_the_same_difference_without_it_is() -> None:
     noisy, quiet = (case(replace(BEFORE, error=error), Seen(remote=1.6, error=error)) for error in (0.1, 0.001))
     assert judged(noisy, 1.0).verdict == "kept"
     assert judged(quiet, 1.0).verdict == "harmful"
+
+
+@given(st.floats(0.2, 0.95), st.floats(8, 4096), st.floats(8, 4096))
+def test_a_balance_is_told_as_it_would_be_at_another_size_of_steps(placed: float, tokens: float, instead: float) -> None:
+    prices = Prices(experts=1.0, remote=0.0, chance=1.5)
+
+    def measured(size: float) -> float:
+        return 1.0 / (1.0 + ((1.0 / placed - 1.0) ** 2 + 1.5**2 / size) ** 0.5)
+
+    assert prices.balance(measured(tokens), tokens, instead) == pytest.approx(measured(instead))
+    assert prices.balance(placed, tokens, tokens) == pytest.approx(placed), "also where it is better than chance should allow"
+
+
+def test_less_traffic_is_no_harm_and_costs_no_trust() -> None:
+    busy, quiet = Seen(balance=1 / (1 + 0.15), token=2e-3 / 100), Seen(balance=1 / (1 + 0.3), token=2e-3 / 25, step=1.9e-3)
+    plain = case(busy, quiet, prices=Prices(experts=1e-2, remote=2e-3), predicted_after=figures(1.5, 0.9))
+    knowing = case(busy, quiet, prices=Prices(experts=1e-2, remote=2e-3, chance=1.5), predicted_after=figures(1.5, 0.9))
+    assert judged(plain, 1.0).verdict == "harmful"
+    assert judged(knowing, 1.0).verdict == "kept"
