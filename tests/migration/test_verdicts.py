@@ -135,7 +135,7 @@ def test_a_balance_is_told_as_it_would_be_at_another_size_of_steps(placed: float
     assert prices.balance(placed, tokens, tokens) == pytest.approx(placed), "also where it is better than chance should allow"
 
 
-def test_less_traffic_is_no_harm_and_costs_no_trust() -> None:
+def test_less_traffic_is_no_harm() -> None:
     busy, quiet = Seen(balance=1 / (1 + 0.15), token=2e-3 / 100), Seen(balance=1 / (1 + 0.3), token=2e-3 / 25, step=1.9e-3)
     plain = case(busy, quiet, prices=Prices(experts=1e-2, remote=2e-3), predicted_after=figures(1.5, 0.9))
     knowing = case(busy, quiet, prices=Prices(experts=1e-2, remote=2e-3, chance=1.5), predicted_after=figures(1.5, 0.9))
