@@ -347,6 +347,8 @@ class Autopilot:
             return pilot.told(str(error), self._wall())
         if entry.worker_id != pilot.worker_id or entry.epoch != plan.base_epoch or self._under_way(pilot.engine):
             return pilot.told("others moved experts while it was thought over", self._wall())
+        if pilot.shift is not None and pilot.shift is not answers:
+            return pilot.told("popularity shifted while it was thought over", self._wall())
         reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
         if reason:
             return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())

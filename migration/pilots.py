@@ -66,8 +66,9 @@ class Pilot:
         return f"{self.trouble}; {self.decided}" if stays else self.decided
 
     def shifted(self, shift: Shift) -> None:
-        """Think about it soon."""
-        self.shift = shift
+        """Think about it soon. Shifts at the same time are one."""
+        if self.shift is None or shift.at - self.shift.at > SHIFT_SECONDS:
+            self.shift = shift
         self.next_at = min(self.next_at, max(shift.at, self.hurried_at + SHIFT_SECONDS))
 
     def settled(self) -> None:
@@ -76,8 +77,9 @@ class Pilot:
 
     def answers(self, now: float, config: MigrationConfig) -> Shift | None:
         """The shift that a plan made now would answer; None: it would be one of the cycle's."""
-        fresh = self.shift is not None and now - self.shift.at < SHIFT_LASTS * config.window_seconds
-        return self.shift if fresh else None
+        if self.shift is not None and now - self.shift.at >= SHIFT_LASTS * config.window_seconds:
+            self.settled()
+        return self.shift
 
     def rested(self, now: float, again: float | None, config: MigrationConfig) -> None:
         """A thought is over. again: seconds from the shift until there are windows to plan from; None: the cycle's pace will do."""

@@ -307,6 +307,27 @@ async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_st
 
 
 @pytest.mark.looptime
+async def test_a_plan_is_not_carried_out_where_popularity_shifted_while_it_was_thought_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker) as service:
+        decide, shifts = service._inquiries.decide, 0
+
+        async def meanwhile(*arguments: Any) -> Any:
+            nonlocal shifts
+            found = await decide(*arguments)
+            if found.plan is not None and not shifts:
+                shifts += 1
+                await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
+                await asyncio.sleep(0.1)
+            return found
+
+        monkeypatch.setattr(service._inquiries, "decide", meanwhile)
+        planned = await world.until(MigrationPlanned)
+        assert planned.traceparent == SHIFT.traceparent, "the first one was of before the shift"
+        assert len(await own(world.bus)) == 1
+
+
+@pytest.mark.looptime
 async def test_shifts_one_after_another_cost_a_thought_now_and_then() -> None:
     broker = MemoryBroker()
     config = replace(CONFIG, cycle_seconds=1000.0)
