@@ -19,7 +19,7 @@ STEERED = 0.7
 """part of the requests that can be foretold which goes home, before any was seen to: the rest goes where its session is, or where there is room"""
 _DOUBT = 0.3
 """standard deviation of that"""
-_REPEATS = 8.0
+REPEATS = 8.0
 """pairs of one text are worth so many times fewer independent ones (the design effect, Kish 1965)"""
 _ROUNDS = 30
 _STIR = 0.1
@@ -164,7 +164,7 @@ def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: Traffic, homes:
     weight = rank / rank.sum()
     seen, would = (_apart(part, weight) for part in (wanted / rank, _own(Traffic(traffic.profiles, traffic.shares, 0.0, traffic.capacity), homes)))
     energy = float((weight * would**2).sum())
-    noise = float((weight**2 * would**2 * (wanted / rank) / np.maximum(pairs, 1.0)[:, None, None]).sum()) * _REPEATS / wanted.shape[1]
+    noise = float((weight**2 * would**2 * (wanted / rank) / np.maximum(pairs, 1.0)[:, None, None]).sum()) * REPEATS / wanted.shape[1]
     if energy <= 0.0 or noise <= 0.0:
         return before
     found, precision = float((weight * seen * would).sum()) / energy, energy**2 / noise

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from migration.candidates import NEARER, Candidate, Foretold, shared, without_reversals
+from fleet.placement import Placement
+from migration.candidates import NEARER, NOTICEABLE, Candidate, Foretold, shared, without_reversals
 from migration.changes import Changes, Table, made
 from migration.forecast import Steering, lived, spread
 from migration.grouping import keep_groups
@@ -25,9 +26,9 @@ from migration.toward import toward
 from migration.view import Homes
 
 Values = NDArray[np.float64]
-MATERIAL = 0.08
+MATERIAL = 0.09
 """Part of what sending tokens costs that homes must save beyond what their placement saves without them, if every request followed. Measured on the
-demo model's routings (4 ranks): .09 to .20 for two domains and more, .03 to .085 within a single one, where clusters are real and worth next to nothing."""
+demo model's routings (4 ranks, 10 slots): .09 to .21 for most mixes of two domains and more, .03 to .085 within one, where clusters are real and worth next to nothing."""
 _CLEARLY = 0.01
 """part of that cost which other homes must save beyond those of before"""
 _STILL = 0.005
@@ -88,7 +89,11 @@ def joint(found: Situation) -> Candidate:
     changes = without_reversals(found, toward(found.table, goal, end.fit, room, found.limits))
     base = _before(found, known, stay.share)
     ways = [_candidate(found, changes, base, one, of) for one, of in _choices(found, known, share, stay.share, end)]
-    return min(ways, key=lambda one: float(one[1]))[0]
+    best, seconds = min(ways, key=lambda one: one[1])
+    least = float(base.seconds.sum()) - NOTICEABLE * base.figures.seconds.dispatch
+    if seconds > least and not _worth_going_to(goal, end, least):
+        raise ValueError(f"homes and placement would save less than {NOTICEABLE:.0%} of what sending tokens takes")
+    return best
 
 
 def at_home(found: Situation, share: Values | None, note: str, epoch: int | None = None) -> Homes:
@@ -107,6 +112,13 @@ def _choices(found: Situation, known: Steering, share: Values, stay: Values | No
     if stay is None or stay is share:
         return [(share, end)]
     return [(share, end), (stay, _expected(found, known, stay))]
+
+
+def _worth_going_to(goal: Table, end: Situation, most: float) -> bool:
+    """Whether the placement that a plan leads to takes at most so many seconds of a step, though a budget or a cooldown lets it go only a part of the way."""
+    start = end.placement
+    whole = Placement(goal, experts=start.experts, ranks=start.ranks, epoch=start.epoch, split=shared(end, goal))
+    return float(end.judge(whole).seconds.sum()) <= most
 
 
 def _candidate(found: Situation, changes: Changes, before: Judged, share: Values, end: Situation) -> tuple[Candidate, float]:

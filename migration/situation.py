@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fleet.placement import FULL, Placement, Split, even_split
 from migration.changes import Changes, Table
 from migration.config import MigrationConfig, Policy
-from migration.forecast import Steering, steering
+from migration.forecast import REPEATS, Steering, steering
 from migration.full import full
 from migration.gate import Gate, gate
 from migration.limits import Limits
@@ -161,7 +161,7 @@ class Situation:
     @cached_property
     def gate(self) -> Gate:
         """Whether ranks want different experts, beyond what chance explains."""
-        return gate(self.fit, self.view.demand.pairs)
+        return gate(self.fit, self.view.demand.pairs, dispersion=REPEATS)
 
     @cached_property
     def steering(self) -> Steering | str:
