@@ -63,8 +63,8 @@ CADENCE: dict[str, dict[str, Any]] = {
         "budget_seconds": 120.0,
     },
     "tracker": {
-        "fast_seconds": 6.0,
-        "slow_seconds": 60.0,
+        "fast_seconds": 10.0,
+        "slow_seconds": 120.0,
         "publish_seconds": 1.0,
         "refine_seconds": 3.0,
         "memory_outcomes": 200,
