@@ -22,7 +22,8 @@ from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from migration.history import History
 from migration.ledger import Entry, Fault, Refused
-from migration.view import CacheUse, Counted, Demand, Homes, View
+from migration.view import CacheUse, Demand, Homes, View
+from migration.wanted import Wanted
 
 MOST_MODELS = 64
 """Models whose clusters are kept."""
@@ -33,56 +34,13 @@ SHORTER = 6
 
 
 @dataclass(slots=True)
-class _Rank:
-    """The last word about one rank, and what it wanted since the window began. Counting a word is a matter of its seconds until another comes."""
-
-    rates: NDArray[np.float32]
-    """[layers, experts], pairs per second: the last word; never written to"""
-    before: NDArray[np.float32] | None = None
-    """[layers, experts], pairs: of the words before it in this window; never written to"""
-    lasted: float = 0.0
-    """seconds of this window that the last word has held"""
-    known: float = 0.0
-    """seconds of this window of which it is known what was wanted"""
-    version: int = -1
-    heard_at: float = -np.inf
-    wants: bool = False
-    pairs: float = 0.0
-    counted_at: float = 0.0
-    load: KvMetrics | None = None
-    load_at: float = -np.inf
-
-    def speak(self, rates: NDArray[np.float32]) -> None:
-        """From now on this is wanted."""
-        if self.lasted and self.wants:
-            added = self.rates * np.float32(self.lasted)
-            self.before = added if self.before is None else self.before + added
-        self.rates, self.lasted, self.wants = rates, 0.0, bool(rates.any())
-
-    def begin(self) -> None:
-        """A new window."""
-        self.before, self.lasted, self.known = None, 0.0, 0.0
-
-    @property
-    def counted_pairs(self) -> float:
-        """Of the last layer, in this window."""
-        before = 0.0 if self.before is None else float(self.before[-1].sum())
-        return before + float(self.rates[-1].sum()) * self.lasted
-
-    @property
-    def counted(self) -> Counted:
-        """The window as it stands."""
-        return Counted(self.before, self.rates, self.lasted, self.known)
-
-
-@dataclass(slots=True)
 class _Engine:
     joined: EngineJoined
     shape: tuple[int, int, int]
     node: NDArray[np.intp]
     began: float
     """when the window did that is open"""
-    ranks: list[_Rank]
+    ranks: list[Wanted]
     history: History
     since: Demand | None = None
     """the first window that was closed after the last plan; None: none was"""
@@ -160,7 +118,7 @@ class Watch:
                 f"the demand of engine {joined.engine!r} has {np.prod(shape)} cells, {cells} with all others; raise planner.most_cells to plan for it",
             )
         nothing = np.zeros(shape[1:], np.float32)
-        ranks = [_Rank(rates=nothing, counted_at=now) for _ in range(shape[0])]
+        ranks = [Wanted(rates=nothing, counted_at=now) for _ in range(shape[0])]
         self._engines[joined.worker_id] = _Engine(joined, shape, _nodes(joined, shape[0]), now, ranks, History.begin(joined.worker_id, placement))
 
     def placed(self, worker_id: int, placement: Placement, plan: str | None, now: float) -> None:
@@ -356,12 +314,12 @@ class Watch:
                 f"{said} what ranks {_listed(unknown)} of engine {engine.joined.engine!r} want: send requests, and see that the tracker runs (roost status)",
             )
 
-    def _holds(self, rank: _Rank, now: float) -> bool:
+    def _holds(self, rank: Wanted, now: float) -> bool:
         """Whether the last word about a rank's demand still holds; that it wants nothing holds until the rank says that it is busy."""
         busy = rank.load is not None and now - rank.load_at <= self._config.stale_seconds and not _idle(rank.load)
         return now - rank.heard_at <= self._config.stale_seconds or (rank.version >= 0 and not rank.wants and not busy)
 
-    def _is_idle(self, rank: _Rank, now: float) -> bool:
+    def _is_idle(self, rank: Wanted, now: float) -> bool:
         return rank.load is not None and now - rank.load_at <= self._config.stale_seconds and _idle(rank.load)
 
     def _count(self, engine: _Engine, number: int, now: float) -> None:
@@ -382,7 +340,7 @@ class Watch:
         for number in range(len(engine.ranks)):
             self._count(engine, number, now)
 
-    def _rank(self, worker_id: int, rank: int, what: str) -> tuple[_Engine, _Rank]:
+    def _rank(self, worker_id: int, rank: int, what: str) -> tuple[_Engine, Wanted]:
         engine = self._engines.get(worker_id)
         if engine is None:
             raise Refused(Fault.UNKNOWN, f"{what}: worker {worker_id} has not joined, or has left")
