@@ -140,6 +140,7 @@ async def run(
         report.setup |= {"speed": msgspec.to_builtins(fleet.joined.speed), "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
+            report.notes.append(f"{much.warm} requests of each policy to get going, then {much.count} measured")
             judge(report, await policies(fleet, traffic, much, rounds, seed, plot))
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
             if name in parts:
