@@ -116,6 +116,11 @@ def anew(found: Situation) -> Candidate:
     return Candidate("all anew", changes, shared(found, made(found.table, changes)))
 
 
+def anew_evenly(found: Situation) -> Candidate:
+    """The same for engines whose replicas share evenly, whatever they are told."""
+    return Candidate("all anew, even shares", _towards(found, found.anew_at_home), None)
+
+
 def anew_at_most(found: Situation) -> Placement:
     """What `anew` leads to where no budget and no cooldown stops it: known before any of its changes."""
     table = np.where(found.chosen[:, None], found.anew_at_home, found.table)

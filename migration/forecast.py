@@ -15,8 +15,9 @@ from migration.homes import Traffic
 from migration.view import Demand, View
 
 Values = NDArray[np.float64]
-STEERED = 0.7
-"""part of the requests that can be foretold which goes home, before any was seen to: the rest goes where its session is, or where there is room"""
+STEERED = 0.9
+"""part of what can be foretold which goes home, before any was seen to: the rest goes where its session is, or where there is room. On a live fleet (4 ranks,
+demo model, held-out documents) .66 to .78 of the demand went home where requests could be foretold by .5, which this makes .64"""
 _DOUBT = 0.3
 """standard deviation of that"""
 REPEATS = 8.0
@@ -146,8 +147,9 @@ class Followed(NamedTuple):
 
 
 def expected(foreseen: float) -> Followed:
-    """Before anything was seen. foreseen: in [0, 1], how well requests can be foretold."""
-    return Followed(min(max(foreseen, 0.0), 1.0) * STEERED, False)
+    """Before anything was seen. foreseen: in [0, 1], how well requests can be foretold: a share of a divergence, which grows with the square of how far
+    signatures are apart, while the part of demand that goes home is linear in them."""
+    return Followed(STEERED * min(max(foreseen, 0.0), 1.0) ** 0.5, False)
 
 
 def followed(wanted: NDArray[Any], pairs: NDArray[Any], traffic: Traffic, homes: Values, foreseen: float) -> Followed:

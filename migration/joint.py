@@ -28,7 +28,8 @@ from migration.view import Homes
 Values = NDArray[np.float64]
 MATERIAL = 0.09
 """Part of what sending tokens costs that homes must save beyond what their placement saves without them, if every request followed. Measured on the
-demo model's routings (4 ranks, 10 slots): .09 to .21 for most mixes of two domains and more, .03 to .085 within one, where clusters are real and worth next to nothing."""
+demo model's routings (4 ranks, 10 slots): .08 to .21 for mixes of two domains and more, .03 to .085 within one, where clusters are real but worth
+next to nothing."""
 _CLEARLY = 0.01
 """part of that cost which other homes must save beyond those of before"""
 _STILL = 0.005

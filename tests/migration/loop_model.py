@@ -99,7 +99,6 @@ class Loop:
         self.history = History.begin(1, self.placement)
         self.homes: Homes | None = None
         self.halves: list[tuple[float, NDArray[np.float64]]] = []
-        self.since: Demand | None = None
         self.bytes = 0
         self.plans = 0
         self.last: Decided | None = None
@@ -117,7 +116,7 @@ class Loop:
         self._shares += 0.4 * (self.mix - self._shares)
         if len(self.halves) < 4:
             return None
-        decided = decide(self._view(), Question(self.policy, self.config.budget_bytes), self.config)
+        decided = decide(self.view(), Question(self.policy, self.config.budget_bytes), self.config)
         self.last = decided
         self.homes = decided.homes
         if decided.plan is not None:
@@ -153,7 +152,8 @@ class Loop:
             load[rank[at]] += 1
         return rank
 
-    def _view(self) -> View:
+    def view(self) -> View:
+        """The fleet as the planner sees it now."""
         fit, later = (self._window(*part) for part in (self.halves[:2], self.halves[2:]))
         clusters = self.clusters or ClusterModel(1, profiles(), self._shares.astype(np.float32), 1.0)
         return View(
@@ -173,7 +173,6 @@ class Loop:
             foreseen=self.foretold,
             homes=self.homes,
             history=self.history,
-            since=self.since,
             now=self.now,
         )
 
@@ -192,13 +191,7 @@ class Loop:
             self.placement = placement
         self.bytes += plan.bytes
         self.plans += 1
-        self.since = None
-        self.homes = homes if homes.share is None or homes.at != self.now else replace_at(homes, self.now)
-
-
-def replace_at(homes: Homes, now: float) -> Homes:
-    """They hold from now on."""
-    return homes._replace(at=now)
+        self.homes = homes
 
 
 def measured(placement: Placement, rows: Routings, rank: NDArray[np.intp]) -> Reached:
