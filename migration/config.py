@@ -27,7 +27,7 @@ class MigrationConfig:
     cycle_seconds: float = 30.0
     """what to do is thought over so often, and homes are published"""
     homes_seconds: float = 120.0
-    """homes are thought over anew no oftener than this, unless experts have moved: it takes seconds where ranks are many"""
+    """homes stay for so long at least while experts stay where they are, unless they save nothing any more"""
     window_seconds: float = 60.0
     """demand is averaged over windows of this length; a plan is made from one and judged on the next"""
     stale_seconds: float = 15.0

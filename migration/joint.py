@@ -30,6 +30,8 @@ MATERIAL = 0.09
 """Part of what sending tokens costs that homes must save beyond what their placement saves without them, if every request followed. Measured on the
 demo model's routings (4 ranks, 10 slots): .08 to .21 for mixes of two domains and more, .03 to .085 within one, where clusters are real but worth
 next to nothing."""
+_HELD = 10 / 32
+"""part of a layer's experts that each rank held there: where ranks hold less, any placement and any homes save less in proportion"""
 _CLEARLY = 0.01
 """part of that cost which other homes must save beyond those of before"""
 _STILL = 0.005
@@ -56,7 +58,7 @@ def settled(found: Situation) -> Settled:
     known = found.steering
     if isinstance(known, str):
         return Settled(None, known)
-    traffic, bar = known.later, MATERIAL * (1.0 - known.later.leak)
+    traffic, bar = known.later, _material(found, known.later)
     before = None if known.known is None else _lived(known.known, traffic)
     way = resident(traffic, room_of(found), found.table, before)
     told = f"homes save {way.saved:.1%} of dispatch under this placement, {way.none:.1%} without them"
@@ -77,7 +79,7 @@ def joint(found: Situation) -> Candidate:
         case known:
             pass
     room, traffic, stay = room_of(found), known.fit, settled(found)
-    bar = MATERIAL * (1.0 - traffic.leak) / (1.0 if known.known is None else 2.0)
+    bar = _material(found, traffic) / (1.0 if known.known is None else 2.0)
     before = None if stay.share is None else _lived(stay.share, traffic)
     way = homes(traffic, room, before=before, present=found.table, least=bar, better=_CLEARLY)
     if way.homes is None or way.located is None:
@@ -95,6 +97,12 @@ def joint(found: Situation) -> Candidate:
     if seconds > least and not _worth_going_to(goal, end, least):
         raise ValueError(f"homes and placement would save less than {NOTICEABLE:.0%} of what sending tokens takes")
     return best
+
+
+def _material(found: Situation, traffic: Traffic) -> float:
+    """What homes must save, as a part of what sending tokens costs, as far as requests follow them."""
+    held = found.placement.slots_per_rank / found.placement.experts
+    return MATERIAL * (1.0 - traffic.leak) * min(1.0, held / _HELD)
 
 
 def at_home(found: Situation, share: Values | None, note: str, epoch: int | None = None) -> Homes:
