@@ -87,11 +87,11 @@ async def policies(fleet: Live, traffic: Texts, much: Plenty, rounds: int, seed:
     found: dict[str, list[Phase]] = {}
     for number in range(rounds):
         for policy in POLICIES[number % len(POLICIES) :] + POLICIES[: number % len(POLICIES)]:
-            one = await phase(fleet, policy, traffic.requests(much.prompt, seed + number, fleet.offset), much)
+            one = await phase(fleet, policy, traffic, much, seed + number)
             found.setdefault(one.policy, []).append(one)
             if policy is EPLB:
-                some = Plenty(much.warm // 4, much.count // 2, much.concurrency, much.prompt, much.output)
-                other = await hashed(fleet, traffic.requests(much.prompt, seed + number, fleet.offset), some)
+                some = Plenty(much.warm / 10, much.count // 2, much.concurrency, much.prompt, much.output)
+                other = await hashed(fleet, traffic, some, seed + number)
                 found.setdefault(other.policy, []).append(other)
             if policy is LOOP and plot is not None:
                 await fleet.draw(plot)
@@ -140,7 +140,7 @@ async def run(
         report.setup |= {"speed": msgspec.to_builtins(fleet.joined.speed), "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
-            report.notes.append(f"{much.warm} requests of each policy to get going, then {much.count} measured")
+            report.notes.append(f"{much.warm:g} s of each policy to get going, then {much.count} requests measured")
             judge(report, await policies(fleet, traffic, much, rounds, seed, plot))
         for name, part in (("flip", flip), ("homogeneous", homogeneous), ("alternating", alternating)):
             if name in parts:
@@ -161,10 +161,7 @@ def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:
             f"(between processes of this machine {fleet.measured_dispatch} were measured); it measured {1e3 * speed.step:.1f} ms a step, "
             f"{1e6 * speed.prefill_token:.0f} us a prompt token"
         ),
-        (
-            f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy; {traffic.source} ({', '.join(traffic.domains)}); "
-            f"{much.warm} to get going, then {much.count} measured"
-        ),
+        (f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy; {traffic.source} ({', '.join(traffic.domains)})"),
         f"cadence, for all policies: {cadence}",
     ]
 
@@ -176,7 +173,7 @@ def main(
     only: str = typer.Option("policies", help=f"parts, with commas between: {', '.join(PARTS)}; or all"),
     traffic: Path = Traffic,
     rounds: int = typer.Option(None, help="of all policies"),
-    warm: int = typer.Option(None, help="requests of each policy before it is measured"),
+    warm: float = typer.Option(None, help="seconds of each policy before it is measured"),
     count: int = typer.Option(None, help="requests of each policy that are measured"),
     concurrency: int = typer.Option(16, help="requests at once"),
     prompt: int = typer.Option(192, help="tokens"),
@@ -190,12 +187,12 @@ def main(
     parts = list(PARTS) if only == "all" else only.split(",")
     if unknown := set(parts) - set(PARTS):
         raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    much = Plenty(warm or (24 if quick else 450), count or (24 if quick else 300), concurrency, prompt, output)
+    much = Plenty(warm or (3.0 if quick else 120.0), count or (24 if quick else 250), concurrency, prompt, output)
     if plot is not None:
         plot = plot.absolute()
         plot.mkdir(parents=True, exist_ok=True)
     report = LiveReport("The closed loop: policies on one live fleet", _COLUMNS)
-    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds or (1 if quick else 3), seed, dispatch_seconds, scale or (0.1 if quick else 1.0), plot))
+    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds or (1 if quick else 2), seed, dispatch_seconds, scale or (0.1 if quick else 1.0), plot))
     if plot is not None:
         from benchmarks.rig.live_plots import draw_all
 

@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from benchmarks.rig.live_figures import Sent
-from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, Live, Plenty
-from benchmarks.rig.live_traffic import Request, Texts
+from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, Live, Plenty, Tap
+from benchmarks.rig.live_traffic import Texts
 from benchmarks.rig.report import Target
 
 FLIP_SECONDS, BEFORE_SECONDS, BASELINE_SECONDS = 240.0, 120.0, 30.0
@@ -28,19 +27,6 @@ class Told:
     notes: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     course: Any = None
-
-
-class Tap:
-    """Requests out of what is set at the moment."""
-
-    def __init__(self, source: Iterator[Request]) -> None:
-        self.source = source
-
-    def __iter__(self) -> Iterator[Request]:
-        return self
-
-    def __next__(self) -> Request:
-        return next(self.source)
 
 
 def halves(traffic: Texts, seed: int) -> tuple[Texts, Texts]:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.rig.live_client import Answered, Load, asking
 from benchmarks.rig.live_figures import Course, Sent, Watcher, watching
 from benchmarks.rig.live_fleet import LiveFleet, Settings, live_fleet, merged
-from benchmarks.rig.live_traffic import Request
+from benchmarks.rig.live_traffic import Request, Texts
 from bus import Bus, ClaimLost
 from bus.config import BusConfig
 from bus.nats import NatsBus
@@ -32,6 +32,8 @@ ENGINE = "engine-0"
 DISPATCH_SECONDS = 2e-4
 SETTLED_SECONDS = 60.0
 """in which a plan that is under way ends"""
+MEASURED_SEED = 1_000_003
+"""added to the seed for the requests that are measured"""
 HEARD_SECONDS = 1.2
 """after which everything that was measured has been heard"""
 
@@ -243,43 +245,59 @@ async def live(dispatch_seconds: float = DISPATCH_SECONDS, cadence: Settings = C
         yield Live(fleet, bus, subjects, watcher, Placement.from_record(joined.placement), joined, settings)
 
 
+class Tap:
+    """Requests out of what is set at the moment."""
+
+    def __init__(self, source: Iterator[Request]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        return next(self.source)
+
+
 @dataclass(frozen=True)
 class Plenty:
-    """How much is asked: requests to get going and to measure, so many at once, so many tokens of each."""
+    """How much is asked: seconds to get going, requests to measure, so many at once, so many tokens of each."""
 
-    warm: int
+    warm: float
+    """seconds, since the loop's cadence is in seconds, however fast the machine is at the time"""
     count: int
     concurrency: int
     prompt: int
     output: int
 
 
-async def phase(live: Live, policy: Policy, requests: Iterator[Request], much: Plenty) -> Phase:
-    """From the reset on: some requests to get going, the others measured. The load goes on until the last is sent."""
+async def phase(live: Live, policy: Policy, traffic: Texts, much: Plenty, seed: int) -> Phase:
+    """From the reset on: some time to get going, then the requests that are measured, the same for every policy."""
     await live.reset()
     await live.use(policy)
-    return await further(live, policy.name, requests, much)
+    return await further(live, policy.name, traffic, much, seed)
 
 
-async def further(live: Live, name: str, requests: Iterator[Request], much: Plenty) -> Phase:
-    """The same with things as they are."""
-    began = time.monotonic()
-    async with live.loaded(islice(requests, much.warm + much.count), much.concurrency, much.output) as load:
-        await load.until_sent(much.warm)
-        begin = time.monotonic()
-        await load.until_sent(much.warm + much.count)
+async def further(live: Live, name: str, traffic: Texts, much: Plenty, seed: int) -> Phase:
+    """The same with things as they are. The load goes on until the last of the requests is sent."""
+    offset, began = live.offset, time.monotonic()
+    tap = Tap(traffic.requests(much.prompt, seed, offset))
+    async with live.loaded(tap, much.concurrency, much.output) as load:
+        await asyncio.sleep(much.warm)
+        tap.source = islice(traffic.requests(much.prompt, seed + MEASURED_SEED, offset), much.count)
+        begin, before = time.monotonic(), load.sent
+        await load.until_sent(before + much.count)
         end = time.monotonic()
     await asyncio.sleep(HEARD_SECONDS)
     live.fleet.check()
     return measured(live.watcher, name, load, began, begin, end)
 
 
-async def hashed(live: Live, requests: Iterator[Request], much: Plenty) -> Phase:
+async def hashed(live: Live, traffic: Texts, much: Plenty, seed: int) -> Phase:
     """With the placement as it is, and replicas chosen evenly, without regard to where a token lives; nobody moves anything meanwhile."""
     await live.use(STATIC)
     await live.settled()
     await live.apply(evenly(live.placement))
-    return await further(live, f"{EPLB.name}, hash dispatch", requests, much)
+    return await further(live, f"{EPLB.name}, hash dispatch", traffic, much, seed)
 
 
 def measured(watcher: Watcher, name: str, load: Load, began: float, begin: float, end: float) -> Phase:
