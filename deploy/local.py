@@ -48,6 +48,10 @@ NATS_START_SECONDS = 30.0
 NIXL_VARIABLES = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "ERROR"}
 """Read when NIXL is loaded: a bound for what UCX may leak of the memory that it has registered; and only what went wrong in the log."""
 
+LARGE_BLOCKS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""For the parts that exchange whole tables (router, tracker, planner): by itself glibc soon keeps freed blocks of up to 32 MB for later, those of each
+thread apart, and a process grows to several times of what it uses. Ranks are left as they are: their steps take and free large blocks all the time."""
+
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """For children: settings come by file, our packages are found first, one thread computes (the engine's rule), and NIXL has what it should
@@ -77,7 +81,8 @@ class Ground:
         """The process that does this; the working directory cannot get into its imports (-P)."""
         arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
         keep = tuple(descriptor for descriptor in (order.descriptor, order.private, *order.descriptors) if descriptor is not None)
-        return Command(name=name, arguments=arguments, log=self.run.log(name), environment=self.environment, keep=keep)
+        environment = self.environment if order.part in ("rank", "simulated") else {**LARGE_BLOCKS, **self.environment}
+        return Command(name=name, arguments=arguments, log=self.run.log(name), environment=environment, keep=keep)
 
 
 class EngineLauncher:
