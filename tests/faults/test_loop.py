@@ -23,6 +23,7 @@ from fleet.events import (
     LoopDescribed,
     MigrationCommitted,
     MigrationPlanned,
+    MigrationStaged,
     PlanJudged,
     SteerLoop,
 )
@@ -190,7 +191,7 @@ async def loop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
         await engine.leave()
 
 
-async def test_a_planner_that_dies_amid_its_own_plan_is_followed_by_one_that_ends_it_and_judges_it_once(loop: Loop) -> None:
+async def test_a_planner_that_dies_as_its_own_plan_begins_is_followed_by_one_that_ends_it(loop: Loop) -> None:
     dice = np.random.default_rng(1)
     for _ in range(TIMES):
         planned = await loop.next_plan()
@@ -202,6 +203,18 @@ async def test_a_planner_that_dies_amid_its_own_plan_is_followed_by_one_that_end
             await loop.judged(planned.plan)
         await loop.balanced()
         assert len(loop.verdicts(planned.plan)) == carried_out
+    await judge(loop.engine)
+
+
+async def test_a_planner_that_dies_when_its_own_plan_is_staged_is_followed_by_one_that_carries_it_out_and_judges_it_once(loop: Loop) -> None:
+    planned = await loop.next_plan()
+    await until(lambda: any(isinstance(one, MigrationStaged) for one in loop.engine.history.of(planned.plan)), "it is staged", END_SECONDS)
+    await loop.change_of_lead()
+    end = await until(lambda: loop.engine.history.end_of(planned.plan), "the plan ends", END_SECONDS)
+    assert isinstance(end, MigrationCommitted), end
+    await loop.judged(planned.plan)
+    await loop.balanced()
+    assert len(loop.verdicts(planned.plan)) == 1
     assert (await judge(loop.engine)).epoch > 0
 
 
