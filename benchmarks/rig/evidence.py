@@ -1,8 +1,10 @@
-"""Writes docs/evidence: what `benchmarks.closed_loop` measured, as a page with tables, plots beside it, and the figures that they are made of.
+"""Writes docs/evidence: what `benchmarks.closed_loop` measured, as a page with tables, plots beside it, and the figures that they are made of; and what a
+soak reported.
 
 make evidence                                         # measures everything: about an hour
 make evidence ARGS="--only policies"                  # some parts; the others stay as they are
 make evidence ARGS="--from docs/evidence/closed-loop.json"   # only draws and writes anew
+make evidence ARGS="--soak soak.json"                 # only tells of the soak that `make soak` reported to this file
 """
 
 import json
@@ -17,9 +19,12 @@ import typer
 
 from benchmarks.rig.live_plots import draw_all
 from benchmarks.rig.processes import ROOT
+from benchmarks.rig.report import hardware
+from benchmarks.rig.soak_evidence import draw_soak, soak_page
 
 FOLDER = ROOT / "docs" / "evidence"
 FIGURES, PAGE = "closed-loop.json", "closed-loop.md"
+SOAK_FIGURES, SOAK_PAGE = "soak.json", "soak.md"
 PARTS = ("policies", "flip", "homogeneous", "alternating")
 CAPTIONS = {
     "policies": "Medians as bars, rounds as dots.",
@@ -35,6 +40,7 @@ HEAT_MAPS = ("placement", "popularity", "popularity-engine-0")
 Json = dict[str, Any]
 Folder = typer.Option(FOLDER, help="where everything is written")
 From = typer.Option(None, "--from", help="figures that were measured before; nothing is measured")
+Soak = typer.Option(None, help="a report that `make soak` wrote; it alone is drawn and told, and nothing is measured")
 
 
 def measured(part: str, folder: Path, arguments: list[str]) -> Json:
@@ -83,15 +89,28 @@ def _target(target: Json) -> str:
     return f"{target['name']}: {target['value']:.3f}{target['unit']} ({sign} {target['limit']:g}{target['unit']})"
 
 
+def tell_soak(file: Path, folder: Path) -> None:
+    """Keep a soak's report, draw it, and write its page. The first time, this machine and the day are written into what is kept."""
+    report: Json = {"date": datetime.now(UTC).date().isoformat(), "hardware": hardware(), **json.loads(file.read_text())}
+    (folder / SOAK_FIGURES).write_text(json.dumps(report, separators=(",", ":")) + "\n")
+    picture = draw_soak(report, folder)
+    (folder / SOAK_PAGE).write_text(soak_page(report))
+    typer.echo(f"written: {SOAK_FIGURES}, {SOAK_PAGE}, {picture.name} in {folder}")
+
+
 def main(
     folder: Path = Folder,
     from_: Path = From,
+    soak: Path | None = Soak,
     only: str = typer.Option(",".join(PARTS), help="parts that are measured"),
     more: str = typer.Option("", help="further options of the benchmark, e.g. '--rounds 1'"),
     quick: bool = typer.Option(False, "--quick", help="as of the benchmark: shows that it works, and decides nothing"),
 ) -> None:
     """Measure, draw and write."""
     folder.mkdir(parents=True, exist_ok=True)
+    if soak is not None:
+        tell_soak(soak, folder)
+        return
     kept = from_ or folder / FIGURES
     runs: dict[str, Json] = json.loads(kept.read_text()) if kept.exists() else {}
     for part in [] if from_ else only.split(","):

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,8 @@ class Soak:
     records: Records
     movers: Movers
     began: float
+    progress: list[tuple[float, int, int]] = field(default_factory=list)
+    """seconds, and how many requests had come and were answered by then"""
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -115,6 +117,10 @@ class Soak:
             f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered, {told.asked_again} when asked again, {len(told.lost)} lost, "
             f"{len(told.wrong)} wrong; epochs {epochs}; {len(happened.mishaps)} mishaps; MiB {resident}"
         )
+
+    def note(self) -> None:
+        """How far users are."""
+        self.progress.append((round(time.monotonic() - self.began, 3), self.crowd.told.came, self.crowd.told.answered))
 
     # what must be so
 
@@ -167,6 +173,7 @@ class Soak:
                 "seconds_median": float(np.median(told.seconds)) if told.seconds else None,
                 "seconds_99": float(np.quantile(told.seconds, 0.99)) if told.seconds else None,
             },
+            "progress": dict(zip(("at", "came", "answered"), map(list, zip(*self.progress, strict=True)), strict=True)),
             "epochs": {"heard": self.epochs.heard, "stored": self.epochs.committed, "went_back": len(self.epochs.wrong)},
             "plans": {
                 **Counter(f"{one.origin}" for one in said if isinstance(one, MigrationPlanned)),
@@ -229,6 +236,7 @@ async def soak(fleet: Fleet, seconds: float, seed: int, say: Callable[[str], Non
                 known: set[str] = set()
                 while True:
                     await asyncio.sleep(SAY_SECONDS)
+                    running.note()
                     say(running.line())
                     for sentence in running.failures(over=False):
                         if sentence not in known:
@@ -238,6 +246,7 @@ async def soak(fleet: Fleet, seconds: float, seed: int, say: Callable[[str], Non
             async with alongside(tell(), "says how it goes"), asyncio.TaskGroup() as tasks:
                 tasks.create_task(crowd.come(seconds), name="users")
                 tasks.create_task(mischief.go_on(min(MISHAP_EVERY_SECONDS, seconds / 20), say), name="mishaps")
+            running.note()
             await come_to_rest(running)
             for watching in (reading, listening, looking):
                 assert not watching.done(), watching

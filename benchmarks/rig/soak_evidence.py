@@ -1,0 +1,154 @@
+"""What a soak reported (`make soak`), as a page of Markdown and a picture. No window is opened and no global state is used."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+WIDE, HIGH = 9.0, 8.0
+MINUTE = 60.0
+MIB = 2**20
+PICTURE = "soak.svg"
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray", "tab:olive", "tab:cyan")
+_REQUESTS = (
+    ("came", "requests"),
+    ("answered", "of these answered, each whole"),
+    ("lost", "of these lost"),
+    ("asked_again", "answered when they were asked again: refused with a status that says so, or the router behind them was killed"),
+    ("turned_away", "users who found too many others, and never asked"),
+    ("compared", "answers compared with what the same prompt had been answered with before"),
+    ("close_choices", "of these that went the other way at a close choice of a token"),
+    ("wrong", "of these wrong"),
+    ("tokens", "tokens answered"),
+)
+"""keys of what was told of requests, in the order in which they are shown"""
+Json = dict[str, Any]
+
+
+def soak_page(report: Json) -> str:
+    """Markdown: what was run, what failed, the picture, counts of requests, epochs, plans and mishaps, and how memory grew. report: with the hardware and the
+    date it is of."""
+    fleet, failures = report["fleet"], report["failures"]
+    first = f"{report['seconds'] / MINUTE:.0f} minutes, seed {report['seed']}, {report['hardware']}, {report['date']}"
+    lines = [
+        "# The soak, measured",
+        "",
+        "Drawn by `make evidence` out of `soak.json`, which lies beside it and was written by `make soak`: virtual users who change their subject, the loop",
+        "by itself, operators' orders, and faults at random.",
+        "",
+        f"{first}; {fleet['engines']} engines of {fleet['ranks']} ranks, {fleet['routers']} routers.",
+        "",
+        *([f"**{len(failures)} failures:**", "", *(f"- {failure}" for failure in failures)] if failures else ["Nothing failed that should not have."]),
+        "",
+        f"![Memory of every process, requests, mishaps]({PICTURE})",
+        "",
+        "*Resident memory of every process, of several lives where it was killed; requests by the minute; below, each mishap.*",
+        "",
+        *_table(("", "count"), ((name, f"{count:,}") for name, count in _counts(report))),
+        "",
+        *_table(("mishap", "times", "whole again after, longest"), _mishaps(report["mishaps"])),
+        "",
+        *_table(("process", "minutes", "MiB, third quarter", "last quarter", "per hour"), _growths(report["growth"])),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _counts(report: Json) -> list[tuple[str, int]]:
+    requests, epochs, plans = report["requests"], report["epochs"], dict(report["plans"])
+    handovers, moved, judged = plans.pop("handovers"), plans.pop("bytes"), plans.pop("judged")
+    return [
+        *((words, requests[key]) for key, words in _REQUESTS),
+        ("placements stored", epochs["stored"]),
+        ("epochs that went back", epochs["went_back"]),
+        *((f"plans of the {origin}", count) for origin, count in sorted(plans.items())),
+        ("handovers committed", handovers),
+        ("bytes planned to be copied", moved),
+        *((f"plans judged {verdict}", count) for verdict, count in sorted(judged.items())),
+    ]
+
+
+def _mishaps(mishaps: list[Json]) -> list[tuple[str, str, str]]:
+    """By kind, the most frequent first."""
+    waited = {name: [one["whole_after"] for one in mishaps if one["what"] == name and one["whole_after"] is not None] for name in _kinds(mishaps)}
+    times = Counter(one["what"] for one in mishaps)
+    return [(name, str(times[name]), f"{max(seconds):.1f} s" if seconds else "-") for name, seconds in waited.items()]
+
+
+def _kinds(mishaps: list[Json]) -> list[str]:
+    return [name for name, _ in Counter(one["what"] for one in mishaps).most_common()]
+
+
+def _growths(growths: list[Json]) -> list[tuple[str, ...]]:
+    """Of each life that was long enough to be judged."""
+    return [
+        (
+            f"{one['name']} (pid {one['pid']})",
+            f"{one['seconds'] / MINUTE:.0f}",
+            f"{one['middle'] / MIB:.1f}",
+            f"{one['end'] / MIB:.1f}",
+            f"{one['slope'] / MIB:+.1f} MiB",
+        )
+        for one in sorted(growths, key=lambda one: (one["name"], one["pid"]))
+    ]
+
+
+def draw_soak(report: Json, folder: Path) -> Path:
+    """Write the picture; its file. OSError when it cannot be written."""
+    figure = Figure(figsize=(WIDE, HIGH), layout="constrained")
+    FigureCanvasSVG(figure)
+    memory, requests, mishaps = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.5, 2))
+    _draw_memory(memory, report["memory"], report["mishaps"])
+    _draw_requests(requests, report["progress"])
+    _draw_mishaps(mishaps, report["mishaps"])
+    for axes in (memory, requests, mishaps):
+        axes.tick_params(labelsize=8)
+        axes.set_xlim(0, max(report["seconds"] / MINUTE, *(life["at"][-1] / MINUTE for life in report["memory"])))
+    figure.legend(*memory.get_legend_handles_labels(), fontsize=7, ncols=5, loc="outside upper center")
+    mishaps.set_xlabel("minutes", fontsize=8)
+    file = folder / PICTURE
+    figure.savefig(file, metadata={"Date": None})
+    return file
+
+
+def _draw_memory(axes: Any, lives: list[Json], mishaps: list[Json]) -> None:
+    """A colour for each process; a line for each of its lives."""
+    names = sorted({life["name"] for life in lives})
+    for life in lives:
+        at = names.index(life["name"])
+        minutes = [seconds / MINUTE for seconds in life["at"]]
+        axes.plot(minutes, life["mib"], color=_COLOURS[at % len(_COLOURS)], linewidth=1.2, marker="." if len(minutes) == 1 else "")
+    for at, name in enumerate(names):
+        axes.plot([], [], color=_COLOURS[at % len(_COLOURS)], label=name)
+    for one in mishaps:
+        axes.axvline(one["at"] / MINUTE, color="0.8", linewidth=0.5, zorder=0)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("MiB resident", fontsize=8)
+
+
+def _draw_requests(axes: Any, progress: Json) -> None:
+    """Of each interval between two looks, by the minute: how many came, and how many were answered."""
+    edges = [0.0, *progress["at"]]
+    for name, colour in (("came", "0.6"), ("answered", "tab:green")):
+        counts = [0, *progress[name]]
+        rates = [MINUTE * (counts[at] - counts[at - 1]) / (edges[at] - edges[at - 1]) for at in range(1, len(edges))]
+        axes.stairs(rates, [edge / MINUTE for edge in edges], color=colour, label=name, linewidth=1.3, baseline=None)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("requests a minute", fontsize=8)
+    axes.legend(fontsize=7, ncols=2, loc="lower right")
+
+
+def _draw_mishaps(axes: Any, mishaps: list[Json]) -> None:
+    """A row for each kind."""
+    names = _kinds(mishaps)
+    for at, name in enumerate(names):
+        minutes = [one["at"] / MINUTE for one in mishaps if one["what"] == name]
+        axes.plot(minutes, [at] * len(minutes), "k|", markersize=7)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
