@@ -165,7 +165,7 @@ def main(
     report = Report("counting where tokens were sent", ["ranks, sequences each, prompt", "windows", "step ms", "counting us", "share %", "longer %", "+- %"])
     shares = []
     for count, sequences, prompt in cases:
-        found = measured(count, sequences, prompt, seconds or (8.0 if quick else 30.0))
+        found = measured(count, sequences, prompt, seconds or (6.0 if quick else 20.0))
         step = statistics.median(window / WINDOW_STEPS for one in found for window in one["windows"])
         share = max(one["share"] for one in found)
         shares.append(share)

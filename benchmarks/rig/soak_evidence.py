@@ -36,8 +36,8 @@ def soak_page(report: Json) -> str:
     lines = [
         "# The soak, measured",
         "",
-        "Drawn by `make evidence` out of `soak.json`, which lies beside it and was written by `make soak`: virtual users who change their subject, the loop",
-        "by itself, operators' orders, and faults at random.",
+        "Written by `make soak`, then `make evidence ARGS=\"--soak soak.json\"`, which keeps the report beside it: virtual users who change their subject, the",
+        "loop by itself, operators' orders, and faults at random.",
         "",
         f"{first}; {fleet['engines']} engines of {fleet['ranks']} ranks, {fleet['routers']} routers.",
         "",
