@@ -25,11 +25,11 @@ from fleet.events import (
     SteerLoop,
 )
 from fleet.experts import ModelShape
-from fleet.layout import EP
 from fleet.placement import linear
 from fleet.popularity import ExpertTable
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
+from tests.migration.joining import joined
 from tests.migration.obedient import Ranks
 
 SUBJECTS = Subjects()
@@ -40,6 +40,12 @@ CONFIG = MigrationConfig(cycle_seconds=6.0, window_seconds=10.0, stale_seconds=6
 SKEWED = np.array([8.0] * 4 + [1.0] * 12)
 """Rank 0 holds what is wanted most."""
 EVEN = np.ones(16)
+
+
+def of_four(worker_id: int, engine: str, **fields: Any) -> EngineJoined:
+    """An engine of four ranks joins."""
+    plain: dict[str, Any] = {"urls": tuple(f"http://{rank}" for rank in range(4)), "kv_blocks": 64, "shape": SHAPE, "placement": FIRST, "speed": SPEED}
+    return joined(worker_id, engine, **{**plain, **fields})
 
 
 class Flight:
@@ -68,21 +74,7 @@ class Flight:
             self._newest[type(one.message)] = one.message
 
     async def join(self) -> None:
-        said = EngineJoined(
-            engine=self.name,
-            worker_id=self.worker_id,
-            model="m",
-            node="n",
-            urls=tuple(f"http://{rank}" for rank in range(4)),
-            block_size=16,
-            kv_blocks=64,
-            max_context=512,
-            max_batch_tokens=256,
-            shape=SHAPE,
-            layout=EP,
-            placement=self.ranks.placement.record(),
-            speed=self._speed,
-        )
+        said = of_four(self.worker_id, self.name, placement=self.ranks.placement, speed=self._speed)
         await self.bus.record(SUBJECTS.membership(self.name), said)
 
     async def speak(self) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
 from fleet.events import (
     ApplyPlan,
     ClustersPublished,
@@ -18,7 +17,6 @@ from fleet.events import (
     DescribeClusters,
     DescribePlan,
     DescribeProfile,
-    EngineJoined,
     EngineLeft,
     HomesPublished,
     KvMetrics,
@@ -26,45 +24,24 @@ from fleet.events import (
     PlacementCommitted,
     PlanDescribed,
 )
-from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
-from fleet.placement import Placement, linear
+from fleet.placement import Placement
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
-from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
 from migration.planner import Decided
 from migration.record import PlanRecord
 from migration.service import MigrationService
 from migration.situation import Question
+from tests.migration.flying_rig import FIRST, SHAPE, SKEWED, SUBJECTS, of_four
 from tests.migration.joining import leading
 from tests.migration.obedient import Ranks
 
-SUBJECTS = Subjects()
-SHAPE = ModelShape(layers=2, experts=16, top_k=2, hidden=8, expert_intermediate=8)
-FIRST = linear(layers=2, experts=16, ranks=4, slots_per_rank=6)
-SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0)
 CONFIG = MigrationConfig(cycle_seconds=10.0, window_seconds=20.0, stale_seconds=6.0, automatic=False)
-SKEWED = np.array([8.0] * 4 + [1.0] * 12)
-"""Rank 0 holds what is wanted most."""
 
 
 async def join(bus: MemoryBus, worker_id: int = 1, engine: str = "a", **fields: Any) -> None:
-    plain: dict[str, Any] = {
-        "model": "m",
-        "node": "n",
-        "urls": tuple(f"http://{rank}" for rank in range(4)),
-        "block_size": 16,
-        "kv_blocks": 64,
-        "kv_block_bytes": 4096,
-        "max_context": 512,
-        "max_batch_tokens": 256,
-        "shape": SHAPE,
-        "layout": EP,
-        "placement": FIRST.record(),
-        "speed": SPEED,
-    }
-    await bus.record(SUBJECTS.membership(engine), EngineJoined(engine=engine, worker_id=worker_id, **{**plain, **fields}))
+    await bus.record(SUBJECTS.membership(engine), of_four(worker_id, engine, kv_block_bytes=4096, **fields))
 
 
 class Traffic:

@@ -197,6 +197,16 @@ async def latest(subscription: Subscription, kind: type[T], count: int = 1) -> T
     raise AssertionError(f"no {kind.__name__}")
 
 
+async def shift_told(bus: MemoryBus) -> PopularityShifted:
+    """What is said of a flip: a minute of the second kind of traffic after 400 s of the first."""
+    random, reports = np.random.default_rng(3), bus.publisher(SUBJECTS.experts)
+    async with bus.subscribe(SUBJECTS.shifts) as shifts:
+        for second in range(460):
+            await reports.publish(report(drawn(random, int(second >= 400), 400), 400))
+            await asyncio.sleep(1)
+        return await latest(shifts, PopularityShifted)
+
+
 async def test_clusters_and_tables_are_there_as_soon_as_a_models_shape_is_known() -> None:
     bus = MemoryBus()
     async with serving(bus), bus.subscribe(SUBJECTS.clusters) as told:
@@ -332,14 +342,10 @@ async def test_counts_of_another_system_enter_the_profile_once() -> None:
 
 
 async def test_a_flip_of_the_mix_is_told_as_a_shift() -> None:
-    bus, random = MemoryBus(), np.random.default_rng(3)
+    bus = MemoryBus()
     await bus.record(SUBJECTS.membership("a"), joined())
-    async with serving(bus), bus.subscribe(SUBJECTS.shifts) as shifts:
-        reports = bus.publisher(SUBJECTS.experts)
-        for second in range(460):
-            await reports.publish(report(drawn(random, int(second >= 400), 400), 400))
-            await asyncio.sleep(1)
-        told = await latest(shifts, PopularityShifted)
+    async with serving(bus):
+        told = await shift_told(bus)
         assert not told.settled
         assert told.divergence > told.threshold > 0
         found = await asked(bus, DescribePopularity(model="m"), PopularityDescribed)

@@ -1,8 +1,5 @@
 """A shift of popularity begins a trace, whose id is said with it; without a provider nothing is said."""
 
-import asyncio
-
-import numpy as np
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -12,7 +9,7 @@ from opentelemetry.trace import SpanContext, format_span_id, format_trace_id
 
 from bus.memory import MemoryBus
 from fleet.events import PopularityShifted
-from tests.tracker.test_learning_service import SUBJECTS, drawn, joined, latest, report, serving
+from tests.tracker.test_learning_service import SUBJECTS, joined, serving, shift_told
 from tracker import tracing
 from tracker.tracing import ShiftTracing
 
@@ -90,14 +87,10 @@ async def test_the_tracker_says_the_span_of_each_shift_it_notices(
     provider: TracerProvider, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    bus, random = MemoryBus(), np.random.default_rng(3)
+    bus = MemoryBus()
     await bus.record(SUBJECTS.membership("a"), joined())
-    async with serving(bus), bus.subscribe(SUBJECTS.shifts) as shifts:
-        reports = bus.publisher(SUBJECTS.experts)
-        for second in range(460):
-            await reports.publish(report(drawn(random, int(second >= 400), 400), 400))
-            await asyncio.sleep(1)
-        told = await latest(shifts, PopularityShifted)
+    async with serving(bus):
+        told = await shift_told(bus)
     (span,) = spans.get_finished_spans()
     assert dict(span.attributes or {})["roost.divergence"] == told.divergence
     assert told.traceparent == traceparent(span)
