@@ -90,9 +90,10 @@ def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True
     """For people. dry: nothing follows."""
     out = console()
     judged = "the next window" if record.next_window else "the same window"
+    trust = f"\nwhat is foretold counts for {record.trust:.0%}, by what earlier plans really brought" if record.trust < 1 else ""
     out.print(
         f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}: {record.tokens_per_second:,.1f} tokens/s\n"
-        f"made from {record.pairs:,.0f} (token, expert) pairs per layer, judged on {judged} of {record.judged_pairs:,.0f}"
+        f"made from {record.pairs:,.0f} (token, expert) pairs per layer, judged on {judged} of {record.judged_pairs:,.0f}{trust}"
     )
     if record.refused is not None:
         out.print(f"[bold]nothing to do[/bold]: {record.refused}")

@@ -13,6 +13,8 @@ from migration.spending import Spending
 
 MOST_TALES = 32
 """Plans that are remembered of an engine, the last ones."""
+MOST_IDS = 1024
+"""ids of plans that are remembered of an engine; its log holds no more messages by default"""
 MOST_TOLD = 8
 """of them, that are told"""
 MOST_DOUBLINGS = 6
@@ -73,14 +75,17 @@ class Annals:
         """copied by any plan since the log begins, or the service"""
         self._tales: OrderedDict[str, Tale] = OrderedDict()
         """by id, the oldest first"""
+        self._ids: OrderedDict[str, None] = OrderedDict()
+        """of all plans that were heard of: a story that is told again from its beginning does not begin anew"""
 
     def hear(self, said: Entry, now: float, wall: float) -> bool:
         """One entry of the log, in its order; whether it is news. now, wall: when it was written, on the clock and as Unix seconds."""
         tale = self._tales.get(said.plan)
         if isinstance(said, MigrationPlanned):
-            if tale is None:
-                self._begin(said, wall)
-            return tale is None
+            if said.plan in self._ids:
+                return False
+            self._begin(said, wall)
+            return True
         if tale is None:
             return False
         match said:
@@ -126,6 +131,9 @@ class Annals:
 
     def _begin(self, planned: MigrationPlanned, wall: float) -> None:
         self._tales[planned.plan] = Tale(planned, wall)
+        self._ids[planned.plan] = None
+        while len(self._ids) > MOST_IDS:
+            self._ids.popitem(last=False)
         while len(self._tales) > MOST_TALES:
             self._tales.popitem(last=False)
 

@@ -26,7 +26,7 @@ from fleet.events import (
     RequestRefused,
     SteerLoop,
 )
-from migration.annals import Annals
+from migration.annals import Annals, Tale
 from migration.conducting import Conductor
 from migration.config import MigrationConfig
 from migration.handing import Unfit
@@ -141,6 +141,10 @@ class Autopilot:
             return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a DescribeLoop")
         return self.described()
 
+    def trust(self, engine: str) -> float:
+        """What is taken of gains that are foretold of an engine at this moment, in (0, 1]."""
+        return self._judge.trust(engine)
+
     def described(self) -> LoopDescribed:
         """What is done by itself, and why."""
         memory, config, now = self._remembering.memory, self._config, self._clock()
@@ -194,15 +198,12 @@ class Autopilot:
             return
         annals = self._annals.get(said.engine)
         if annals is None:
-            if len(self._annals) >= MOST_ENGINES:
-                self._forget()
-            annals = self._annals[said.engine] = Annals()
+            annals = self._begin(said.engine)
         wall = self._wall()
         if annals.hear(said, self._clock() - max(wall - published_at, 0.0), min(published_at, wall)):
-            pilot = self._pilots.get(said.engine)
             if isinstance(said, PlanJudged):
                 await self._judge.learn(said, published_at)
-            if pilot is not None:
+            if (pilot := self._pilots.get(said.engine)) is not None:
                 self._news(pilot, said)
 
     def _news(self, pilot: Pilot, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
@@ -214,11 +215,14 @@ class Autopilot:
                 self._metrics.plan_ended(last.planned.origin, "committed" if last.whole else "aborted")
         self._woken[pilot.engine].set()
 
-    def _forget(self) -> None:
-        """The engine that is gone and was spoken of first."""
-        gone = next((engine for engine in self._annals if engine not in self._pilots), None)
-        if gone is not None:
-            del self._annals[gone]
+    def _begin(self, engine: str) -> Annals:
+        """Of an engine that was not spoken of yet, in the place of the one that is gone and was spoken of first, where there are too many."""
+        if len(self._annals) >= MOST_ENGINES:
+            gone = next((known for known in self._annals if known not in self._pilots), None)
+            if gone is not None:
+                del self._annals[gone]
+        annals = self._annals[engine] = Annals()
+        return annals
 
     # Who is there
 
@@ -232,7 +236,7 @@ class Autopilot:
                 del self._pilots[engine], self._woken[engine]
         for engine, entry in engines.items():
             if engine not in self._pilots:
-                annals = self._annals.setdefault(engine, Annals())
+                annals = self._annals.get(engine) or self._begin(engine)
                 pilot = self._pilots[engine] = Pilot(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
                 self._woken[engine] = asyncio.Event()
                 self._judge.rest(entry)
@@ -289,25 +293,22 @@ class Autopilot:
             pilot.retry_at = now + _RETRY_SECONDS
             return
         await self._housing.settle(pilot)
-        harmful = pilot.annals.to_undo
-        if harmful is not None and harmful.planned.plan != pilot.refused:
-            await self._undo(pilot, entry)
+        if (harmful := pilot.to_undo) is not None:
+            await self._undo(pilot, entry, harmful)
         elif (tale := pilot.annals.to_judge) is not None and pilot.judge_at(self._config) <= now:
             await self._judge.judge(pilot, entry, tale)
         else:
             await self._think(pilot, entry)
 
-    async def _undo(self, pilot: Pilot, entry: Entry) -> None:
-        tale = pilot.annals.to_undo
-        if tale is None:
-            return
+    async def _undo(self, pilot: Pilot, entry: Entry, tale: Tale) -> None:
         try:
             if self._idle:
                 raise ValueError("nothing is done by itself at present: roost rollback")  # noqa: TRY301
             await self._judge.undo(pilot, entry, tale)
+            pilot.seen_to, pilot.trouble = tale.planned.plan, ""
             pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
         except (ValueError, Unfit) as error:
-            pilot.refused = tale.planned.plan
+            pilot.seen_to = tale.planned.plan
             pilot.trouble = f"plan {tale.planned.plan} did harm, and cannot be rolled back: {error}"
             logger.warning("engine %s: %s", pilot.engine, pilot.trouble)
 
@@ -364,6 +365,8 @@ class Autopilot:
             return
         try:
             await self._conductor.survey(entry, ASK_SECONDS)
+            if self._idle:
+                raise ValueError("it was paused, or planner.automatic turned off, meanwhile")  # noqa: TRY301
             why = grounds(record, "" if answers is None else answers.traceparent)
             accepted = await self._conductor.accept(entry, plan, "planner", why)
         except (ValueError, Unfit) as error:

@@ -24,17 +24,26 @@ logger = logging.getLogger(__name__)
 class Inquiries:
     """Made and used on one event loop. A thread of its own does the thinking, on values that never change.
 
-    clock: seconds that never go back. thinking: runs functions one at a time; None: a thread of its own, ended by `close`.
+    clock: seconds that never go back. trust: what is taken of gains that are foretold of an engine, by its name. thinking: runs functions one at a time;
+    None: a thread of its own, ended by `close`.
     """
 
     def __init__(
-        self, ledger: Ledger, watch: Watch, config: MigrationConfig, metrics: MigrationMetrics, clock: Callable[[], float], thinking: Executor | None = None
+        self,
+        ledger: Ledger,
+        watch: Watch,
+        config: MigrationConfig,
+        metrics: MigrationMetrics,
+        clock: Callable[[], float],
+        trust: Callable[[str], float],
+        thinking: Executor | None = None,
     ) -> None:
         self._ledger = ledger
         self._watch = watch
         self._config = config
         self._metrics = metrics
         self._clock = clock
+        self._trust = trust
         self._own = thinking is None
         self._thinking = thinking or ThreadPoolExecutor(1, "plans")
         self._waiting = 0
@@ -89,10 +98,10 @@ class Inquiries:
             raise ValueError(f"no engine {asked.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
         if self._waiting >= self._config.most_questions:
             raise ValueError(f"{self._waiting} plans are being thought over already; ask again later, or raise planner.most_questions")
-        return entry, _question(asked, entry, self._config)
+        return entry, _question(asked, entry, self._config, self._trust(asked.engine))
 
 
-def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig) -> Question:
+def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig, trust: float) -> Question:
     """ValueError names what cannot be asked."""
     policy = next((policy for policy in POLICIES if policy == (asked.policy or config.policy)), None)
     if policy is None:
@@ -106,4 +115,4 @@ def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig) -> Que
     if len(set(asked.dead)) == entry.placement.ranks:
         raise ValueError("all ranks are named as dead; nothing would be left to plan for")
     budget = config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
-    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True)
+    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True, trust=trust)

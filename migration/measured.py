@@ -24,6 +24,8 @@ BATCHES = 12
 """Parts of a window whose spread tells its error."""
 LEAST_SLICES = 4
 """A window of fewer has no error that could be told."""
+MOST_SECONDS = 3600.0
+"""Of one interval: ranks say one a second."""
 _TOLERANCE = 1e-3
 
 Array = NDArray[np.float64]
@@ -81,10 +83,11 @@ class Measured:
             self._engines[worker_id] = _Engine(entry.engine, entry.placement.ranks, entry.placement.layers)
 
     def hear(self, said: DispatchMeasured, now: float) -> None:
-        """One interval of one rank. Refused when it cannot be used; then nothing changed."""
+        """One interval of one rank; of engines that are not present, or whose first epoch is not recorded yet, it means nothing here. Refused when it
+        cannot be used; then nothing changed."""
         engine = self._engines.get(said.worker_id)
         if engine is None:
-            raise Refused(Fault.UNKNOWN, f"a measurement of worker {said.worker_id}, which has not joined, or has left")
+            return
         layers = _checked(said, engine)
         last = engine.slices[-1] if engine.slices else None
         if last is None or last.epoch != said.epoch or now - last.began >= self._slice_seconds:
@@ -132,6 +135,8 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
     counts = np.array([said.steps, said.tokens, said.pairs, said.epoch, said.seconds, said.step_seconds], np.float64)
     if not (np.isfinite(numbers).all() and np.isfinite(counts).all()) or (numbers < 0).any() or (counts < 0).any() or said.steps < 1:
         raise Refused(Fault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
+    if not said.step_seconds <= said.seconds <= MOST_SECONDS:
+        raise Refused(Fault.DEMAND, f"{who}: steps of {said.step_seconds} s in {said.seconds} s; an interval holds its steps, {MOST_SECONDS:g} s at most")
     most = np.array([said.steps, said.tokens * (engine.ranks - 1), said.pairs])[:, None]
     if (numbers[:3] > most * (1.0 + _TOLERANCE) + _TOLERANCE).any():
         raise Refused(Fault.DEMAND, f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow")

@@ -5,7 +5,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from fleet.events import EngineLoop, LoopFigures
-from migration.annals import Annals
+from migration.annals import Annals, Tale
 from migration.config import MigrationConfig
 from migration.measured import Window
 from migration.noise import expected_most
@@ -48,10 +48,10 @@ class Pilot:
     """that hold with what is served now"""
     homes_after: Homes | None = None
     """that hold from the end of the plan under way on"""
-    refused: str = ""
-    """harmful plan that cannot be undone"""
+    seen_to: str = ""
+    """harmful plan that is being undone, or cannot be"""
     trouble: str = ""
-    """why it cannot"""
+    """why it cannot; empty: it is"""
     retry_at: float = float("-inf")
     """before then, what failed is not tried again"""
 
@@ -62,8 +62,14 @@ class Pilot:
     @property
     def sentence(self) -> str:
         """What was decided last; before it what is left of the last plan, where that did harm."""
-        stays = self.annals.to_undo is not None and self.annals.to_undo.planned.plan == self.refused
+        stays = self.trouble and self.annals.to_undo is not None and self.to_undo is None
         return f"{self.trouble}; {self.decided}" if stays else self.decided
+
+    @property
+    def to_undo(self) -> Tale | None:
+        """A plan that did harm, and that nothing was done about yet."""
+        harmful = self.annals.to_undo
+        return None if harmful is None or harmful.planned.plan == self.seen_to else harmful
 
     def shifted(self, shift: Shift) -> None:
         """Think about it soon. Shifts at the same time are one."""
@@ -101,7 +107,7 @@ class Pilot:
     def due(self, config: MigrationConfig) -> float:
         """When something is to be done next."""
         soonest = min(self.next_at, self.judge_at(config))
-        if self.annals.to_undo is not None and self.annals.to_undo.planned.plan != self.refused:
+        if self.to_undo is not None:
             soonest = float("-inf")
         return max(soonest, self.retry_at)
 

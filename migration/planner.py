@@ -390,6 +390,7 @@ def _record(view: View, question: Question) -> PlanRecord:
         model=view.model,
         epoch=view.placement.epoch,
         policy=question.policy,
+        trust=question.trust,
         tokens_per_second=view.judged.tokens_per_second(view.shape.top_k),
         pairs=float(view.demand.pairs.sum()),
         judged_pairs=float(view.judged.pairs.sum()),

@@ -70,6 +70,8 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """placement epoch that it changes"""
     policy: str
+    trust: float = 1.0
+    """what was taken of foretold gains, in (0, 1], because of what earlier plans really brought; `gain_seconds` is without it, what follows from it with it"""
     id: str = ""
     """of the plan; empty: there is none"""
     refused: str | None = None

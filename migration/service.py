@@ -77,7 +77,7 @@ class MigrationService:
         self._clock = clock
         self._instance = secrets.randbits(64)
         """identity of this process, for the audit of its settings"""
-        self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, thinking)
+        self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
         self._sequences = Sequences()
         self._warned: dict[Fault, float] = {}
         """when the log last told of a refusal"""
@@ -159,6 +159,10 @@ class MigrationService:
             self._tracing,
             self._clock,
         )
+
+    def _trust(self, engine: str) -> float:
+        """What is taken of gains that are foretold of an engine, in (0, 1]."""
+        return 1.0 if self._autopilot is None else self._autopilot.trust(engine)
 
     # Settings
 
@@ -322,7 +326,6 @@ class MigrationService:
             case PopularityShifted() as shift if self._autopilot is not None:
                 self._autopilot.shifted(shift)
             case TablesPublished() as tables if tables.model in self.watch.models:
-                self.watch.gain(tables.model, tables.gain)
                 self.watch.foreseen(tables.model, tables.reliability)
             case ClustersPublished() as clusters if clusters.model in self.watch.models:
                 await self._clusters(clusters)

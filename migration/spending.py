@@ -32,8 +32,3 @@ class Spending:
     def left(self, now: float, budget_bytes: int, budget_seconds: float) -> int:
         """Bytes that may still be copied at this moment."""
         return max(budget_bytes - self.within(now, budget_seconds), 0)
-
-    def forget(self, now: float, seconds: float) -> None:
-        """What is older than that will never be asked for."""
-        while self._spent and now - self._spent[0][0] >= seconds:
-            self._spent.popleft()

@@ -129,8 +129,6 @@ class View:
     """float64 [ranks], requests not yet admitted; None: nobody said"""
     cache: CacheUse | None = None
     clusters: ClusterModel | None = None
-    gain: float = 0.0
-    """in [0, 1]: what predictions of clusters are worth at present, under the placement that there is"""
     foreseen: float = 0.0
     """in [0, 1]: how far requests can be told apart before they run, whatever the placement: how far what is foretold of one goes from the traffic's mix
     to hindsight"""

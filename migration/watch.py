@@ -79,7 +79,6 @@ class Watch:
         self._engines: dict[int, _Engine] = {}
         """by worker_id"""
         self._clusters: OrderedDict[str, ClusterModel] = OrderedDict()
-        self._gains: OrderedDict[str, float] = OrderedDict()
         self._foreseen: OrderedDict[str, float] = OrderedDict()
 
     def reconfigure(self, config: MigrationConfig) -> None:
@@ -216,11 +215,6 @@ class Watch:
             self._clusters[model] = clusters
             _bound(self._clusters, model)
 
-    def gain(self, model: str, gain: float) -> None:
-        """What predictions of a model are worth."""
-        self._gains[model] = min(max(gain, 0.0), 1.0) if np.isfinite(gain) else 0.0
-        _bound(self._gains, model)
-
     def foreseen(self, model: str, reliability: Mapping[str, float]) -> None:
         """How well requests of a model can be foretold: by source, as the tables say it."""
         said = [reliability.get(source, 0.0) for source in SOURCES]
@@ -289,7 +283,6 @@ class Watch:
             waiting=_loads(engine, "waiting"),
             cache=_cache(engine),
             clusters=self._clusters.get(joined.model),
-            gain=self._gains.get(joined.model, 0.0),
             foreseen=self._foreseen.get(joined.model, 0.0),
             homes=engine.homes,
             history=engine.history,

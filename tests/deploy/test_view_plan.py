@@ -104,6 +104,13 @@ def test_a_plan_is_shown_with_what_it_changes_what_it_costs_and_why(capsys: pyte
     assert "gain less" not in capsys.readouterr().out
 
 
+def test_how_far_predictions_are_trusted_is_shown_where_that_is_not_all_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(PLAN)
+    assert "counts for" not in capsys.readouterr().out
+    print_plan(msgspec.structs.replace(PLAN, trust=0.35))
+    assert "what is foretold counts for 35%, by what earlier plans really brought" in capsys.readouterr().out
+
+
 def test_a_refusal_is_shown_with_its_reasons_and_the_present_figures(capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(PlanRecord(**PLAIN, refused="no gain beyond sampling noise"))
     said = capsys.readouterr().out

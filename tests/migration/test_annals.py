@@ -62,6 +62,20 @@ def test_a_story_told_twice_is_told_once() -> None:
     assert (plan.at, plan.outcome, plan.predicted_before, plan.measured_after) == (1000.0, "harmful", FIGURES, FIGURES)
 
 
+def test_a_story_of_more_plans_than_are_remembered_is_told_once_too() -> None:
+    story: list[Any] = []
+    for number in range(2 * MOST_TALES):
+        story += [planned(f"p{number}", handovers=1), committed(0, f"p{number}", last=True)]
+    annals = told(*story)
+    copied = 20 * MOST_TALES
+    assert (annals.moved_bytes, annals.spending.within(len(story), 1e6)) == (copied, copied)
+    for at, entry in enumerate(story):
+        assert not annals.hear(entry, float(at), 1000.0 + at)
+        assert annals.last is not None
+        assert annals.last.planned.plan == f"p{2 * MOST_TALES - 1}"
+    assert (annals.moved_bytes, annals.spending.within(len(story), 1e6)) == (copied, copied)
+
+
 def test_only_what_the_planner_does_by_itself_is_on_its_budget() -> None:
     for origin, policy, spent in (("planner", "roost", 10), ("operator", "", 0), ("rollback", "", 0), ("rollback", "roost", 10)):
         annals = told(planned(origin=origin, policy=policy), committed(0))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,19 +13,24 @@ from bus import Declined
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.events import (
     ConfigChanged,
+    DescribePlan,
     DescribeProfile,
+    EngineLeft,
     HomesPublished,
+    LoopFigures,
     MigrateExpert,
     MigrationAborted,
     MigrationCommitted,
     MigrationPlanned,
+    PlanDescribed,
     PlanJudged,
     PopularityShifted,
     RollBack,
     SteerLoop,
 )
-from migration import inquiries
+from migration import autopilot, inquiries
 from migration.config import MigrationConfig
+from migration.record import PlanRecord
 from migration.service import MigrationService
 from tests.migration.flying_rig import (
     CONFIG,
@@ -123,17 +129,78 @@ async def test_a_pause_outlives_the_service_and_what_operators_ask_for_is_still_
 
 
 @pytest.mark.looptime
+async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker) as service:
+        pilots = service._autopilot
+        assert pilots is not None
+        survey, asked = pilots._conductor.survey, 0
+
+        async def meanwhile(*arguments: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            await steer(world.bus, paused=True)
+            return await survey(*arguments)
+
+        monkeypatch.setattr(pilots._conductor, "survey", meanwhile)
+        await world.last(25)
+        assert asked == 1
+        assert await own(world.bus) == []
+
+
+@pytest.mark.looptime
+async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
+        pilots = service._autopilot
+        assert pilots is not None
+        learn, learnt = pilots._judge.learn, 0
+
+        async def slowly(*arguments: Any) -> None:
+            nonlocal learnt
+            await world.bus.record(SUBJECTS.membership("a"), EngineLeft(engine="a", worker_id=1, reason="stopped"))
+            await asyncio.sleep(3)
+            await learn(*arguments)
+            learnt += 1
+
+        await world.until(MigrationCommitted)
+        monkeypatch.setattr(pilots._judge, "learn", slowly)
+        (planned,) = await own(world.bus)
+        nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
+        told: dict[str, Any] = {"engine": "a", "worker_id": 1, "plan": planned.plan, "epoch": 1, "predicted_before": nothing, "predicted_after": nothing}
+        await world.bus.record(SUBJECTS.migrations("a"), PlanJudged(verdict="kept", trust=0.5, reason="by who led before", **told))
+        await asyncio.sleep(10)
+        assert learnt == 1
+        assert (await loop(world.bus)).engines == ()
+
+
+@pytest.mark.looptime
+async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopilot, "MOST_ENGINES", 2)
+    broker = MemoryBroker()
+    async with serving(broker) as service:
+        for number in range(4):
+            async with flight(broker, name=f"e{number}", worker_id=10 + number) as world:
+                await asyncio.sleep(2)
+                assert (await engine_of(world.bus)).engine == f"e{number}"
+                await world.bus.record(SUBJECTS.membership(world.name), EngineLeft(engine=world.name, worker_id=world.worker_id, reason="stopped"))
+                await asyncio.sleep(2)
+        assert service._autopilot is not None
+        assert len(service._autopilot._annals) == 2
+
+
+@pytest.mark.looptime
 async def test_a_pause_that_cannot_be_made_durable_is_refused_and_does_not_hold() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
         with pytest.raises(Declined, match="send a SteerLoop or a DescribeLoop"):
             await world.bus.request(SUBJECTS.loop, DescribeProfile(model="m"))
-        autopilot = service._autopilot
-        assert autopilot is not None
+        pilots = service._autopilot
+        assert pilots is not None
         broker.reachable = False
-        answer = await autopilot.answer(SteerLoop(paused=True))
+        answer = await pilots.answer(SteerLoop(paused=True))
         assert "does not hold" in str(answer)
-        assert not autopilot.described().paused
+        assert not pilots.described().paused
         broker.reachable = True
         assert (await steer(world.bus, paused=True)).paused
 
@@ -180,7 +247,7 @@ async def test_plans_of_its_own_keep_to_the_budget_of_the_interval_also_across_a
 
 
 @pytest.mark.looptime
-async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_after_a_restart() -> None:
+async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
     broker = MemoryBroker()
     config = replace(CONFIG, cooldown_seconds=15.0, judge_seconds=22.0)
     async with flight(broker) as world:
@@ -201,6 +268,10 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             assert told.trust == pytest.approx(judged.trust, abs=0.01)
             assert told.resting > 0
             assert [plan.outcome for plan in told.plans] == ["committed", "harmful"]
+            assert "cannot be rolled back" not in caplog.text, "once is enough"
+            answer = await world.bus.request(SUBJECTS.describe_plan, DescribePlan(engine="a"), 20)
+            assert isinstance(answer, PlanDescribed)
+            assert msgspec.json.decode(answer.record, type=PlanRecord).trust == pytest.approx(judged.trust, abs=0.01)
             assert b'roost_loop_verdicts_total{verdict="harmful"} 1.0' in service.metrics.exposition()
             world.rates, world.balance, world.step_seconds = SKEWED, 0.5, 2e-3
             await world.last(20)

@@ -26,15 +26,14 @@ def measured(config: MigrationConfig = CONFIG) -> Measured:
 
 def said(rank: int = 0, epoch: int = 0, steps: int = 10, took: float = 0.02, tokens: int = 100, **fields: Any) -> DispatchMeasured:
     plain: dict[str, Any] = {
+        "seconds": 1.0,
         "pairs": 2 * tokens,
         "remote_ranks": (0.0, 0.3 * tokens, 0.5 * tokens),
         "local": (0.0, 1.0 * tokens, 0.5 * tokens),
         "served": (0.0, 2.0 * tokens, 2.0 * tokens),
         "balance": (0.0, 0.8 * steps, 0.6 * steps),
     }
-    return DispatchMeasured(
-        engine="a", worker_id=1, rank=rank, model="m", epoch=epoch, seconds=1.0, steps=steps, step_seconds=took, tokens=tokens, **{**plain, **fields}
-    )
+    return DispatchMeasured(engine="a", worker_id=1, rank=rank, model="m", epoch=epoch, steps=steps, step_seconds=took, tokens=tokens, **{**plain, **fields})
 
 
 def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded() -> None:
@@ -103,6 +102,8 @@ def test_what_is_kept_is_bounded_however_much_is_said(story: list[tuple[float, i
         ({"balance": (1.0,)}, Fault.SHAPE),
         ({"steps": 0}, Fault.DEMAND),
         ({"took": float("inf")}, Fault.DEMAND),
+        ({"took": 1.5}, Fault.DEMAND),
+        ({"seconds": 1e9, "took": 1e9}, Fault.DEMAND),
         ({"tokens": -1}, Fault.DEMAND),
         ({"remote_ranks": (0.0, 0.0, 101.0)}, Fault.DEMAND),
         ({"local": (0.0, 0.0, 201.0)}, Fault.DEMAND),
@@ -119,10 +120,10 @@ def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], fa
     assert not kept._engines[1].slices
 
 
-def test_strangers_and_other_engines_are_refused() -> None:
+def test_of_engines_that_are_not_present_nothing_is_kept_and_what_contradicts_one_that_is_is_refused() -> None:
     kept = Measured(CONFIG)
-    with pytest.raises(Refused, match="has not joined"):
-        kept.hear(said(), 0.0)
+    kept.hear(said(), 0.0)
+    assert kept._engines == {}
     kept.keep_only([Entry("b", 1, EP, ENTRY.placement)])
     with pytest.raises(Refused, match="worker 1 is engine 'b'"):
         kept.hear(said(), 0.0)

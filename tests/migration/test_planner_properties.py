@@ -59,7 +59,6 @@ def some_view(seed: int, ranks: int, slots: int, nodes: int, boundary: int) -> V
         waiting=np.zeros(ranks),
         cache=None if seed % 7 == 0 else CacheUse(100, dice.uniform(0, 100, ranks), 16, 1000),
         clusters=ClusterModel(3, profiles / profiles.sum(axis=2, keepdims=True), np.array([0.5, 0.5, 0.0], np.float32), 1.0),
-        gain=float(dice.integers(0, 2)),
         history=History.begin(1, placement),
         now=100.0,
     )

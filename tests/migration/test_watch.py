@@ -157,11 +157,11 @@ def test_what_is_kept_is_bounded() -> None:
     model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
     for number in range(200):
         watch.clusters(str(number), model)
-        watch.gain(str(number), 0.5)
-    assert (len(watch._clusters), len(watch._gains)) == (64, 64)
+        watch.foreseen(str(number), {})
+    assert (len(watch._clusters), len(watch._foreseen)) == (64, 64)
 
 
-def test_load_clusters_and_what_predictions_are_worth_are_part_of_the_view() -> None:
+def test_load_and_clusters_are_part_of_the_view() -> None:
     watch = watching()
     steady(watch, (1.0, 1.0), 0, 2)
     for rank in (0, 1):
@@ -169,10 +169,8 @@ def test_load_clusters_and_what_predictions_are_worth_are_part_of_the_view() -> 
     old, new = (ClusterModel(version, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0) for version in (1, 2))
     watch.clusters("m", new)
     watch.clusters("m", old)
-    watch.gain("m", float("nan"))
-    watch.gain("m", 0.25)
     view = watch.view(ENTRY, 1.0)
-    assert (view.clusters, view.gain) == (new, 0.25)
+    assert view.clusters == new
     assert view.running is not None
     np.testing.assert_array_equal(view.running, [1, 2])
     assert view.cache is not None
