@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from deploy.demo_model.heldout import read_documents
 from deploy.settings import DEMO_CHECKPOINT
 from tests.system.fleets import MODEL
-from tests.system.moving import MARGIN, Answer
+from tests.system.moving import MARGIN, Answer, margins
 
 TOKENS = 24
 PROMPT_TOKENS = 96
@@ -44,22 +44,24 @@ class Prompt(NamedTuple):
     ids: list[int]
 
 
+def documents() -> dict[str, list[list[int]]]:
+    """Texts that the demo model has never seen, as tokens, by domain."""
+    tokenizer, found = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json")), dict[str, list[list[int]]]()
+    for document in read_documents("test"):
+        found.setdefault(document.domain, []).append(list(tokenizer.encode(document.text.decode("utf-8", "replace")).ids))
+    return found
+
+
 class Library:
-    """Prompts by domain, from texts that the demo model has never seen."""
+    """Prompts by domain."""
 
     def __init__(self) -> None:
-        tokenizer = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
-        self.domains: tuple[str, ...] = ()
-        self._prompts: list[list[Prompt]] = []
-        numbers = itertools.count()
-        for document in read_documents("test"):
-            if document.domain not in self.domains:
-                self.domains += (document.domain,)
-                self._prompts.append([])
-            ids = list(tokenizer.encode(document.text.decode("utf-8", "replace")).ids)
-            at = self.domains.index(document.domain)
-            for begin in BEGINNINGS:
-                self._prompts[at].append(Prompt(next(numbers), at, ids[begin : begin + PROMPT_TOKENS]))
+        several, numbers = documents(), itertools.count()
+        self.domains = tuple(several)
+        self._prompts = [
+            [Prompt(next(numbers), at, ids[begin : begin + PROMPT_TOKENS]) for ids in texts for begin in BEGINNINGS]
+            for at, texts in enumerate(several.values())
+        ]
 
     def any_of(self, domain: int, dice: np.random.Generator) -> Prompt:
         return self._prompts[domain][int(dice.integers(len(self._prompts[domain])))]
@@ -223,8 +225,7 @@ class Crowd:
         async with self._http.post("/v1/completions", json={**_body(prompt), "logprobs": 2}) as said:
             await _must_be_good(said)
             choice: dict[str, Any] = (await said.json())["choices"][0]
-        tops = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
-        return _whole(choice["token_ids"], [top[0] - top[1] if len(top) > 1 else 0.0 for top in tops], choice["finish_reason"])
+        return _whole(choice["token_ids"], margins(choice), choice["finish_reason"])
 
     async def _streamed(self, prompt: Prompt) -> Answer:
         tokens: list[int] = []

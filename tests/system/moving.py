@@ -51,9 +51,15 @@ async def answer(http: aiohttp.ClientSession, prompt: list[int], count: int) -> 
     async with http.post("/v1/completions", json=body) as said:
         assert said.status == 200, f"{said.status}: {await said.text()}"
         choice: dict[str, Any] = (await said.json())["choices"][0]
+    apart = margins(choice)
+    assert len(choice["token_ids"]) == len(apart) == count, choice
+    return Answer(choice["token_ids"], apart)
+
+
+def margins(choice: dict[str, Any]) -> list[float]:
+    """Of each token of a choice that has the logits of the two best."""
     tops = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
-    assert len(choice["token_ids"]) == len(tops) == count, choice
-    return Answer(choice["token_ids"], [top[0] - top[1] if len(top) > 1 else 0.0 for top in tops])
+    return [top[0] - top[1] if len(top) > 1 else 0.0 for top in tops]
 
 
 @dataclass

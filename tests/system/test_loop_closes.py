@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
-from deploy.demo_model.heldout import read_documents
 from deploy.process import alongside
-from deploy.settings import DEMO_CHECKPOINT
 from fleet.events import (
     DescribeLoop,
     DescribePopularity,
@@ -34,6 +31,7 @@ from fleet.events import (
 )
 from tests.faults.house import until
 from tests.faults.records import Records
+from tests.system.crowd import documents
 from tests.system.fleets import MODEL, Fleet, leave_nothing, new_home
 
 PROMPT_TOKENS, TOKENS = 96, 24
@@ -88,10 +86,7 @@ class Texts:
     """Prompts of a kind, hardly one of which comes twice."""
 
     def __init__(self) -> None:
-        tokenizer = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
-        self._ids: dict[str, list[list[int]]] = {}
-        for document in read_documents("test"):
-            self._ids.setdefault(document.domain, []).append(list(tokenizer.encode(document.text.decode("utf-8", "replace")).ids))
+        self._ids = documents()
 
     def prompt(self, domain: str, dice: np.random.Generator) -> list[int]:
         text = self._ids[domain][int(dice.integers(len(self._ids[domain])))]
