@@ -181,8 +181,8 @@ class Fleet:
         self._run = run
         self._environment = environment
         self._say = say
-        self._reading_units: list[Unit] = []
-        """told when settings change"""
+        self.reading_units: list[Unit] = []
+        """are told when settings change"""
         self._phases: list[list[Unit]] = []
         """units in the order of starting; stopped in the reverse order, those of one phase together"""
         self._began = time.monotonic()
@@ -197,7 +197,7 @@ class Fleet:
         await _reach_nats(self.nats_url)
         ground = self._ground()
         parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
-        self._reading_units.append(parts[1])
+        self.reading_units.append(parts[1])
         await self.add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
         await self.add(*self._routers(ground, doors))
         await self._all_ready()
@@ -253,11 +253,9 @@ class Fleet:
             self._say(f"new settings cannot be written down: {error}")
             return
         self._say("settings were read again; router and planner are told")
-        for unit in self._reading_units:
-            with contextlib.suppress(UnitFailed):  # `serve` tells that
-                await unit.ready()
-                for child in unit.children:
-                    child.signal(signal.SIGHUP)
+        async with asyncio.TaskGroup() as tasks:  # who is being started again keeps nobody else waiting
+            for unit in self.reading_units:
+                tasks.create_task(_tell_to_read(unit), name=f"tell {unit.name} to read its settings")
 
     async def _audit(self, said: ConfigChanged) -> None:
         """Stored, where there is a bus."""
@@ -311,7 +309,7 @@ class Fleet:
             ready = self._run.path / f"{name}.ready"
             order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
             units.append(self._process(ground.ordered(name, order), ready, f"{url}/health"))
-        self._reading_units.extend(units)
+        self.reading_units.extend(units)
         return units
 
     def _process(self, command: Command, ready: Path, health: str | None) -> Unit:
@@ -372,6 +370,14 @@ class Fleet:
         while True:
             await asyncio.sleep(LOG_CARE_SECONDS)
             await asyncio.to_thread(self._run.shorten_logs)
+
+
+async def _tell_to_read(unit: Unit) -> None:
+    """Once it serves. A unit that is given up is not told: `serve` tells that."""
+    with contextlib.suppress(UnitFailed):
+        await unit.ready()
+        for child in unit.children:
+            child.signal(signal.SIGHUP)
 
 
 async def serve_and_reload(fleet: Fleet, read: Read) -> None:

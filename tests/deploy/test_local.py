@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -56,6 +58,36 @@ async def test_it_ends_when_a_part_is_given_up_that_there_is_one_of(fleet: Fleet
     await fleet.add(*fleet.engine_units, unit(script(final(0.1), "router")))
     with pytest.raises(UnitFailed, match="router ended with status 2"):
         await asyncio.wait_for(fleet.serve(), 10)
+
+
+class Reader:
+    """A unit that is told of settings, once it serves."""
+
+    name = "reader"
+
+    def __init__(self, *, serves: bool) -> None:
+        self.signals: list[int] = []
+        self.told = asyncio.Event()
+        self.children = (self,)
+        self._serves = serves
+
+    async def ready(self) -> None:
+        if not self._serves:
+            await asyncio.Event().wait()
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.told.set()
+
+
+async def test_a_part_that_is_being_started_again_keeps_no_other_from_its_new_settings(fleet: Fleet, tmp_path: Path) -> None:
+    starting, serving = Reader(serves=False), Reader(serves=True)
+    fleet.reading_units += cast("list[Unit]", [starting, serving])
+    reloading = asyncio.create_task(fleet.reload(lambda: read_settings(None, {}, tmp_path)))
+    await asyncio.wait_for(serving.told.wait(), 10)
+    reloading.cancel()
+    await asyncio.wait([reloading])
+    assert (serving.signals, starting.signals) == ([signal.SIGHUP], [])
 
 
 async def test_phases_stop_in_the_reverse_order(tmp_path: Path, script: Script) -> None:
