@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _CHECK_LOOKS = 30
 """After so many of them it is seen to that what must not be forgotten is still stored."""
+_TICK_SECONDS = 1e-3
+"""Less is not waited for: a clock may not get on by it."""
 _RETRY_SECONDS = 5.0
 """Something that failed is tried again after so long."""
 MOST_ENGINES = 1024
@@ -265,7 +267,7 @@ class Autopilot:
             wait = pilot.due(self._config) - self._clock()
             if wait > 0:
                 try:
-                    async with asyncio.timeout(wait):
+                    async with asyncio.timeout(max(wait, _TICK_SECONDS)):
                         await woken.wait()
                 except TimeoutError:
                     pass  # it is time
@@ -321,6 +323,9 @@ class Autopilot:
         pilot.rested(now, again, config)
         if self._under_way(pilot.engine):
             await self._housing.again(pilot)
+            last = pilot.annals.last
+            if last is not None and last.end is not None:  # the log was heard before who wrote it has heard that it is written
+                pilot.next_at = now + _LOOK_SECONDS
             return
         question = Question(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
         try:

@@ -36,8 +36,6 @@ class Window(NamedTuple):
 
     measured: Measurement
     layers: LayerFigures
-    seconds: float
-    """from the first slice to the end of the last"""
 
 
 @dataclass(slots=True)
@@ -46,7 +44,6 @@ class _Slice:
 
     epoch: int
     began: float
-    ended: float
     sums: Array = field(default_factory=lambda: np.zeros(4))
     """[steps, step seconds, tokens, pairs]"""
     layers: Array = field(default_factory=lambda: np.zeros((3, 0)))
@@ -89,11 +86,10 @@ class Measured:
         if engine is None:
             return
         layers = _checked(said, engine)
-        last = engine.slices[-1] if engine.slices else None
-        if last is None or last.epoch != said.epoch or now - last.began >= self._slice_seconds:
-            last = _Slice(said.epoch, now, now, layers=np.zeros((3, engine.layers)))
+        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)  # ranks tell the last of an epoch one after another
+        if last is None or now - last.began >= self._slice_seconds:
+            last = _Slice(said.epoch, now, layers=np.zeros((3, engine.layers)))
             engine.slices.append(last)
-        last.ended = now
         last.sums += (said.steps, said.step_seconds, said.tokens, said.pairs)
         last.layers += layers
 
@@ -170,7 +166,6 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> Window:
             pairs=float(pairs.sum()),
         ),
         layers=LayerFigures(balance=_shares(total[0], steps.sum()), remote_ranks=_shares(total[1], tokens.sum()), local=_shares(total[2], pairs.sum())),
-        seconds=slices[-1].ended - slices[0].began,
     )
 
 

@@ -37,7 +37,6 @@ class Pilot:
     next_at: float
     """when to think again, at the latest"""
     annals: Annals
-    thought_at: float = float("-inf")
     decided: str = ""
     decided_at: float | None = None
     """Unix seconds"""
@@ -89,7 +88,6 @@ class Pilot:
 
     def rested(self, now: float, again: float | None, config: MigrationConfig) -> None:
         """A thought is over. again: seconds from the shift until there are windows to plan from; None: the cycle's pace will do."""
-        self.thought_at = now
         self.next_at = now + config.cycle_seconds
         if self.shift is not None:
             self.hurried_at = now

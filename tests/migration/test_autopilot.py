@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bus import Declined
 from bus.memory import MemoryBroker, MemoryBus
@@ -419,9 +420,8 @@ async def homes_of(bus: MemoryBus, said: list[HomesPublished]) -> None:
             said.append(received.message)
 
 
-@pytest.mark.looptime
-@pytest.mark.parametrize("fails", [False, True], ids=["committed", "aborted"])
-async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def plans_with_homes(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
+    """Every plan has homes that hold after it; these."""
     shares = np.full((2, 4), 0.25, np.float32)
 
     def with_homes(*arguments: Any) -> Any:
@@ -431,6 +431,32 @@ async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_
 
     decide = inquiries.decide
     monkeypatch.setattr("migration.inquiries.decide", with_homes)
+    return shares
+
+
+@pytest.mark.looptime
+async def test_homes_of_a_plan_hold_soon_after_its_end_though_the_log_is_heard_before_it_counts_as_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans_with_homes(monkeypatch)
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, replace(CONFIG, cycle_seconds=25.0)) as service:
+        pilots = service._autopilot
+        assert pilots is not None
+        world.ranks.stage_seconds = 4.0
+        await world.until(MigrationPlanned, 60)
+        monkeypatch.setattr(pilots, "_under_way", lambda engine: True)
+        monkeypatch.setattr(pilots._housing, "_under_way", pilots._under_way)
+        await world.until(MigrationCommitted)
+        await world.last(2)
+        assert pilots._pilots["a"].homes_after is not None
+        monkeypatch.undo()
+        await world.last(3)
+        assert pilots._pilots["a"].homes_after is None
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "aborted"])
+async def test_homes_of_a_plan_are_said_for_its_last_epoch_and_taken_back_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    shares = plans_with_homes(monkeypatch)
     broker = MemoryBroker()
     said: list[HomesPublished] = []
     async with flight(broker) as world, serving(broker):

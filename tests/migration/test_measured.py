@@ -70,6 +70,13 @@ def test_every_epoch_has_a_window_of_its_own_and_what_is_older_than_asked_for_is
     assert kept.window(2, 1, 20.0) is None
 
 
+def test_ranks_that_tell_of_a_new_epoch_one_after_another_cost_no_slices() -> None:
+    kept = measured()
+    for turn in range(20):
+        kept.hear(said(turn % 2, epoch=turn % 2), 0.01 * turn)
+    assert [(one.epoch, one.sums[0]) for one in kept._engines[1].slices] == [(0, 100), (1, 100)]
+
+
 def test_the_error_of_a_mean_is_about_what_its_spread_makes_it() -> None:
     chance, spread, found = np.random.default_rng(1), 0.2, []
     for _ in range(40):
