@@ -52,6 +52,8 @@ _CHECK_LOOKS = 30
 """After so many of them it is seen to that what must not be forgotten is still stored."""
 _TICK_SECONDS = 1e-3
 """Less is not waited for: a clock may not get on by it."""
+_TICK_SECONDS = 1e-3
+"""Less is not waited for: a clock may not get on by it."""
 _RETRY_SECONDS = 5.0
 """Something that failed is tried again after so long."""
 MOST_ENGINES = 1024

@@ -4,6 +4,8 @@ In one process and in virtual time. The spans are the product's; the tracker's n
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from opentelemetry import trace
@@ -48,10 +50,17 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-def world_of(group: Group) -> Flight:
+@asynccontextmanager
+async def world_of(group: Group) -> AsyncIterator[Flight]:
+    """What surrounds these ranks; it has joined."""
     world = Flight(group.broker, "a", WORKER)
     world.ranks = Served(group)  # type: ignore[assignment]
-    return world
+    await world.join()
+    following = asyncio.create_task(world.follow(), name="follows what is recorded of plans")
+    try:
+        yield world
+    finally:
+        following.cancel()
 
 
 async def say_shift(broker: MemoryBroker) -> None:
@@ -68,9 +77,7 @@ def context_of(span: ReadableSpan) -> SpanContext:
 
 
 async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMemorySpanExporter) -> None:
-    async with standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group:
-        world = world_of(group)
-        await world.join()
+    async with standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group, world_of(group) as world:
         world.rates = EVEN
         async with leading(MemoryBus(group.broker), CONFIG):
             await world.last(30)
@@ -99,9 +106,7 @@ async def test_from_the_shift_to_the_verdict_everything_is_one_trace(spans: InMe
 
 
 async def test_a_plan_of_the_cycle_is_a_trace_of_its_own(spans: InMemorySpanExporter) -> None:
-    async with standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group:
-        world = world_of(group)
-        await world.join()
+    async with standing(FIRST, tracing=HandoverTracing(engine="a", rank=0)) as group, world_of(group) as world:
         async with leading(MemoryBus(group.broker), CONFIG):
             await world.until(MigrationCommitted)
             await asyncio.sleep(1)
