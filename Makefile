@@ -32,7 +32,7 @@ test: venv ## the fast tests, under six minutes on two cores
 test-slow: venv ## soaks and long fault loops
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-soak: venv ## an hour of users and faults before a whole fleet; ARGS="--soak-seconds 600 --soak-seed 7" changes that
+soak: venv ## an hour of users and faults before a whole fleet, reported to soak.json; ARGS="--soak-seconds 600 --soak-seed 7" changes that
 	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 3600 --soak-report soak.json $(ARGS)
 
 lint: venv ## ruff, mypy, the walls
@@ -43,7 +43,7 @@ lint: venv ## ruff, mypy, the walls
 bench: venv ## every benchmark, quickly; make bench ARGS=--json
 	@for script in $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script --quick $(ARGS) || exit 1; done
 
-evidence: venv ## measure the closed loop on a live fleet (an hour) and write docs/evidence; ARGS="--only policies"
+evidence: venv ## measure the closed loop on a live fleet (an hour) and write docs/evidence; ARGS="--only policies", ARGS="--soak soak.json"
 	@$(BIN)/python -m benchmarks.rig.evidence $(ARGS)
 
 clean: ## remove the environment and caches
