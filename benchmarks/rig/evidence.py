@@ -71,6 +71,11 @@ def page(runs: dict[str, Json], pictures: list[Path]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _keep(runs: dict[str, Json], folder: Path) -> None:
+    """What was measured so far: should the next part fail, this is not lost."""
+    (folder / FIGURES).write_text(json.dumps(runs) + "\n")
+
+
 def _part(picture: Path) -> str:
     """Which part of the benchmark a picture is of."""
     return "policies" if picture.stem in HEAT_MAPS else picture.stem.split("-")[0]
@@ -116,7 +121,8 @@ def main(
     for part in [] if from_ else only.split(","):
         typer.echo(f"measuring: {part}")
         runs[part] = measured(part, folder, ["--quick"] if quick else shlex.split(more))
-        (folder / FIGURES).write_text(json.dumps(runs, indent=None) + "\n")
+        _keep(runs, folder)
+    _keep(runs, folder)
     courses = {name: course for run in runs.values() for name, course in run["courses"].items()}
     pictures = draw_all(courses, folder) + [path for path in (folder / f"{name}.png" for name in HEAT_MAPS) if path.exists()]
     (folder / PAGE).write_text(page(runs, pictures))

@@ -1,10 +1,11 @@
-"""Pictures of what `benchmarks.closed_loop` measured. No window is opened and no global state is used."""
+"""Pictures of what `benchmarks.closed_loop` measured. No window is opened."""
 
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -29,11 +30,16 @@ def draw_all(courses: Mapping[str, Any], folder: Path) -> list[Path]:
     for name, (part, draw) in pictures.items():
         if part in courses:
             figure = Figure(figsize=(WIDE, HIGH), layout="constrained")
-            FigureCanvasSVG(figure)
             draw(figure, courses[part])
-            drawn.append(folder / f"{name}.svg")
-            figure.savefig(drawn[-1], metadata={"Date": None})
+            drawn.append(save(figure, folder / f"{name}.svg"))
     return drawn
+
+
+def save(figure: Figure, file: Path) -> Path:
+    """As SVG: of the same figures the same file, whenever it is drawn. OSError when it cannot be written."""
+    with rc_context({"svg.hashsalt": "roost"}):
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
+    return file
 
 
 def _policies(figure: Figure, policies: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
-"""What a soak reported (`make soak`), as a page of Markdown and a picture. No window is opened and no global state is used."""
+"""What a soak reported (`make soak`), as a page of Markdown and a picture."""
 
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from benchmarks.rig.live_plots import save
 
 WIDE, HIGH = 9.0, 8.0
 MINUTE = 60.0
@@ -36,7 +37,7 @@ def soak_page(report: Json) -> str:
     lines = [
         "# The soak, measured",
         "",
-        "Written by `make soak`, then `make evidence ARGS=\"--soak soak.json\"`, which keeps the report beside it: virtual users who change their subject, the",
+        'Written by `make soak`, then `make evidence ARGS="--soak soak.json"`, which keeps the report beside it: virtual users who change their subject, the',
         "loop by itself, operators' orders, and faults at random.",
         "",
         f"{first}; {fleet['engines']} engines of {fleet['ranks']} ranks, {fleet['routers']} routers.",
@@ -102,7 +103,6 @@ def _growths(growths: list[Json]) -> list[tuple[str, ...]]:
 def draw_soak(report: Json, folder: Path) -> Path:
     """Write the picture; its file. OSError when it cannot be written."""
     figure = Figure(figsize=(WIDE, HIGH), layout="constrained")
-    FigureCanvasSVG(figure)
     memory, requests, mishaps = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.5, 2))
     _draw_memory(memory, report["memory"], report["mishaps"])
     _draw_requests(requests, report["progress"])
@@ -112,9 +112,7 @@ def draw_soak(report: Json, folder: Path) -> Path:
         axes.set_xlim(0, max(report["seconds"] / MINUTE, *(life["at"][-1] / MINUTE for life in report["memory"])))
     figure.legend(*memory.get_legend_handles_labels(), fontsize=7, ncols=5, loc="outside upper center")
     mishaps.set_xlabel("minutes", fontsize=8)
-    file = folder / PICTURE
-    figure.savefig(file, metadata={"Date": None})
-    return file
+    return save(figure, folder / PICTURE)
 
 
 def _draw_memory(axes: Any, lives: list[Json], mishaps: list[Json]) -> None:

@@ -54,4 +54,5 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
     assert "</svg>" in drawn
     kept = json.loads((tmp_path / "soak.json").read_text())
     tell_soak(tmp_path / "soak.json", tmp_path)
-    assert json.loads((tmp_path / "soak.json").read_text()) == kept, "a page can be written anew from what was kept"
+    again = json.loads((tmp_path / "soak.json").read_text()), (tmp_path / "soak.md").read_text(), (tmp_path / "soak.svg").read_text()
+    assert again == (kept, page, drawn), "all of it can be written anew from what was kept"
