@@ -52,8 +52,6 @@ _CHECK_LOOKS = 30
 """After so many of them it is seen to that what must not be forgotten is still stored."""
 _TICK_SECONDS = 1e-3
 """Less is not waited for: a clock may not get on by it."""
-_TICK_SECONDS = 1e-3
-"""Less is not waited for: a clock may not get on by it."""
 _RETRY_SECONDS = 5.0
 """Something that failed is tried again after so long."""
 MOST_ENGINES = 1024
@@ -203,10 +201,10 @@ class Autopilot:
         annals = self._annals.get(said.engine)
         if annals is None:
             annals = self._begin(said.engine)
-        wall = self._wall()
-        if annals.hear(said, self._clock() - max(wall - published_at, 0.0), min(published_at, wall)):
+        at = min(published_at, self._wall())  # whose clock is ahead of ours must not keep us from learning until then
+        if annals.hear(said, self._clock() - (self._wall() - at), at):
             if isinstance(said, PlanJudged):
-                await self._judge.learn(said, published_at)
+                await self._judge.learn(said, at)
             if (pilot := self._pilots.get(said.engine)) is not None:
                 self._news(pilot, said)
 

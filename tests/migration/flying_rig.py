@@ -73,8 +73,8 @@ class Flight:
             self._log[type(one.message)] += 1
             self._newest[type(one.message)] = one.message
 
-    async def join(self) -> None:
-        said = of_four(self.worker_id, self.name, placement=self.ranks.placement, speed=self._speed)
+    async def join(self, **fields: Any) -> None:
+        said = of_four(self.worker_id, self.name, placement=self.ranks.placement, speed=self._speed, **fields)
         await self.bus.record(SUBJECTS.membership(self.name), said)
 
     async def speak(self) -> None:

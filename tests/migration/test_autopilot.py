@@ -1,6 +1,7 @@
 """The migration service at work with nobody touching it: over the memory bus, in virtual time, with ranks that obey."""
 
 import asyncio
+import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from fleet.events import (
     RollBack,
     SteerLoop,
 )
+from fleet.layout import Layout
 from migration import autopilot, inquiries
 from migration.config import MigrationConfig
 from migration.record import PlanRecord
@@ -40,6 +42,7 @@ from tests.migration.flying_rig import (
     SHAPE,
     SKEWED,
     SUBJECTS,
+    Flight,
     copied,
     engine_of,
     flight,
@@ -54,6 +57,13 @@ from tests.migration.joining import leading
 
 def serving(broker: MemoryBroker, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
     return leading(MemoryBus(broker), config)
+
+
+def by_another(planned: MigrationPlanned, trust: float) -> PlanJudged:
+    """A verdict of who led before."""
+    nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
+    about: dict[str, Any] = {"engine": planned.engine, "worker_id": planned.worker_id, "plan": planned.plan, "epoch": 1}
+    return PlanJudged(verdict="kept", predicted_before=nothing, predicted_after=nothing, trust=trust, reason="so", **about)
 
 
 SHIFT = PopularityShifted(
@@ -167,9 +177,7 @@ async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
         await world.until(MigrationCommitted)
         monkeypatch.setattr(pilots._judge, "learn", slowly)
         (planned,) = await own(world.bus)
-        nothing = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
-        told: dict[str, Any] = {"engine": "a", "worker_id": 1, "plan": planned.plan, "epoch": 1, "predicted_before": nothing, "predicted_after": nothing}
-        await world.bus.record(SUBJECTS.migrations("a"), PlanJudged(verdict="kept", trust=0.5, reason="by who led before", **told))
+        await world.bus.record(SUBJECTS.migrations("a"), by_another(planned, 0.5))
         await asyncio.sleep(10)
         assert learnt == 1
         assert (await loop(world.bus)).engines == ()
@@ -536,6 +544,40 @@ async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(monke
         assert await recorded(world.bus, MigrationPlanned, "b") == []
         assert b'refusals_total{reason="failed"}' in service.metrics.exposition()
         assert [engine.engine for engine in (await loop(world.bus)).engines] == ["a", "b"]
+
+
+@pytest.mark.looptime
+async def test_an_engine_whose_experts_are_sharded_is_measured_and_left_alone_beside_one_that_is_planned_for() -> None:
+    broker = MemoryBroker()
+    sharded = Flight(broker, "t", 2)
+    sharded.remote_ranks = 0.0
+    async with flight(broker) as world, serving(broker) as service:
+        await sharded.join(layout=Layout(attention="tp", boundary=SHAPE.layers))
+        for _ in range(25):
+            await sharded.speak()
+            await world.last(1)
+        assert len(await own(world.bus)) == 1
+        (_, told) = (await loop(world.bus)).engines
+        assert (told.engine, told.plans, told.homes) == ("t", (), 0)
+        assert "sharded over all ranks" in told.decided
+        assert told.measured is not None
+        assert told.measured.step_seconds == pytest.approx(2e-3, rel=0.02)
+        assert told.measured.remote_ranks == 0
+        assert b'refusals_total{reason="failed"}' not in service.metrics.exposition()
+
+
+@pytest.mark.looptime
+async def test_what_was_judged_on_a_clock_that_is_ahead_does_not_keep_us_from_learning() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, replace(CONFIG, judge_seconds=100.0)) as service:
+        pilots = service._autopilot
+        assert pilots is not None
+        await world.until(MigrationCommitted)
+        (planned,) = await own(world.bus)
+        await pilots._heard(by_another(planned, 0.5), time.time() + 1e6)
+        assert (await engine_of(world.bus)).trust == pytest.approx(0.5, abs=0.01)
+        await pilots._judge.learn(by_another(planned, 0.25), time.time() + 1.0)
+        assert (await engine_of(world.bus)).trust == pytest.approx(0.25, abs=0.01)
 
 
 @pytest.mark.looptime
