@@ -305,13 +305,13 @@ class Autopilot:
     async def _undo(self, pilot: Pilot, entry: Entry, tale: Tale) -> None:
         try:
             if self._idle:
-                raise ValueError("nothing is done by itself at present: roost rollback")  # noqa: TRY301
+                raise ValueError("nothing was done by itself at that time: roost rollback")  # noqa: TRY301
             await self._judge.undo(pilot, entry, tale)
             pilot.seen_to, pilot.trouble = tale.planned.plan, ""
             pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
         except (ValueError, Unfit) as error:
             pilot.seen_to = tale.planned.plan
-            pilot.trouble = f"plan {tale.planned.plan} did harm, and cannot be rolled back: {error}"
+            pilot.trouble = f"plan {tale.planned.plan} did harm, and was not rolled back: {error}"
             logger.warning("engine %s: %s", pilot.engine, pilot.trouble)
 
     async def _think(self, pilot: Pilot, entry: Entry) -> None:

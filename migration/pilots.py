@@ -48,9 +48,9 @@ class Pilot:
     homes_after: Homes | None = None
     """that hold from the end of the plan under way on"""
     seen_to: str = ""
-    """harmful plan that is being undone, or cannot be"""
+    """harmful plan that was undone, or could not be"""
     trouble: str = ""
-    """why it cannot; empty: it is"""
+    """why it could not; empty: it was"""
     retry_at: float = float("-inf")
     """before then, what failed is not tried again"""
 
