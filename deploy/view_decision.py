@@ -22,7 +22,7 @@ SCORE = HEAD.index("= score ms")
 WHYS = {
     "cheapest": "the lowest score",
     "tie": "drawn among the {tied} ranks of the lowest score, by seed {seed}",
-    "home": "the lowest score, shared by {tied} ranks; it is at home there",
+    "home": "it is at home there, and that is worth what the rank costs more, if anything",
     "session": "the conversation stays where it was",
     "temperature": "drawn by temperature, by seed {seed}",
     "only": "the only candidate",

@@ -154,7 +154,8 @@ def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Col
         return Choice(at, len(best), "cheapest" if len(best) == 1 and at == cheapest else "home")
     work = promised[among]
     least = among[work == work.min()]
-    return Choice(int(least[seed % len(least)]), len(best), "tie" if len(among) == len(best) else "home")
+    alike = len(among) == len(best) and bool((among == best).all())
+    return Choice(int(least[seed % len(least)]), len(best), "tie" if alike else "home")
 
 
 def _classic(rules: Rules, facts: Facts) -> Column:

@@ -80,6 +80,7 @@ def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and
     assert chosen([1, 1], [False, True], saves=[0, -9]) == (1, "home"), "among equals even a home that saves nothing"
     assert chosen([1, 3, 2], [False, True, True], saves=[-9, 0, 0]) == (2, "home"), "the cheapest of those that are worth it"
     assert chosen([1, 3, 1], [True, True, False], saves=[-9, 0, -9]) == (0, "home")
+    assert chosen([1, 1, 2, 2], [False, False, True, True], saves=[-9, -9, 0, 0]) == (2, "home"), "several homes, as many as there are cheapest ranks"
 
 
 def settled(share: Any) -> View:
