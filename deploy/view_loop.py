@@ -216,7 +216,7 @@ def _by(before: LoopFigures, after: LoopFigures) -> str:
 
 def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
     """A line per engine, where there are too many for a screen."""
-    lines = [Text(f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'at home':>15} {'balance':>13} {'trust':>5}  decided", "bold")]
+    lines = [Text(f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'served locally':>15} {'balance':>13} {'trust':>5}  decided", "bold")]
     for one in loop.engines:
         cells = [_beside(row, one) for row in ROWS[:3]]
         when = "-" if one.decided_at is None else f"{span(now - one.decided_at)} ago"

@@ -131,7 +131,7 @@ def page(watch: Watch, now: float, height: int) -> list[Text]:
     missed = f", {watch.missed} messages missed" if watch.missed else ""
     head = Text(f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)", "reverse")
     room = max(height - 2 - LEAST_EVENTS, 1)
-    body = fitting(list(live.engines.values()) or [], watch.loop, now, room, live.figures())
+    body = fitting(list(live.engines.values()), watch.loop, now, room, live.figures())
     if not live.engines:
         body.insert(0, Text("no engine has joined"))
     if len(body) > room:
