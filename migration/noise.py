@@ -45,6 +45,16 @@ def deviation(load: NDArray[np.float64], replicas: NDArray[Any], ranks: int, pai
     return np.asarray(np.sqrt(2.0 * alone * ranks / np.maximum(pairs, 1.0)))
 
 
+def scatter(before: NDArray[Any], now: NDArray[Any]) -> float:
+    """By how much two windows' counts differ more than independent pairs would: chi-square of both, all layers, over its degrees of freedom (the design
+    effect, Kish 1965, with what has really changed in between); at least 1. before, now: [layers, experts] pairs."""
+    sums = [np.maximum(counts.sum(axis=1, keepdims=True), 1e-300) for counts in (before, now)]
+    apart = before * np.sqrt(sums[1] / sums[0]) - now * np.sqrt(sums[0] / sums[1])
+    both = before + now
+    free = np.count_nonzero(both) - len(both)
+    return max(1.0, float((apart**2 / np.maximum(both, 1e-300)).sum()) / free) if free > 0 else 1.0
+
+
 def deviations(shares: NDArray[np.float64], replicas: NDArray[Any], pairs: float | NDArray[Any]) -> NDArray[np.float64]:
     """float64 [layers, ranks]: as `deviation`, of each rank. shares: [layers, ranks, slots of a rank], what each slot serves in mean rank loads; replicas:
     of what is in it, so shaped."""

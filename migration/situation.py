@@ -13,9 +13,10 @@ from migration.config import MigrationConfig, Policy
 from migration.forecast import REPEATS, Steering, steering
 from migration.full import full
 from migration.gate import Gate, gate
+from migration.history import counted
 from migration.limits import Limits
 from migration.memory import Cache, memory_seconds
-from migration.noise import Noise
+from migration.noise import Noise, deviation, scatter
 from migration.objective import Judged, Links, Seconds, Terms, balance, judged
 from migration.recovery import critical
 from migration.relabel import relabelled
@@ -25,6 +26,7 @@ from migration.weighted import weighted
 
 Rates = NDArray[np.float64]
 """float64 [ranks, layers, experts], (token, k) pairs per second"""
+_MOST_SCATTER = 4 * REPEATS
 
 
 class Question(NamedTuple):
@@ -82,6 +84,23 @@ class Situation:
     def pairs(self) -> float:
         """Behind each layer of `fit`."""
         return float(self.view.demand.pairs.sum())
+
+    @cached_property
+    def scatter(self) -> float:
+        """How many times fewer independent pairs there are than pairs, by how much the two windows differ: those of one text resemble each other. No
+        more than what is usual several times over: beyond that demand has changed, and that is no noise."""
+        later = self.view.later
+        if later is None:
+            return 1.0
+        first, last = (counted(window.rates[:, self.first :], window.pairs).sum(axis=0, dtype=np.float64) for window in (self.view.demand, later))
+        return min(scatter(first, last), _MOST_SCATTER)
+
+    @cached_property
+    def noise_seconds(self) -> float:
+        """Of a step, standard deviation between two windows of what the fullest ranks' experts take, under any one placement."""
+        replicas = self.placement.replicas_on_rank.sum(axis=1)
+        spread = deviation(self.load, replicas, self.ranks, self.pairs / max(REPEATS, self.scatter))
+        return float(self.before.figures.seconds.experts * np.sqrt((spread**2).mean() / len(spread)))
 
     @cached_property
     def chosen(self) -> NDArray[np.bool_]:
@@ -161,7 +180,7 @@ class Situation:
     @cached_property
     def gate(self) -> Gate:
         """Whether ranks want different experts, beyond what chance explains."""
-        return gate(self.fit, self.view.demand.pairs, dispersion=REPEATS)
+        return gate(self.fit, self.view.demand.pairs, dispersion=max(REPEATS, self.scatter))
 
     @cached_property
     def steering(self) -> Steering | str:
