@@ -87,7 +87,7 @@ async def hosted(
     async with AsyncExitStack() as stack:
         for door in doors:
             stack.enter_context(door)
-        engine = SimulatedEngine(config, placement, last)
+        engine = SimulatedEngine(config, placement, last, who.engine)
         threads = ThreadPoolExecutor(1, "checksums")
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         agents = [

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from engine_adapter.engine import EngineFailed
@@ -44,10 +45,11 @@ class EngineDied(EngineFailed):
 class SimulatedEngine:
     """An engine of several ranks. All methods are for one event loop."""
 
-    def __init__(self, config: SimulatedConfig, placement: Placement | None = None, last: PlacementRecord | None = None) -> None:
+    def __init__(self, config: SimulatedConfig, placement: Placement | None = None, last: PlacementRecord | None = None, name: str = "") -> None:
         """placement: None for the configured one; ValueError when it is not of the model's shape and the engine's ranks.
 
         last: the epoch that the engine's life before this one ended in, which it goes on with if it fits where the first placement does.
+        name: engines with another one have other chances, though they share a seed.
         """
         self.config = config
         self.failure: EngineFailed | None = None
@@ -66,7 +68,7 @@ class SimulatedEngine:
         self.sums = self._nothing_yet()
         self.flipping = Flipping(config.ranks, self._routes_of, self.wake)
         self.links = Links(config, self.faults, self.chance)
-        self._dice = np.random.default_rng(config.seed)
+        self._dice = np.random.default_rng((config.seed, xxhash.xxh3_64_intdigest(name.encode())))
         self._decoding = DecodeSteps()
         self._wake = asyncio.Event()
         self._alarm = asyncio.Event()

@@ -13,6 +13,8 @@ import pytest
 from bus.memory import MemoryBroker, MemoryBus
 from deploy.part_simulated import Host
 from engine_adapter.engine import EngineFailed
+from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.faults import KINDS, FaultOrder, Faults
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics
 from tests.simulated_engines import simulated_engine
@@ -195,3 +197,14 @@ def test_a_fault_ends_by_itself_and_a_new_order_replaces_the_old():
     faults.order(FaultOrder(fault="heal"), now=30)
     assert not faults.active(30)
     assert set(KINDS) > {"die", "heal"}
+
+
+def test_engines_of_one_seed_do_not_fail_in_step_with_each_other() -> None:
+    def hits(name: str) -> list[bool]:
+        engine = SimulatedEngine(SimulatedConfig(), name=name)
+        return [engine.chance(0.1) for _ in range(2_000)]
+
+    one, other = hits("engine-0"), hits("engine-1")
+    assert one == hits("engine-0")
+    assert sum(one) > 100
+    assert 0 < sum(a and b for a, b in zip(one, other, strict=True)) < 60  # of 20 by chance
