@@ -373,7 +373,7 @@ class Autopilot:
             if self._idle:
                 raise ValueError("it was paused, or planner.automatic turned off, meanwhile")  # noqa: TRY301
             why = grounds(record, "" if answers is None else answers.traceparent)
-            accepted = await self._conductor.accept(entry, plan, "planner", why)
+            accepted = await self._conductor.accept(entry, plan, "planner", why, lambda: not self._idle)
         except (ValueError, Unfit) as error:
             return pilot.told(f"{plan.reason}: not carried out, {error}", self._wall())
         caused = "because popularity shifted" if answers is not None else "of the cycle"

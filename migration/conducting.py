@@ -20,7 +20,7 @@ from migration.chronicle import Course
 from migration.config import MigrationConfig
 from migration.coordinator import Pace, Undertaking, begun, taken_over
 from migration.handing import Handing, Unfit, sane, stray
-from migration.journal import Found, Journal, Superseded
+from migration.journal import Found, Journal, Superseded, Withdrawn
 from migration.leadership import Leadership
 from migration.ledger import Entry, Ledger
 from migration.metrics import MigrationMetrics
@@ -101,11 +101,14 @@ class Conductor:
 
     # What is asked for
 
-    async def accept(self, entry: Entry, plan: Plan, origin: Origin, grounds: Grounds | None = None) -> MigrationAccepted:
+    async def accept(
+        self, entry: Entry, plan: Plan, origin: Origin, grounds: Grounds | None = None, still: Callable[[], bool] | None = None
+    ) -> MigrationAccepted:
         """Begin to carry a plan out: it is durable when this returns.
 
-        plan: one that holds on what the engine serves (`migration.intents`). grounds: of the planner, where nobody has asked for it. Busy when it has a
-        plan under way; ValueError when this one comes too late; BusError when the bus fails.
+        plan: one that holds on what the engine serves (`migration.intents`). grounds: of the planner, where nobody has asked for it. still: whether it is
+        to be begun, asked right before each attempt to make it durable. Busy when it has a plan under way; ValueError when this one comes too late, or
+        (Withdrawn) is not to be begun any more; BusError when the bus fails.
         """
         engine = entry.engine
         self.refuse_second(engine)
@@ -121,8 +124,13 @@ class Conductor:
             self._plans[engine] = plan
             if trace is not None:
                 self._traces[engine] = trace
-            await self._journal.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds))
+            await self._journal.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds), still)
             logger.info("plan %s of engine %s: %d handovers from epoch %d on, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
+        except Withdrawn:
+            self._plans.pop(engine, None)
+            if (unused := self._traces.pop(engine, None)) is not None:
+                unused.end(None)
+            raise
         finally:
             self._accepting.discard(engine)
         self._attend_to(engine)

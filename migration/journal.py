@@ -30,6 +30,10 @@ class Superseded(Exception):
     """Somebody else has changed what is durable of an engine's handover; look again."""
 
 
+class Withdrawn(ValueError):
+    """What was to be begun is not wanted any more."""
+
+
 class Found(NamedTuple):
     """What stands under an engine's key."""
 
@@ -67,11 +71,13 @@ class Journal:
             if isinstance(received.message, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted):
                 self.chronicle.heard(received.message)
 
-    async def record(self, entry: Recorded) -> None:
-        """Write an entry, unless it is there; until it is."""
+    async def record(self, entry: Recorded, still: Callable[[], bool] | None = None) -> None:
+        """Write an entry, unless it is there; until it is. still: asked right before each attempt; Withdrawn once it is false."""
         subject = (self._subjects.placements if isinstance(entry, PlacementCommitted) else self._subjects.migrations)(entry.engine)
         while not self._has(entry):
             await self._standing()
+            if still is not None and not still():
+                raise Withdrawn("it was called off at the last moment (roost migration pause, or planner.automatic)")
             try:
                 await self._bus.record(subject, entry)
             except BusError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bus import Declined
+from bus import BusError, Declined
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.events import (
     ConfigChanged,
@@ -157,6 +157,43 @@ async def test_a_plan_that_pays_is_not_begun_any_more_where_somebody_pauses_at_t
         await world.last(25)
         assert asked == 1
         assert await own(world.bus) == []
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("when", ["while it is stored", "between two attempts to record it"])
+async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker) as service:
+        pilots = service._autopilot
+        assert pilots is not None
+        conductor, asked = pilots._conductor, 0
+        store, record = conductor._journal.store, service._bus.record
+
+        async def storing(plan: Any) -> str:
+            nonlocal asked
+            if not asked:
+                asked += 1
+                await steer(world.bus, paused=True)
+            return await store(plan)
+
+        async def recording(subject: str, message: Any) -> None:
+            nonlocal asked
+            if isinstance(message, MigrationPlanned) and not asked:
+                asked += 1
+                await steer(world.bus, paused=True)
+                raise BusError("no answer in time")
+            await record(subject, message)
+
+        if when == "while it is stored":
+            monkeypatch.setattr(conductor._journal, "store", storing)
+        else:
+            monkeypatch.setattr(service._bus, "record", recording)
+        await world.last(25)
+        assert asked == 1
+        assert await own(world.bus) == []
+        assert (conductor._plans, conductor._traces) == ({}, {})
+        await steer(world.bus, paused=False)
+        await world.until(MigrationCommitted, 40)
 
 
 @pytest.mark.looptime
