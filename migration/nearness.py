@@ -17,6 +17,17 @@ def none(view: View, note: str) -> Homes:
     return Homes(None, 0, view.placement.epoch, note, view.now)
 
 
+def as_before(view: View, note: str) -> Homes:
+    """The homes that hold stay, since when they do, as nothing was seen that speaks against them; nobody has one where none fit the kinds of requests and
+    the placement that there are."""
+    said, kinds = view.homes, view.clusters
+    if said is None or said.share is None or said.epoch > view.placement.epoch or said.share.shape[1] != len(view.node):
+        return none(view, note)
+    if kinds is not None and kinds.clusters != len(said.share):
+        return none(view, note)
+    return said._replace(clusters=said.clusters if kinds is None else kinds.version, note=f"{note}; the homes of before stay")
+
+
 def saved(found: Situation, placement: Placement) -> tuple[float, float]:
     """(part of what dispatch would cost were nothing local that a placement saves, the most that any could save), mean over the layers of the bound."""
     room = room_of(found)

@@ -34,7 +34,7 @@ from migration.config import MigrationConfig, Policy
 from migration.full import bound
 from migration.joint import at_home, joint, lived_in, settled
 from migration.memory import curve
-from migration.nearness import none, saved
+from migration.nearness import as_before, none, saved
 from migration.plan import Plan, planned
 from migration.record import MemoryPoint, PlanRecord
 from migration.recovery import recover
@@ -100,10 +100,13 @@ _AT_MOST: dict[Maker, tuple[str, Callable[[Situation], Placement]]] = {anew: ("a
 def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
     """A plan, or why there is none. Equal views give equal answers."""
     if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
-        return _nothing(_record(view, question), view, Why.SHARDED, "experts are sharded over all ranks in this layout: no placement is better than another")
+        sentence = "experts are sharded over all ranks in this layout: no placement is better than another"
+        return _nothing(_record(view, question), none(view, sentence), Why.SHARDED, sentence)
     seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
     if not seen or seen < needed:
-        return _nothing(_record(view, question), view, Why.DATA, f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}")
+        sentence = f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}"
+        homes = as_before(view, sentence) if question.policy == "roost" else none(view, sentence)
+        return _nothing(_record(view, question), homes, Why.DATA, sentence)
     found = situation(view, question, config)
     thoughts = _Thoughts(lived_in(found) if question.policy == "roost" else found)
     return thoughts.recovery() if question.dead else thoughts.plan()
@@ -329,7 +332,7 @@ class _Thoughts:
         return Decided(record, none(found.view, ""), plan)
 
     def _refused(self, why: Why, sentence: str) -> Decided:
-        return self._at_home(_nothing(self._told(self._found.placement), self._found.view, why, sentence))
+        return self._at_home(_nothing(self._told(self._found.placement), none(self._found.view, sentence), why, sentence))
 
     def _at_home(self, decided: Decided, best: Appraised | None = None) -> Decided:
         """The same with the homes of clusters: those that hold whether or not anything is moved now, and those that hold after the plan."""
@@ -383,8 +386,10 @@ class _Thoughts:
         return memory(found, curve(found.judged, found.terms, found.cache, slots, present=present, expert_bytes=found.view.shape.expert_bytes))
 
 
-def _nothing(record: PlanRecord, view: View, why: Why, sentence: str) -> Decided:
-    return Decided(msgspec.structs.replace(record, refused=sentence), none(view, sentence), why=why)
+def _nothing(record: PlanRecord, homes: Homes, why: Why, sentence: str) -> Decided:
+    if homes.share is not None:
+        record = msgspec.structs.replace(record, homes=named_homes(homes.share), homes_note=homes.note)
+    return Decided(msgspec.structs.replace(record, refused=sentence), homes, why=why)
 
 
 def _record(view: View, question: Question) -> PlanRecord:

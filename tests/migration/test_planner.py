@@ -22,7 +22,7 @@ from migration.plan import Plan, replay
 from migration.planner import Decided, Why, decide
 from migration.record import PlanRecord
 from migration.situation import Question
-from migration.view import CacheUse, Demand, View
+from migration.view import CacheUse, Demand, Homes, View
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 64, 8, 10
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=4, hidden=64, expert_intermediate=32)
@@ -311,6 +311,25 @@ def test_kinds_of_requests_get_homes_with_the_plan_that_brings_their_experts_and
     fresh = decided(replace(seen, placement=there, now=1000.0)).homes
     assert fresh.share is not None, "a planner that begins anew finds them by what is served"
     assert "under this placement" in fresh.note
+
+
+def test_a_lull_takes_nobodys_home_away() -> None:
+    truth, clusters = zipf()[0], kinds()
+    share = np.append(np.eye(RANKS, dtype=np.float32)[:4], np.zeros((1, RANKS), np.float32), axis=0)
+    before = Homes(share, 8, 3, "they save", 50.0)
+    served = Placement(planned_for(truth).expert_of_slot, experts=EXPERTS, ranks=RANKS, epoch=3)
+    seen = view(served, truth, speed=FAR, clusters=clusters, foreseen=0.9, homes=before, pairs=500.0, now=100.0)
+    found = decided(seen)
+    assert found.why is Why.DATA
+    assert found.homes == before._replace(clusters=9, note=f"{found.record.refused}; the homes of before stay"), "since when they held, and for which epoch"
+    assert [cluster for cluster, _ in found.record.homes] == [0, 1, 2, 3]
+    assert decided(replace(seen, clusters=None)).homes.clusters == 8, "a tracker that begins anew says nothing against them"
+    to_come, others = before._replace(epoch=4), before._replace(share=share[:4])
+    for another in (replace(seen, homes=to_come), replace(seen, homes=others), replace(seen, homes=None)):
+        assert decided(another).homes.share is None
+    assert decided(seen, "replicate").homes.share is None, "that policy leaves requests where they are"
+    sharded = decided(replace(seen, layout=Layout(attention="tp", boundary=LAYERS)))
+    assert sharded.homes.share is None
 
 
 @pytest.mark.parametrize(
