@@ -32,6 +32,10 @@ class ClaimLost(BusError):
     """A key is held by somebody else, or changed since it was read."""
 
 
+class StoreFull(BusError):
+    """There is no room for what was to be kept; nothing was stored."""
+
+
 class BlobLost(BusError):
     """The blob store does not hold this content, or what it holds is damaged."""
 
@@ -122,11 +126,15 @@ class Bus(Protocol):
         ...
 
     async def put_blob(self, content: bytes) -> str:
-        """Store content under its sha256 (hex), which is returned. Idempotent."""
+        """Store content under its sha256 (hex), which is returned. Idempotent. StoreFull when there is no room for it."""
         ...
 
     async def get_blob(self, digest: str) -> bytes:
         """The content, verified against its digest; BlobLost when it is unknown or damaged."""
+        ...
+
+    async def drop_blob(self, digest: str) -> None:
+        """Forget a content, and give its room back; nothing happens when it is unknown. For contents that nobody else puts: equal ones are one blob."""
         ...
 
     @property

@@ -34,7 +34,7 @@ class BusConfig:
     stream_messages_per_subject: int = 1024
     claims_bytes: int = 1024 * 1024
     blobs_bytes: int = 512 * 1024 * 1024
-    """blobs are kept until this is reached; then storing another is refused"""
+    """tokenizers, plans under way, stored messages too large for an envelope: kept until this is reached; then storing another is refused"""
     parcels_bytes: int = 128 * 1024 * 1024
     parcels_seconds: float = 600.0
     """how long the content of a telemetry message too large for an envelope is kept"""

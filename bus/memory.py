@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, Received
+from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, Received, StoreFull
 from bus.codec import Refused, Rejected
 from bus.config import BusConfig
 from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
@@ -313,7 +313,7 @@ class MemoryBus:
         digest = hashlib.sha256(content).hexdigest()
         blobs = self.broker.blobs
         if digest not in blobs and sum(map(len, blobs.values())) + len(content) > self._config.blobs_bytes:
-            raise BusError(f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes")
+            raise StoreFull(f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes")
         blobs[digest] = content
         return digest
 
@@ -322,6 +322,10 @@ class MemoryBus:
         if digest not in self.broker.blobs:
             raise BlobLost(f"the blob store has no {digest!r}")
         return _verified(digest, self.broker.blobs[digest])
+
+    async def drop_blob(self, digest: str) -> None:
+        await self._standing(self._config.record_seconds)
+        self.broker.blobs.pop(digest, None)
 
     async def _keep_parcel(self, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()

@@ -168,6 +168,9 @@ class NatsBus:
             raise BlobLost(f"the blob store has no {digest!r}")
         return content
 
+    async def drop_blob(self, digest: str) -> None:
+        await self._storage.drop(self._storage.blobs, digest)
+
     async def _keep_parcel(self, content: bytes) -> str:
         return await self._storage.keep(self._storage.parcels, content)
 

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import errors as js_errors
 
-from bus import BusError
+from bus import BusError, StoreFull
 from bus.codec import LARGE
 from bus.config import BusConfig
 
@@ -203,7 +203,7 @@ class Link:
             await self._up.wait()
 
     async def until_done(self, what: str, seconds: float, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an exchange that may be repeated until it succeeds. BusError when that takes longer, or cannot succeed."""
+        """Repeat an exchange that may be repeated until it succeeds. StoreFull at once; BusError when that takes longer, or cannot succeed."""
         trouble: BaseException | None = None
         try:
             async with asyncio.timeout(seconds):
@@ -213,7 +213,7 @@ class Link:
                         return await whole(attempt())
                     except TRANSIENT as error:
                         if is_full(error):
-                            raise BusError(f"{what}: {because(error)}") from error
+                            raise StoreFull(f"{what}: {because(error)}") from error
                         trouble = error
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError as error:

@@ -8,6 +8,7 @@ silently when the server is away at that moment, and loses what its queue refuse
 """
 
 import asyncio
+import base64
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -302,6 +303,21 @@ class Storage:
 
         await self.done(f"storing {len(content)} bytes in {bucket}", keep)
         return digest
+
+    async def drop(self, bucket: str, digest: str) -> None:
+        """Remove content with all that is said of it (nats-py's own deletion leaves a note for every name that ever was)."""
+        name = base64.urlsafe_b64encode(digest.encode()).decode()
+
+        async def drop() -> None:
+            js = self._js
+            try:
+                info = await (await js.object_store(bucket)).get_info(digest)
+            except js_errors.ObjectNotFoundError:
+                return
+            for what in (f"C.{info.nuid}", f"M.{name}"):  # in this order, so that nothing is left without a name when it ends between
+                await js.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.{what}")
+
+        await self.done(f"dropping {digest} from {bucket}", drop)
 
     async def held(self, bucket: str, digest: str) -> bytes | None:
         """Content, verified; None when the bucket does not have it. BlobLost when it is damaged."""

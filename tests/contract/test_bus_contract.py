@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from bus import BlobLost, Bus, BusError, BusTimeout, ClaimLost, Message, Received
+from bus import BlobLost, Bus, BusError, BusTimeout, ClaimLost, Message, Received, StoreFull
 from bus.codec import BLOB_TOPIC, LARGE, BlobReference, seal
 from fleet.events import DescribeProfile, EngineHeartbeat, EngineLeft, KvMetrics, ProfilePublished, RequestRefused
 from fleet.popularity import ExpertTable
@@ -526,8 +526,24 @@ async def test_damage_to_a_blob_is_noticed_and_putting_it_again_repairs_it(house
 
 async def test_a_full_blob_store_says_so(house: Any) -> None:
     bus = await house.client(replace(house.config, blobs_bytes=1_000_000))
-    with pytest.raises(BusError, match="full"):
+    with pytest.raises(StoreFull, match="full"):
         await bus.put_blob(b"x" * 2_000_000)
+
+
+async def test_a_blob_that_was_dropped_is_unknown_gives_its_room_back_and_may_be_put_again(house: Any) -> None:
+    first, second = await house.client(replace(house.config, blobs_bytes=1_000_000)), await house.client(replace(house.config, blobs_bytes=1_000_000))
+    kept = await first.put_blob(b"kept")
+    for number in range(3):
+        digest = await first.put_blob(bytes([number]) * 700_000)
+        await second.drop_blob(digest)
+        await second.drop_blob(digest)
+        with pytest.raises(BlobLost, match="has no"):
+            await first.get_blob(digest)
+    for digest in ("0" * 64, "", "not a digest", "../x"):
+        await first.drop_blob(digest)
+    digest = await first.put_blob(bytes([2]) * 700_000)
+    assert await second.get_blob(digest) == bytes([2]) * 700_000
+    assert await second.get_blob(kept) == b"kept"
 
 
 # The connection
