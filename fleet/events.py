@@ -639,7 +639,7 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
     bytes: int
     reason: str
     blob: str = ""
-    """sha256 of the plan's JSON (`migration.plan.Plan`) in the blob store; empty: it was too large to keep"""
+    """sha256 of the plan's JSON (`migration.plan.Plan`) in the blob store, until it is over; empty: there was no room to keep it"""
     traceparent: str = ""
     """W3C; of the plan's span"""
     before: LoopFigures | None = None

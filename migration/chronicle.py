@@ -29,7 +29,8 @@ class Chronicle:
 
     def __init__(self) -> None:
         self._courses: dict[str, Course] = {}
-        self._ids: dict[str, OrderedDict[str, None]] = {}
+        self._ids: dict[str, OrderedDict[str, str]] = {}
+        """by engine and id: the blob in which a plan is stored; empty: in none"""
         self._seconds: dict[str, dict[str, MigrationPlanned]] = {}
         """by engine and id: plans that were recorded while another was under way, by somebody who thought to lead"""
 
@@ -39,7 +40,7 @@ class Chronicle:
             return False
         if isinstance(said, MigrationPlanned):
             ids = self._ids.setdefault(said.engine, OrderedDict())
-            ids[said.plan] = None
+            ids[said.plan] = said.blob
             while len(ids) > MOST_IDS:
                 ids.popitem(last=False)
             if self.under_way(said.engine) is None:
@@ -93,9 +94,20 @@ class Chronicle:
         """Those whose newest plan has no end yet."""
         return tuple(engine for engine, course in self._courses.items() if course.end is None)
 
+    def over(self, engine: str) -> dict[str, str]:
+        """Plans of an engine that have an end and are stored nevertheless: their blobs, by id."""
+        course = self.under_way(engine)
+        open_ = {*self._seconds.get(engine, ()), *(() if course is None else (course.planned.plan,))}
+        return {plan: blob for plan, blob in self._ids.get(engine, {}).items() if blob and plan not in open_}
+
+    def dropped(self, engine: str, plan: str) -> None:
+        """A plan of an engine is stored no more."""
+        if plan in self._ids.get(engine, ()):
+            self._ids[engine][plan] = ""
+
     def unused(self, engine: str, plan: str) -> str:
         """An id that no plan of the engine had before: this one, or with a number behind it."""
-        ids, name, nth = self._ids.get(engine, OrderedDict[str, None]()), plan, 1
+        ids, name, nth = self._ids.get(engine, OrderedDict[str, str]()), plan, 1
         while name in ids:
             nth += 1
             name = f"{plan}-{nth}"

@@ -130,6 +130,7 @@ class Conductor:
             self._plans.pop(engine, None)
             if (unused := self._traces.pop(engine, None)) is not None:
                 unused.end(None)
+            await self._journal.forget(blob)
             raise
         finally:
             self._accepting.discard(engine)
@@ -260,6 +261,7 @@ class Conductor:
         if trace is not None:
             trace.end(None if last is None else last.end)
         await self._clear_strays(engine, found)
+        await self._journal.clear(engine)
         return self._log.under_way(engine) is None
 
     async def _conclude(self, engine: str) -> Found:

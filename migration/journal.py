@@ -5,12 +5,13 @@ Nothing is known of a write whose answer was lost, so what is stored is read bef
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
 
-from bus import BlobLost, Bus, BusError, Claim, ClaimLost
+from bus import BlobLost, Bus, BusError, Claim, ClaimLost, StoreFull
 from bus.subjects import Subjects
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlacementCommitted
 from migration.chronicle import Chronicle
@@ -159,9 +160,19 @@ class Journal:
     # Plans
 
     async def store(self, plan: Plan) -> str:
-        """The digest under which a plan is kept; empty: it is too large, and a successor cannot go on with it. BusError when it cannot be kept."""
-        content = await asyncio.to_thread(msgspec.json.encode, plan)
-        return "" if len(content) > MOST_PLAN_BYTES else await self._bus.put_blob(content)
+        """The digest under which a plan is kept; empty: there is no room for it, and a successor cannot go on with it. BusError when the bus fails.
+
+        Equal plans of engines that are alike are two blobs, so that the first that is over does not drop that of the other.
+        """
+        content = await asyncio.to_thread(msgspec.json.encode, {"copy": secrets.token_hex(8), **msgspec.structs.asdict(plan)})
+        if len(content) > MOST_PLAN_BYTES:
+            logger.warning("plan %s is not kept, with %d bytes of JSON: no other migration service can go on with it", plan.id, len(content))
+            return ""
+        try:
+            return await self._bus.put_blob(content)
+        except StoreFull as error:
+            logger.warning("plan %s is not kept: no other migration service can go on with it: %s", plan.id, error)
+            return ""
 
     async def plan(self, digest: str) -> Plan:
         """A plan that was stored. BlobLost when it is not there (any more), or is none; BusError when the bus fails."""
@@ -169,3 +180,21 @@ class Journal:
             return await asyncio.to_thread(msgspec.json.decode, await self._bus.get_blob(digest), type=Plan)
         except msgspec.DecodeError as error:
             raise BlobLost(f"blob {digest} is no plan: {error}") from error
+
+    async def forget(self, digest: str) -> None:
+        """Give the room of a plan back that was stored, and is needed no more. What cannot be reached is left there."""
+        try:
+            if digest:
+                await self._bus.drop_blob(digest)
+        except BusError as error:
+            logger.warning("a plan that is not carried out is still stored: %s", error)
+
+    async def clear(self, engine: str) -> None:
+        """Give the room of an engine's plans back that are over: nobody reads them any more (a rollback is made of placements). What cannot be reached
+        is tried again when the next one is over."""
+        try:
+            for plan, digest in self.chronicle.over(engine).items():
+                await self._bus.drop_blob(digest)
+                self.chronicle.dropped(engine, plan)
+        except BusError as error:
+            logger.warning("plans of engine %s that are over are still stored: %s", engine, error)

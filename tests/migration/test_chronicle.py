@@ -9,7 +9,9 @@ RECORD = linear(layers=1, experts=2, ranks=2).record()
 
 
 def planned(plan: str = "p", handovers: int = 2) -> MigrationPlanned:
-    return MigrationPlanned(engine="a", worker_id=1, plan=plan, origin="operator", base_epoch=0, handovers=handovers, copies=1, bytes=1, reason="")
+    return MigrationPlanned(
+        engine="a", worker_id=1, plan=plan, origin="operator", base_epoch=0, handovers=handovers, copies=1, bytes=1, reason="", blob=f"blob of {plan}"
+    )
 
 
 def staged(number: int, plan: str = "p") -> MigrationStaged:
@@ -52,6 +54,23 @@ def test_a_plan_is_under_way_until_its_last_handover_is_committed() -> None:
     last = chronicle.course("a")
     assert last is not None
     assert last.staged == staged(1)
+
+
+def test_what_is_stored_of_a_plan_is_needed_until_it_is_over_also_where_another_was_under_way() -> None:
+    chronicle = Chronicle()
+    for entry in (planned(), planned("second")):
+        chronicle.heard(entry)
+        assert chronicle.over("a") == {}
+    chronicle.heard(aborted(0, "second"))
+    assert chronicle.over("a") == {"second": "blob of second"}
+    chronicle.heard(committed(1, last=True))
+    assert chronicle.over("a") == {"p": "blob of p", "second": "blob of second"}
+    for plan in ("p", "second", "unknown"):
+        chronicle.dropped("a", plan)
+    assert chronicle.over("a") == chronicle.over("b") == {}
+    assert chronicle.unused("a", "p") == "p-2"
+    chronicle.heard(planned())
+    assert chronicle.over("a") == {}, "it is known already"
 
 
 def test_an_abort_ends_it_and_repetitions_are_no_news() -> None:

@@ -20,6 +20,7 @@ from fleet.events import (
     MigrateExpert,
     MigrationAborted,
     MigrationCommitted,
+    MigrationPlanned,
     MigrationStaged,
     ProposeHandover,
     RollBack,
@@ -421,6 +422,96 @@ async def test_history_is_found_in_the_log_again() -> None:
             assert (history.plan, history.epoch) == (accepted.plan, 3)
             assert (history.base == FIRST.expert_of_slot).all()
             assert (history.moved[0, :3] > float("-inf")).all()
+
+
+# What is stored of plans
+
+
+@pytest.mark.looptime
+async def test_a_plan_is_stored_while_it_is_under_way_and_no_longer() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with engine(broker) as ranks, engine(broker, 2, "b") as others, leading(bus):
+        tokenizer = await bus.put_blob(b"tokenizer")
+        ranks.stage_seconds, others.stage_seconds = 0.05, 0.5
+        await asyncio.gather(apply(bus, replicating()), apply(bus, replicating(), "b"))
+        assert len(broker.blobs) == 3, "equal plans of two engines are stored twice"
+        await asyncio.sleep(0.8)
+        assert ranks.served == [0, 1, 2, 3]
+        assert others.served != [0, 1, 2, 3]
+        assert len(broker.blobs) == 2
+        await asyncio.sleep(5)
+        assert others.served == [0, 1, 2, 3]
+        assert set(broker.blobs) == {tokenizer}
+        await ask(bus, RollBack(engine="a"))
+        await asyncio.sleep(5)
+        assert (ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all(), "what is over can be rolled back nevertheless"
+        assert set(broker.blobs) == {tokenizer}
+
+
+@pytest.mark.looptime
+async def test_plans_that_a_predecessor_left_stored_are_dropped_and_one_that_is_under_way_goes_on() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with engine(broker) as ranks:
+        left = []
+        async with leading(bus):
+            for expert in (0, 1):
+                await ask(bus, MigrateExpert(engine="a", layer=1, expert=expert, rank=1))
+                left += [(digest, content) for digest, content in broker.blobs.items()]
+                await asyncio.sleep(5)
+            assert not broker.blobs
+            broker.blobs.update(left)
+            ranks.stage_seconds = 1.0
+            await ask(bus, RollBack(engine="a"))
+        async with leading(bus):
+            await asyncio.sleep(0.1)
+            assert not at_rest(broker, ranks)
+            assert len(broker.blobs) == 3, "first things first"
+            await asyncio.sleep(10)
+            assert ranks.served == [0, 1, 2, 3]
+            assert not broker.blobs
+        broker.blobs.update(left)
+        async with leading(bus):
+            await asyncio.sleep(1)
+            assert not broker.blobs
+
+
+@pytest.mark.looptime
+async def test_a_store_without_room_holds_no_plan_up(caplog: pytest.LogCaptureFixture) -> None:
+    broker = MemoryBroker(config=BusConfig(blobs_bytes=100))
+    bus = MemoryBus(broker)
+    async with engine(broker) as ranks, leading(bus):
+        await apply(bus, replicating())
+        await asyncio.sleep(5)
+        assert ranks.served == [0, 1, 2, 3]
+        assert "the blob store is full" in caplog.text
+        assert [entry.blob for entry in await log(bus) if isinstance(entry, MigrationPlanned)] == [""]
+
+
+class Grudging(MemoryBus):
+    """Cannot drop anything while `grudges`."""
+
+    grudges = True
+
+    async def drop_blob(self, digest: str) -> None:
+        if self.grudges:
+            raise BusError("no answer in time")
+        await super().drop_blob(digest)
+
+
+@pytest.mark.looptime
+async def test_what_cannot_be_dropped_is_dropped_when_the_next_plan_is_over_and_holds_nothing_up() -> None:
+    broker = MemoryBroker()
+    bus = Grudging(broker)
+    async with engine(broker) as ranks, leading(bus):
+        for expert in (0, 1):
+            assert len(broker.blobs) == expert
+            await ask(bus, MigrateExpert(engine="a", layer=1, expert=expert, rank=1))
+            bus.grudges = expert == 0
+            await asyncio.sleep(5)
+        assert ranks.served == [0, 1, 2]
+        assert not broker.blobs
 
 
 # Answers of the store that are lost
