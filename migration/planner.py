@@ -162,10 +162,13 @@ class _Thoughts:
     def _safe(self) -> Decided | None:
         """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them,
         or may not get them."""
-        found, least = self._found, self._found.limits.least_replicas
-        if least is None or found.question.policy == "reweight" or (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
+        found = self._found
+        if found.limits.least_replicas is None or found.question.policy == "reweight":
             return None
-        way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least)
+        least = np.where(found.chosen[:, None], found.limits.least_replicas, 1)
+        if (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
+            return None
+        way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least, frozen=found.limits.frozen)
         changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
         if not changes:
             return None

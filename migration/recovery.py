@@ -21,6 +21,8 @@ from migration.objective import balance
 
 Floats = NDArray[np.float64]
 Held = NDArray[np.bool_]
+_CLEARLY = 1.25
+"""times as much an expert must be wanted as one that has a second holder already, to need one in its place"""
 
 
 class Recovery(NamedTuple):
@@ -60,17 +62,26 @@ class Recovery(NamedTuple):
         return "; ".join(parts)
 
 
-def critical(load: NDArray[Any], count: int) -> NDArray[np.int64]:
+def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None) -> NDArray[np.int64]:
     """int64 [layers, experts], for `Limits.least_replicas`: 2 for the `count` most wanted experts of each layer, load [layers, experts], 1 for the others.
 
-    ValueError when there are not so many.
+    replicas: int [layers, experts], those that there are: an expert that has several makes room only for one that is wanted clearly more, so that noise
+    moves nothing. later: another window's load; then it must be so in both. ValueError when there are not so many experts.
     """
     layers, experts = load.shape
     if not 0 <= count <= experts:
         raise ValueError(f"recovery: {count} critical experts of {experts}; choose 0 to {experts}")
-    least = np.ones((layers, experts), np.int64)
-    np.put_along_axis(least, np.argsort(-np.asarray(load, np.float64), axis=1, kind="stable")[:, :count], 2, axis=1)
+    least, wanted = np.ones((layers, experts), np.int64), _parts(load)
+    if replicas is not None:
+        others = wanted if later is None else _parts(later)
+        wanted = np.where(replicas > 1, _CLEARLY * np.maximum(wanted, others), np.minimum(wanted, others))
+    np.put_along_axis(least, np.argsort(-wanted, axis=1, kind="stable")[:, :count], 2, axis=1)
     return least
+
+
+def _parts(load: NDArray[Any]) -> Floats:
+    """[layers, experts]: of a layer's whole load."""
+    return np.asarray(load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300), np.float64)
 
 
 def recover(
@@ -81,10 +92,12 @@ def recover(
     least_replicas: NDArray[Any] | None = None,
     *,
     most_copies: int | None = None,
+    frozen: NDArray[np.bool_] | None = None,
 ) -> Recovery:
     """dead: bool [ranks]; load: [layers, experts], any unit; node: [ranks], numbers from 0; least_replicas: int [layers, experts], live holders wanted.
 
-    most_copies: for balance alone, beside what must be brought back; None: as many as it takes.
+    most_copies: for balance alone, in layers that change anyway, beside what must be brought back; None: as many as it takes. frozen: bool [layers,
+    experts], whose replicas stay where they are: they neither give way to a second holder nor move for balance; lost experts come before that.
 
     A second holder of an expert that must have two is given up where a lost expert finds no other slot; so the changes are ordered under
     `Limits(live=~dead)` alone. ValueError when no rank is left, or the arrays do not fit the placement.
@@ -95,13 +108,13 @@ def recover(
     if dead.all():
         raise ValueError("recovery: all ranks are dead; start the engine anew")
     least = np.ones(shape, np.int64) if least_replicas is None else np.asarray(least_replicas, np.int64)
-    state = _Survivors.of(placement, dead, np.asarray(load, np.float64), node)
+    state = _Survivors.of(placement, dead, np.asarray(load, np.float64), node, frozen)
     lost = state.count == 0
     changes = [state.give_up_dead()]
     changes += state.reload(lost, least)
     changes += state.restore(least)
-    gone = (state.count == 0).sum(axis=1)
-    changes.append(state.even_out(np.flatnonzero(gone == 0), least, most_copies))
+    gone, changed = (state.count == 0).sum(axis=1), (state.table != placement.expert_of_slot).any(axis=1)
+    changes.append(state.even_out(np.flatnonzero((gone == 0) & changed), least, most_copies))
     return Recovery(
         lost=np.argwhere(lost),
         missing=gone,
@@ -125,12 +138,14 @@ class _Survivors:
     ranks: int
     dead: NDArray[np.bool_]
     node: NDArray[np.intp]
+    frozen: NDArray[np.bool_]
+    """[layers, experts]"""
 
     @classmethod
-    def of(cls, placement: Placement, dead: NDArray[np.bool_], load: Floats, node: NDArray[np.intp]) -> "_Survivors":
+    def of(cls, placement: Placement, dead: NDArray[np.bool_], load: Floats, node: NDArray[np.intp], frozen: NDArray[np.bool_] | None) -> "_Survivors":
         held = (placement.replicas_on_rank > 0) & ~dead[:, None]
-        table = placement.expert_of_slot.copy()
-        return cls(table, held.sum(axis=1), held, load, placement.ranks, dead, node)
+        table, resting = placement.expert_of_slot.copy(), np.zeros(load.shape, bool) if frozen is None else frozen
+        return cls(table, held.sum(axis=1), held, load, placement.ranks, dead, node, resting)
 
     @property
     def per(self) -> int:
@@ -193,7 +208,7 @@ class _Survivors:
         each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
         served = np.where(goal == EMPTY, 0.0, np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1))
         reach = balance(served.reshape(len(layers), self.ranks, -1).sum(axis=2)[:, live])
-        limits = Limits(most_copies, live=live, least_replicas=least[layers])
+        limits = Limits(most_copies, frozen=self.frozen[layers], live=live, least_replicas=least[layers])
         found = shortened(self.table[layers], few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node), self.ranks)
         found = found._replace(layer=layers[found.layer].astype(np.int32))
         self.table = made(self.table, found)
@@ -203,9 +218,9 @@ class _Survivors:
     def _seat(self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool) -> NDArray[np.intp]:
         """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.
 
-        On a live rank that lacks it, empty or of a spare replica; `at_need` of one that its expert should keep, too, but not the last. On a node that
-        lacks it rather than on one that has it; where the rank, and those who take over from what gives way, then carry least; and the least wanted
-        gives way.
+        On a live rank that lacks it, empty or of a spare replica that may give way; `at_need` of one that its expert should keep, too, but not the last.
+        On a node that lacks it rather than on one that has it; where the rank, and those who take over from what gives way, then carry least; and the
+        least wanted gives way.
         """
         table, rank = self.table[layer], self.rank_of_slot
         lacks = ~np.take_along_axis(self.held[layer], expert[:, None, None], axis=2)[:, :, 0]
@@ -213,7 +228,7 @@ class _Survivors:
         at, where = np.nonzero(~lacks)
         on_node[at, self.node[where]] = True
         count = self._of_slot(self.count)[layer]
-        empty, spare = table == EMPTY, count > self._of_slot(least)[layer]
+        empty, spare = table == EMPTY, (count > self._of_slot(least)[layer]) & ~self._of_slot(self.frozen)[layer].astype(bool)
         open_to = (lacks & ~self.dead)[:, rank] & (empty | spare | (at_need & (count > 1)))
         each = self.load / np.maximum(self.count, 1)
         carried = np.stack([(each * self.held[:, one]).sum(axis=1) for one in range(self.ranks)], axis=1)[layer][:, rank]

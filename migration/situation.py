@@ -214,12 +214,13 @@ def situation(view: View, question: Question, config: MigrationConfig) -> Situat
     placement = from_layer(view.placement, first)
     fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
     terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view), shape=view.shape)
-    limits = _limits(view, question, config, fit.sum(axis=0))
+    limits = _limits(view, question, config, placement, fit.sum(axis=0), judged.sum(axis=0))
     return Situation(view, question, config, first, placement, fit, judged, terms, limits)
 
 
-def _limits(view: View, question: Question, config: MigrationConfig, load: NDArray[np.float64]) -> Limits:
+def _limits(view: View, question: Question, config: MigrationConfig, placement: Placement, load: NDArray[np.float64], later: NDArray[np.float64]) -> Limits:
     layers, experts = load.shape
+    replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
     resting = None if view.history is None else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
     frozen = np.zeros(load.shape, bool) if resting is None else resting[view.layout.boundary :]
     if question.layers:
@@ -230,7 +231,7 @@ def _limits(view: View, question: Question, config: MigrationConfig, load: NDArr
         most_replicas=config.most_replicas,
         frozen=frozen if frozen.any() else None,
         live=live,
-        least_replicas=critical(load, round(config.critical_experts * experts)) if config.critical_experts else None,
+        least_replicas=None if replicas is None else critical(load, round(config.critical_experts * experts), replicas, later),
         target=config.target,
     )
 

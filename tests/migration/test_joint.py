@@ -95,6 +95,20 @@ def test_no_other_policy_gives_homes_and_each_keeps_to_its_name(policy: str) -> 
         assert loop.placement.even, "replicas share evenly"
 
 
+@pytest.mark.parametrize(("policy", "share", "requests"), [("roost", 0.1, 4), ("replicate", 0.25, 64)])
+def test_experts_that_must_survive_a_loss_are_not_held_twice_over_and_over_while_traffic_stays_as_it_is(policy: str, share: float, requests: int) -> None:
+    loop = Loop(mixed(1), policy=policy, requests=requests, config=MigrationConfig(critical_experts=share))
+    safe, copied = [], []
+    for _ in range(16):
+        before, decided = loop.bytes, loop.cycle()
+        safe.append(decided is not None and decided.plan is not None and "second replicas" in decided.plan.reason)
+        copied.append((loop.bytes - before) / SHAPE.expert_bytes)
+    assert any(safe)
+    assert sum(safe[8:]) <= 1, "it came to rest"
+    assert sum(copied[8:]) <= 0.1 * RANKS * SLOTS * LAYERS, copied
+    assert ((loop.placement.replicas_on_rank.sum(axis=1) > 1).sum(axis=1) >= round(share * EXPERTS)).all()
+
+
 def test_a_gain_that_is_not_trusted_does_not_pay() -> None:
     loop = Loop(mixed(*range(DOMAINS)), requests=32)
     loop.run(3)

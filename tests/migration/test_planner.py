@@ -461,6 +461,28 @@ def test_experts_chosen_as_critical_survive_the_loss_of_any_one_rank() -> None:
     assert (np.take_along_axis(kept.replicas_on_rank.sum(axis=1), hot, axis=1) >= 2).all()
 
 
+def test_second_holders_take_no_place_of_experts_that_rest_and_come_into_named_layers_alone() -> None:
+    _, foreign, _ = zipf()
+    truth, config = zipf()[0], MigrationConfig(critical_experts=0.1)
+    start = planned_for(truth)
+    held = start.replicas_on_rank.sum(axis=1)
+    rests = History.begin(1, start).harmed(held > 1, 1e9)
+    seen = view(start, foreign, now=100.0)
+    free = decide(seen, Question("roost", 1 << 40), config)
+    assert free.plan is not None
+    assert "second replicas" in free.plan.reason
+    resting = decide(replace(seen, history=rests), Question("roost", 1 << 40), config)
+    assert resting.plan is None or "second replicas" not in resting.plan.reason
+    end = start if resting.plan is None else replay(start, resting.plan)[-1]
+    assert (end.replicas_on_rank.sum(axis=1) == held)[held > 1].all(), "what rests stays where it is"
+    alone = History.begin(1, start).harmed(held == 1, 1e9)
+    wanted = decide(replace(seen, history=alone), Question("roost", 1 << 40), config)
+    assert wanted.plan is not None
+    assert "second replicas" in wanted.plan.reason, "what has one holder gets its second though it rests"
+    one = decide(seen, Question("roost", 1 << 40, layers=(1,)), config)
+    assert {step.layer for step in one.record.steps} == {1}
+
+
 def test_experts_that_must_be_held_twice_where_there_is_no_room_for_that_hinder_no_decision() -> None:
     truth, foreign, _ = zipf()
     found = decided(view(planned_for(truth), foreign), budget=0, config=MigrationConfig(critical_experts=0.5)).record

@@ -122,6 +122,37 @@ def test_the_hottest_experts_of_each_layer_are_critical() -> None:
         critical(np.ones((1, 3)), 4)
 
 
+def test_what_is_held_twice_stays_critical_until_others_are_wanted_clearly_more_in_both_windows() -> None:
+    load, later = np.array([[10.0, 9.0, 8.0, 1.0]]), np.array([[20.0, 10.0, 18.0, 2.0]])
+    assert critical(load, 2, np.array([[1, 1, 1, 1]])).tolist() == [[2, 2, 1, 1]]
+    assert critical(load, 2, np.array([[1, 1, 2, 1]])).tolist() == [[2, 1, 2, 1]], "it is wanted nearly as much"
+    assert critical(load, 2, np.array([[1, 1, 1, 2]])).tolist() == [[2, 2, 1, 1]], "it is wanted clearly less"
+    assert critical(np.array([[10.0, 9.0, 6.0, 1.0]]), 2, np.array([[1, 1, 2, 1]])).tolist() == [[2, 2, 1, 1]]
+    assert critical(np.array([[10.0, 9.0, 6.0, 1.0]]), 2, np.array([[1, 1, 2, 1]]), later).tolist() == [[2, 1, 2, 1]], "but not in the other window"
+    assert critical(load, 3, np.array([[3, 2, 2, 2]])).sum() == 4 + 3, "never more than so many"
+
+
+def test_a_second_holder_takes_no_place_of_experts_that_rest_but_lost_experts_do() -> None:
+    start = Placement(np.array([[0, 1, 2, 0, 3, 1]]), experts=4, ranks=2)
+    alive, node, load, least = np.zeros(2, bool), np.zeros(2, np.intp), np.array([[4.0, 3.0, 9.0, 1.0]]), np.array([[1, 1, 2, 1]])
+    rests = np.array([[False, True, False, False]])
+    assert recover(start, alive, load, node, least, most_copies=0).table.tolist() == [[0, 1, 2, 0, 3, 2]]
+    assert recover(start, alive, load, node, least, most_copies=0, frozen=rests).table.tolist() == [[0, 1, 2, 2, 3, 1]]
+    assert not recover(start, alive, load, node, least, frozen=np.ones((1, 4), bool)).changes
+    lost = recover(start, np.array([True, False]), load, node, frozen=np.ones((1, 4), bool))
+    assert lost.lost.tolist() == [[0, 2]]
+    assert lost.missing.tolist() == [1]
+    apart = Placement(np.array([[0, 1, 2, 3, 0, 1]]), experts=4, ranks=2)
+    assert recover(apart, np.array([True, False]), load, node, frozen=np.ones((1, 4), bool)).missing.tolist() == [1]
+
+
+def test_layers_in_which_nothing_is_missing_are_left_alone() -> None:
+    start = Placement(np.array([[0, 1, EMPTY, 2, 3, EMPTY], [0, 1, EMPTY, 2, 3, EMPTY]]), experts=4, ranks=2)
+    load, least = np.array([[9.0, 9.0, 1.0, 1.0]] * 2), np.array([[1, 1, 1, 1], [2, 1, 1, 1]])
+    found = recover(start, np.zeros(2, bool), load, np.zeros(2, np.intp), least)
+    assert set(found.changes.layer.tolist()) == {1}
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     start = linear(layers=1, experts=2, ranks=2)
     with pytest.raises(ValueError, match="all ranks are dead"):
