@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from bus import Bus, BusError, Message
+from bus import Bus, BusError, Received
 from bus.subjects import Subjects
+from deploy.last_word import before_verdicts
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial import last_decided, last_is_left, leave_last
 from fleet.events import MigrationStaged, PlacementCommitted
@@ -43,13 +44,14 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
     try:
         async with asyncio.timeout(READ_SECONDS):
             decided = await _decided(bus, subjects, engine)
-            committed = await _latest(bus, subjects.placements(engine))
-            migration = await _latest(bus, subjects.migrations(engine))
+            placement = await _latest(bus, subjects.placements(engine))
+            newest = await _latest(bus, subjects.migrations(engine))
+            migration = None if newest is None else await before_verdicts(bus, newest)
     except (BusError, TimeoutError) as error:
         log.warning("%s begins with its configured placement: what it served last cannot be read: %s", engine, str(error) or "the bus did not answer")
         return None
     record = last_decided(
-        committed if isinstance(committed, PlacementCommitted) else None,
+        placement.message if placement is not None and isinstance(placement.message, PlacementCommitted) else None,
         migration if isinstance(migration, MigrationStaged) and migration.handover == decided else None,
     )
     if record is not None:
@@ -57,8 +59,8 @@ async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecor
     return record
 
 
-async def _latest(bus: Bus, subject: str) -> Message | None:
-    stored = [received.message async for received in bus.replay(subject, latest=True, follow=False)]
+async def _latest(bus: Bus, subject: str) -> Received | None:
+    stored = [received async for received in bus.replay(subject, latest=True, follow=False)]
     return stored[-1] if stored else None
 
 

@@ -12,6 +12,7 @@ from bus import Bus, BusError, Received
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
+from deploy.last_word import before_verdicts
 from deploy.process import run as run_process
 from fleet.events import (
     EngineHeartbeat,
@@ -104,11 +105,13 @@ async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
 
 
 async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
-    """The last word about an engine's plans tells whether one is under way."""
+    """The last word about an engine's plans tells whether one is under way; a verdict on an earlier one does not."""
     by_worker = {engine.joined.worker_id: engine for engine in engines}
-    async for received in bus.replay(subjects.migrations(), latest=True, follow=False):
-        match received.message:
-            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) as said if said.worker_id in by_worker:
+    stored = [received async for received in bus.replay(subjects.migrations(), latest=True, follow=False)]
+    here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)
+    for said in await asyncio.gather(*(before_verdicts(bus, newest) for newest in here)):
+        match said:
+            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) if said.worker_id in by_worker:
                 by_worker[said.worker_id].migrating = said.plan
 
 

@@ -37,6 +37,7 @@ from fleet.events import (
     MigrationPlanned,
     MigrationStaged,
     PlanDescribed,
+    PlanJudged,
     PullTold,
     RequestRefused,
     RollBack,
@@ -49,6 +50,7 @@ from migration.record import PlanRecord
 from migration.service import MigrationService
 from tests.deploy.answering import on_nats
 from tests.deploy.commands import roost
+from tests.deploy.loop_figures import FORETOLD, START
 from tests.simulated_engines import simulated_engine
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -409,7 +411,10 @@ async def test_status_tells_which_plan_is_under_way(bus: MemoryBus) -> None:
         return [engine.migrating for engine in engines if engine.joined.engine == "engine-0"]
 
     found = []
-    for said in (*GOOD, PLANNED, ABORTED, msgspec.structs.replace(PLANNED, worker_id=99)):
+    earlier: dict[str, Any] = {**WHO, "plan": "before", "predicted_before": START, "predicted_after": FORETOLD, "trust": 1.0}
+    judged = PlanJudged(**earlier, epoch=0, verdict="kept", reason="it stays")
+    for said in (judged, PLANNED, judged, *GOOD, judged, PLANNED, judged, judged, ABORTED, judged, msgspec.structs.replace(PLANNED, worker_id=99), judged):
         await bus.record(SUBJECTS.migrations("engine-0"), said)
         found += await migrating()
-    assert found == ["cafe", "cafe", "cafe", "cafe", "", "cafe", "", ""]
+    assert [bool(plan) for plan in found] == [False, True, True, *[True] * 4, False, False, True, True, True, *[False] * 4]
+    assert set(found) == {"", "cafe"}

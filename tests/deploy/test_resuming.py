@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from bus import BusError
-from bus.memory import MemoryBus
+from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from deploy.resuming import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial import fitting, last_decided, leave_last, resumed
-from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted
+from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted, PlanJudged
 from fleet.handover import Conducting
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from migration.coordinator import OpenHandover
+from tests.deploy.loop_figures import FORETOLD, START
 
 SUBJECTS = Subjects()
 FIRST = linear(layers=2, experts=4, ranks=2, slots_per_rank=3)
@@ -91,6 +92,11 @@ def opened(state: Conducting, handover: int) -> bytes:
     return msgspec.json.encode(OpenHandover(state=state, worker_id=1, ranks=2, handover=handover, epoch=handover, **whole))
 
 
+def judged(engine: str = "e") -> PlanJudged:
+    figures = {"predicted_before": START, "predicted_after": FORETOLD, "trust": 1.0}
+    return PlanJudged(engine=engine, worker_id=1, plan="o", epoch=2, verdict="kept", reason="it stays", **figures)
+
+
 async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> None:
     bus = MemoryBus()
     assert await last_life(bus, SUBJECTS, "e") is None
@@ -115,6 +121,22 @@ async def test_the_bus_is_asked_for_what_was_decided_last(tmp_path: Path) -> Non
     await bus.record(SUBJECTS.migrations("e"), MigrationCommitted(**whole, copies=1, bytes=1, seconds=1, commit_seconds=1, last=True))
     await bus.record(SUBJECTS.placements("e"), committed(3))
     assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
+    await bus.close()
+
+
+async def test_a_verdict_on_an_earlier_plan_hides_nothing_that_was_decided() -> None:
+    now = [1_000_000.0]
+    bus = MemoryBus(MemoryBroker(clock=lambda: now[0]))
+    await bus.record(SUBJECTS.placements("e"), committed(2))
+    await bus.record(SUBJECTS.migrations("e"), staged(3))
+    await bus.claim(SUBJECTS.handover_key("e"), opened(Conducting.COMMITTING, 3))
+    for hours in (1, 24):  # a handover may take long, and so may the way to the engine's next life
+        now[0] += hours * 3600
+        await bus.record(SUBJECTS.migrations("e"), judged())
+        assert (await last_life(bus, SUBJECTS, "e")) == placement(3).record()
+    await bus.record(SUBJECTS.migrations("other"), judged("other"))
+    await bus.record(SUBJECTS.placements("other"), committed(2))
+    assert (await last_life(bus, SUBJECTS, "other")) == placement(2).record()
     await bus.close()
 
 
