@@ -49,6 +49,16 @@ class Tale:
         return isinstance(self.end, MigrationCommitted)
 
     @property
+    def in_vain(self) -> bool:
+        """Whether it is over and nothing of it was done: everything is as it was before."""
+        return self.end is not None and not self.numbers
+
+    @property
+    def undoes(self) -> bool:
+        """Whether it is a rollback of the planner's own."""
+        return self.own and self.planned.origin == "rollback"
+
+    @property
     def awaits_judgement(self) -> bool:
         """A plan of the planner's own that is over, changed something, and was not judged yet."""
         return self.planned.origin == "planner" and self.end is not None and bool(self.numbers) and self.judged is None
@@ -111,9 +121,15 @@ class Annals:
 
     @property
     def to_undo(self) -> Tale | None:
-        """The newest plan, where it was judged harmful: nothing has followed it."""
-        last = self.last
-        return last if last is not None and last.judged is not None and last.judged.verdict == "harmful" else None
+        """The newest plan, where it was judged harmful: what followed it was in vain, or was a rollback of our own that was given up on its way."""
+        behind = (tale for tale in reversed(self._tales.values()) if not (tale.in_vain or (tale.undoes and isinstance(tale.end, MigrationAborted))))
+        newest = next(behind, None)
+        return newest if newest is not None and newest.judged is not None and newest.judged.verdict == "harmful" else None
+
+    @property
+    def epoch(self) -> int:
+        """The last that a plan made; 0: none did."""
+        return next((tale.epoch for tale in reversed(self._tales.values()) if tale.numbers), 0)
 
     def setback(self, seconds: float) -> float:
         """Until when no other plan of the planner's own is tried: so many seconds behind the last that was given up, and twice as many for each that
@@ -122,8 +138,8 @@ class Annals:
         return failed[0].ended_at + seconds * 2 ** min(len(failed), MOST_DOUBLINGS) if failed else float("-inf")
 
     def follows(self, tale: Tale) -> bool:
-        """Whether another plan began behind this one."""
-        return self.last is not tale
+        """Whether another plan changed something behind this one."""
+        return any(later.numbers for later in takewhile(lambda other: other is not tale, reversed(self._tales.values())))
 
     def told(self) -> tuple[PlanTold, ...]:
         """The last plans, the newest first."""

@@ -27,7 +27,7 @@ from fleet.events import (
     SteerLoop,
 )
 from migration.annals import Annals, Tale
-from migration.conducting import Conductor
+from migration.conducting import Busy, Conductor
 from migration.config import MigrationConfig
 from migration.handing import Unfit
 from migration.housing import Housing
@@ -38,9 +38,10 @@ from migration.ledger import Entry, Ledger, Refused
 from migration.measured import Measured, Window
 from migration.metrics import MigrationMetrics
 from migration.pilots import Pilot, Shift, Standing, grounds, story, withheld
+from migration.plan import Plan
 from migration.planner import Decided
 from migration.remembering import Remembering
-from migration.requests import ASK_SECONDS, Requests
+from migration.requests import ASK_SECONDS, NoRoom, Requests
 from migration.situation import Question
 from migration.tracing import Tracing
 from migration.watch import Watch
@@ -215,6 +216,10 @@ class Autopilot:
             pilot.next_at = self._clock()
             if last.own:
                 self._metrics.plan_ended(last.planned.origin, "committed" if last.whole else "aborted")
+            if last.undoes and isinstance(said, MigrationAborted) and (harmful := pilot.annals.to_undo) is not None:
+                pilot.undoing_of(harmful).failed(f"that was given up: {said.reason}", self._clock(), self._config.cycle_seconds)
+            if (entry := self._ledger.entry(pilot.worker_id)) is not None:
+                self._judge.rest(entry, pilot.annals)
         self._woken[pilot.engine].set()
 
     def _begin(self, engine: str) -> Annals:
@@ -241,7 +246,7 @@ class Autopilot:
                 annals = self._annals.get(engine) or self._begin(engine)
                 pilot = self._pilots[engine] = Pilot(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
                 self._woken[engine] = asyncio.Event()
-                self._judge.rest(entry)
+                self._judge.rest(entry, annals)
                 self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
         self._housing.keep_only({entry.worker_id for entry in engines.values()})
         self._expose(now)
@@ -295,24 +300,29 @@ class Autopilot:
             pilot.retry_at = now + _RETRY_SECONDS
             return
         await self._housing.settle(pilot)
-        if (harmful := pilot.to_undo) is not None:
-            await self._undo(pilot, entry, harmful)
+        if (harmful := pilot.to_undo) is not None and pilot.undo_at() <= now:
+            await self._undo(pilot, harmful)
         elif (tale := pilot.annals.to_judge) is not None and pilot.judge_at(self._config) <= now:
             await self._judge.judge(pilot, entry, tale)
         else:
             await self._think(pilot, entry)
 
-    async def _undo(self, pilot: Pilot, entry: Entry, tale: Tale) -> None:
+    async def _undo(self, pilot: Pilot, tale: Tale) -> None:
+        undoing = pilot.undoing_of(tale)
         try:
-            if self._idle:
+            if not self._acting():
                 raise ValueError("nothing was done by itself at that time: roost rollback")  # noqa: TRY301
-            await self._judge.undo(pilot, entry, tale)
-            pilot.seen_to, pilot.trouble = tale.planned.plan, ""
+            harm = await self._judge.undo(pilot, tale, self._acting)
+        except (Busy, NoRoom, Unfit) as error:
+            undoing.failed(str(error), self._clock(), self._config.cycle_seconds)
+        except ValueError as error:
+            undoing.never(str(error))
+        else:
+            undoing.begun()
             pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
-        except (ValueError, Unfit) as error:
-            pilot.seen_to = tale.planned.plan
-            pilot.trouble = f"plan {tale.planned.plan} did harm, and was not rolled back: {error}"
-            logger.warning("engine %s: %s", pilot.engine, pilot.trouble)
+            await self._judge.harmed(pilot.engine, harm)
+            return
+        logger.warning("engine %s: %s", pilot.engine, undoing.trouble)
 
     async def _think(self, pilot: Pilot, entry: Entry) -> None:
         """The engine's plan of the cycle, or because of a shift; carried out where it pays and nothing forbids it."""
@@ -351,16 +361,13 @@ class Autopilot:
             entry = self._requests.movable(pilot.engine)
         except ValueError as error:
             return pilot.told(str(error), self._wall())
-        if entry.worker_id != pilot.worker_id or entry.epoch != plan.base_epoch or self._under_way(pilot.engine):
+        if self._overtaken(pilot, plan):
             return pilot.told("others moved experts while it was thought over", self._wall())
         if pilot.shift is not None and pilot.shift is not answers:
             return pilot.told("popularity shifted while it was thought over", self._wall())
         reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
         if reason:
             return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())
-        unjudged = pilot.annals.to_judge
-        if unjudged is not None:
-            await self._judge.judge(pilot, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
         await self._carry_out(pilot, entry, decided, answers)
         return None
 
@@ -370,10 +377,14 @@ class Autopilot:
             return
         try:
             await self._conductor.survey(entry, ASK_SECONDS)
-            if self._idle:
+            if not self._acting():
                 raise ValueError("it was paused, or planner.automatic turned off, meanwhile")  # noqa: TRY301
+            if self._overtaken(pilot, plan):
+                raise ValueError("others moved experts meanwhile")  # noqa: TRY301
+            if (unjudged := pilot.annals.to_judge) is not None:  # not before it is as good as certain that another follows
+                await self._judge.judge(pilot, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
             why = grounds(record, "" if answers is None else answers.traceparent)
-            accepted = await self._conductor.accept(entry, plan, "planner", why, lambda: not self._idle)
+            accepted = await self._conductor.accept(entry, plan, "planner", why, self._acting)
         except (ValueError, Unfit) as error:
             return pilot.told(f"{plan.reason}: not carried out, {error}", self._wall())
         caused = "because popularity shifted" if answers is not None else "of the cycle"
@@ -383,10 +394,14 @@ class Autopilot:
         await self._housing.after(pilot, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
         return None
 
-    @property
-    def _idle(self) -> bool:
-        """Whether nothing is to be moved but what somebody asks for."""
-        return self._remembering.memory.paused or not self._config.automatic
+    def _acting(self) -> bool:
+        """Whether anything is to be moved that nobody has asked for."""
+        return self._config.automatic and not self._remembering.memory.paused
+
+    def _overtaken(self, pilot: Pilot, plan: Plan) -> bool:
+        """Whether the engine does not serve any more what a plan was made for, or is on its way to something else."""
+        entry = self._ledger.engines().get(pilot.engine)
+        return entry is None or (entry.worker_id, entry.epoch) != (pilot.worker_id, plan.base_epoch) or self._under_way(pilot.engine)
 
     def _under_way(self, engine: str) -> bool:
         """Whether an engine has a plan that is not over."""

@@ -11,7 +11,7 @@ from bus import Bus
 from bus.subjects import Subjects
 from fleet.events import LoopFigures, PlanJudged
 from fleet.placement import Placement
-from migration.annals import Tale
+from migration.annals import Annals, Tale
 from migration.conducting import Conductor
 from migration.config import MigrationConfig
 from migration.hindsight import Regret
@@ -114,27 +114,42 @@ class Judge:
         )
         await self._record(pilot, entry, tale, case, judged(case, self.trust(pilot.engine)))
 
-    async def undo(self, pilot: Pilot, entry: Entry, tale: Tale) -> None:
-        """Have a harmful plan undone. ValueError (Busy, Unfit among them) when it cannot be; BusError when the bus fails."""
-        entry = self._requests.movable(entry.engine)
-        if entry.epoch != tale.epoch:
-            raise ValueError(f"epoch {entry.epoch} is served, not {tale.epoch}, which it made")
+    async def undo(self, pilot: Pilot, tale: Tale, still: Callable[[], bool]) -> Harm:
+        """Have a harmful plan undone; what is to rest then (`harmed`). still: see `Conductor.accept`. Busy, NoRoom or Unfit when it cannot be now;
+        another ValueError when it cannot be; BusError when the bus fails."""
+        entry, made = self._requests.movable(pilot.engine), pilot.annals.epoch
+        if entry.epoch != made:
+            raise ValueError(f"epoch {entry.epoch} is served, not {made}, which it led to")
         self._conductor.refuse_second(entry.engine)
         told = await self._conductor.survey(entry, ASK_SECONDS)
         goal = await self._requests.before(tale.planned)
         plan = await self._requests.undoing(entry, tale.planned, goal, told)
         until = HARM_RESTS * self._config.cooldown_seconds
-        harm = Harm.of(tale.planned.plan, self._wall() + until, changed(goal, entry.placement))
-        await self._remember(pilot.engine, self.memory(pilot.engine).harmed(harm, self._wall()))
-        self.rest(entry)
-        await self._conductor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent))
+        harm = Harm.of(tale.planned.plan, self._wall() + until, self._harmed(entry.engine, tale.planned.plan, changed(goal, entry.placement)))
+        await self._conductor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent), still)
+        return harm
 
-    def rest(self, entry: Entry) -> None:
-        """Let experts rest that were part of plans which did harm."""
-        now, wall = self._clock(), self._wall()
+    def _harmed(self, engine: str, plan: str, cells: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """With what a rollback that was given up on its way has brought back already."""
+        known = next((harm.resting() for harm in self.memory(engine).harms if harm.plan == plan), None)
+        return cells if known is None or known.shape != cells.shape else cells | known
+
+    async def harmed(self, engine: str, harm: Harm) -> None:
+        """A plan that did harm is being undone: what is to rest once it is.
+
+        It is remembered only once the rollback is durable. Who dies in between leaves experts that rest no longer than others that were moved, beside a
+        trust that has fallen; the other way round they would be held fast where they do harm, by a rollback that there is not.
+        """
+        await self._remember(engine, self.memory(engine).harmed(harm, self._wall()))
+
+    def rest(self, entry: Entry, annals: Annals) -> None:
+        """Let experts rest that were part of plans which did harm, once these are undone: where they do harm they must not be held."""
+        if annals.last is not None and annals.last.end is None:
+            return  # perhaps the rollback; nothing is planned before its end
+        now, wall, stands = self._clock(), self._wall(), annals.to_undo
         for harm in self.memory(entry.engine).harms:
             cells = harm.resting()
-            if cells is not None and harm.until > wall:
+            if cells is not None and harm.until > wall and (stands is None or stands.planned.plan != harm.plan):
                 self._watch.harmed(entry.worker_id, cells, now + harm.until - wall)
 
     async def _regret(self, entry: Entry, tale: Tale) -> Regret | None:

@@ -16,6 +16,8 @@ from migration.view import Homes
 
 SHIFT_SECONDS = 5.0
 """Between two thoughts because popularity shifted there lie at least so many."""
+MOST_UNDOINGS = 6
+"""A plan that did harm is tried to be rolled back so many times, each time after twice as long; the first pause is a cycle."""
 SHIFT_LASTS = 3.0
 """A plan counts as the answer to a shift for so many windows."""
 
@@ -26,6 +28,38 @@ class Shift:
 
     at: float
     traceparent: str
+
+
+@dataclass(slots=True)
+class Undoing:
+    """What was done about a plan that did harm."""
+
+    plan: str
+    tries: int = 0
+    """that failed"""
+    at: float = float("-inf")
+    """when to try again"""
+    over: bool = False
+    """it is being rolled back, or is not going to be"""
+    trouble: str = ""
+    """why it was not; empty: it is"""
+
+    def begun(self) -> None:
+        """It is being rolled back."""
+        self.over, self.trouble = True, ""
+
+    def never(self, why: str) -> None:
+        """It is not going to be."""
+        self.over, self.trouble = True, f"plan {self.plan} did harm, and was not rolled back: {why}"
+
+    def failed(self, why: str, now: float, cycle_seconds: float) -> None:
+        """It could not be, this time. It is tried again, ever less often."""
+        self.tries += 1
+        if self.tries >= MOST_UNDOINGS:
+            return self.never(f"{why}; after {self.tries} attempts it is left to you: roost rollback")
+        self.over, self.at = False, now + cycle_seconds * 2 ** (self.tries - 1)
+        self.trouble = f"plan {self.plan} did harm, and is not rolled back yet: {why}"
+        return None
 
 
 @dataclass(slots=True)
@@ -47,10 +81,8 @@ class Pilot:
     """that hold with what is served now"""
     homes_after: Homes | None = None
     """that hold from the end of the plan under way on"""
-    seen_to: str = ""
-    """harmful plan that was undone, or could not be"""
-    trouble: str = ""
-    """why it could not; empty: it was"""
+    undoing: Undoing | None = None
+    """of the last plan that did harm"""
     retry_at: float = float("-inf")
     """before then, what failed is not tried again"""
 
@@ -61,14 +93,26 @@ class Pilot:
     @property
     def sentence(self) -> str:
         """What was decided last; before it what is left of the last plan, where that did harm."""
-        stays = self.trouble and self.annals.to_undo is not None and self.to_undo is None
-        return f"{self.trouble}; {self.decided}" if stays else self.decided
+        harmful = self.annals.to_undo
+        trouble = "" if harmful is None else self.undoing_of(harmful).trouble
+        return f"{trouble}; {self.decided}".removesuffix("; ") if trouble else self.decided
 
     @property
     def to_undo(self) -> Tale | None:
-        """A plan that did harm, and that nothing was done about yet."""
+        """A plan that did harm, and that is to be undone."""
         harmful = self.annals.to_undo
-        return None if harmful is None or harmful.planned.plan == self.seen_to else harmful
+        return None if harmful is None or self.undoing_of(harmful).over else harmful
+
+    def undoing_of(self, harmful: Tale) -> Undoing:
+        """What was done about it."""
+        if self.undoing is None or self.undoing.plan != harmful.planned.plan:
+            self.undoing = Undoing(harmful.planned.plan)
+        return self.undoing
+
+    def undo_at(self) -> float:
+        """When a plan that did harm is to be undone; inf: none is."""
+        harmful = self.to_undo
+        return float("inf") if harmful is None else self.undoing_of(harmful).at
 
     def shifted(self, shift: Shift) -> None:
         """Think about it soon. Shifts at the same time are one."""
@@ -99,15 +143,16 @@ class Pilot:
         tale = self.annals.to_judge
         if tale is None:
             return float("inf")
-        over = self.annals.follows(tale) or tale.planned.worker_id != self.worker_id
-        return tale.ended_at if over else tale.ended_at + config.settle_seconds + config.judge_seconds
+        if self.annals.follows(tale) or tale.planned.worker_id != self.worker_id:
+            return tale.ended_at
+        last = self.annals.last
+        if last is not None and last.end is None:
+            return float("inf")  # what somebody has begun may yet change something; its end is news
+        return tale.ended_at + config.settle_seconds + config.judge_seconds
 
     def due(self, config: MigrationConfig) -> float:
         """When something is to be done next."""
-        soonest = min(self.next_at, self.judge_at(config))
-        if self.to_undo is not None:
-            soonest = float("-inf")
-        return max(soonest, self.retry_at)
+        return max(min(self.next_at, self.judge_at(config), self.undo_at()), self.retry_at)
 
     def left_bytes(self, now: float, config: MigrationConfig) -> int:
         """What a plan may copy at this moment."""
@@ -153,6 +198,8 @@ def withheld(pilot: Pilot, record: PlanRecord, config: MigrationConfig, paused: 
         return "planner.automatic is off: carry it out with roost plan --apply"
     if paused is not None:
         return f"it is paused{f' ({paused})' if paused else ''}: roost migration resume"
+    if (harmful := pilot.to_undo) is not None and answers is None:
+        return f"plan {harmful.planned.plan}, which did harm, is to be rolled back first"
     if pilot.annals.to_judge is not None and answers is None:
         return "the plan before it is not judged yet"
     if (rest := pilot.annals.setback(config.cycle_seconds) - now) > 0:

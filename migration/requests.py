@@ -31,6 +31,10 @@ ASK_SECONDS = 2.0
 """How long a rank may not answer before a request is refused for that."""
 
 
+class NoRoom(ValueError):
+    """A rank has no free cell to bring an expert into; it may have one later."""
+
+
 class Requests:
     """Used on one event loop, while leading."""
 
@@ -80,7 +84,7 @@ class Requests:
         return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
 
     def _room(self, entry: Entry, told: Sequence[HandoverDescribed]) -> Room:
-        """ValueError when a rank has no room to bring anything in."""
+        """NoRoom when a rank has none to bring anything in; ValueError when nobody knows."""
         machines = self._watch.machines(entry.worker_id)
         if machines is None:
             raise ValueError(f"engine {entry.engine!r} is not watched: its demand takes more than planner.most_cells allows; raise it")
@@ -88,7 +92,7 @@ class Requests:
         least = min(told, key=lambda said: said.free)
         if least.free < 1:
             held = f"{least.quarantined} are in quarantine, {least.draining} drain"
-            raise ValueError(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
+            raise NoRoom(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
         return Room(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
 
     async def _log(self, engine: str) -> list[Message]:

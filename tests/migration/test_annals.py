@@ -104,6 +104,41 @@ def test_only_the_newest_plan_is_undone() -> None:
     assert annals.to_undo is None
 
 
+HARMFUL = [planned(), committed(0), committed(1, last=True), judged()]
+
+
+@pytest.mark.parametrize(
+    ("behind", "stands"),
+    [
+        ([planned("q", "rollback"), aborted("q")], True),
+        ([planned("q", "operator", ""), aborted("q"), planned("r", "rollback"), aborted("r")], True),
+        ([planned("q", "rollback"), committed(0, "q"), aborted("q")], True),
+        ([planned("q", "rollback", ""), committed(0, "q"), aborted("q")], False),
+        ([planned("q", "operator", ""), committed(0, "q", last=True)], False),
+        ([planned("q", "rollback"), aborted("q"), planned("r", "rollback"), committed(0, "r", last=True)], False),
+        ([planned("q", "rollback"), aborted("q"), planned("r", "rollback"), committed(0, "r")], False),
+    ],
+    ids=["in vain", "both in vain", "given up half way", "half way by an operator", "moved by an operator", "rolled back", "being rolled back"],
+)
+def test_what_did_harm_is_to_be_undone_until_it_is_or_others_move_something(behind: list[Any], stands: bool) -> None:
+    undo = told(*HARMFUL, *behind).to_undo
+    assert (undo is not None) == stands
+    assert undo is None or undo.planned.plan == "p"
+
+
+def test_only_a_plan_that_changed_something_follows_another_and_says_what_is_served() -> None:
+    annals = told(planned(), committed(0), committed(1, last=True))
+    tale = annals.to_judge
+    assert tale is not None
+    assert annals.hear(planned("q", "operator", ""), 5.0, 5.0)
+    assert not annals.follows(tale)
+    assert annals.hear(aborted("q"), 6.0, 6.0)
+    assert (annals.follows(tale), annals.epoch) == (False, 2)
+    for entry in (planned("r", "operator", ""), msgspec.structs.replace(committed(0, "r"), epoch=3)):
+        annals.hear(entry, 7.0, 7.0)
+    assert (annals.follows(tale), annals.epoch) == (True, 3)
+
+
 def test_plans_that_are_given_up_one_after_another_make_the_pause_longer() -> None:
     annals = told(planned("p"), aborted("p"))
     assert annals.setback(10.0) == 1.0 + 20.0

@@ -18,6 +18,7 @@ from fleet.events import (
     DescribePlan,
     DescribeProfile,
     EngineLeft,
+    EngineLoop,
     HomesPublished,
     LoopFigures,
     MigrateExpert,
@@ -169,12 +170,12 @@ async def test_a_plan_begins_no_more_once_a_pause_was_acknowledged(monkeypatch: 
         conductor, asked = pilots._conductor, 0
         store, record = conductor._journal.store, service._bus.record
 
-        async def storing(plan: Any) -> str:
+        async def storing(*arguments: Any) -> str:
             nonlocal asked
             if not asked:
                 asked += 1
                 await steer(world.bus, paused=True)
-            return await store(plan)
+            return await store(*arguments)
 
         async def recording(subject: str, message: Any) -> None:
             nonlocal asked
@@ -328,6 +329,120 @@ async def test_a_plan_that_did_harm_is_rolled_back_and_its_experts_rest_also_aft
             assert told.trust == pytest.approx(judged.trust, abs=0.05)
 
 
+HARSH = replace(CONFIG, cooldown_seconds=3.0, judge_seconds=22.0)
+
+
+async def carried_out(world: Flight) -> MigrationPlanned:
+    """A plan of its own is over, and does harm from now on."""
+    planned = await world.until(MigrationPlanned)
+    assert isinstance(planned, MigrationPlanned)
+    await world.until(MigrationCommitted, after=planned.handovers - 1)
+    world.rates, world.balance, world.step_seconds = EVEN, 0.3, 4e-3
+    return planned
+
+
+async def rolled_back(world: Flight) -> EngineLoop:
+    """What did harm is undone, and its experts rest."""
+    for _ in range(40):
+        await world.last(1)
+        if (world.ranks.placement.replicas_on_rank == FIRST.replicas_on_rank).all():
+            break
+    else:
+        raise AssertionError(await engine_of(world.bus))
+    await world.last(3)
+    told = await engine_of(world.bus)
+    assert told.resting > 0
+    assert "rolled back yet" not in told.decided
+    (judged,) = await verdicts(world.bus)
+    assert judged.verdict == "harmful"
+    return told
+
+
+@pytest.mark.looptime
+async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing_is_held_where_it_does_harm() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, HARSH):
+        await carried_out(world)
+        world.ranks.fails = {2: ("its memory is full", "memory")}
+        await world.until(MigrationAborted, 60)
+        await world.last(2)
+        told = await engine_of(world.bus)
+        assert "did harm, and is not rolled back yet: that was given up: " in told.decided
+        assert told.resting == 0
+        world.ranks.fails = {}
+        told = await rolled_back(world)
+        assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
+
+
+@pytest.mark.looptime
+async def test_a_rollback_that_was_just_proposed_when_its_planner_ended_is_begun_anew_by_the_next() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world:
+        async with serving(broker, HARSH):
+            await carried_out(world)
+            world.ranks.stage_seconds = 5.0
+            back = await world.until(MigrationPlanned, 60, after=1)
+            assert back.origin == "rollback"
+        async with serving(broker, HARSH):
+            world.ranks.stage_seconds = 0.05
+            await rolled_back(world)
+        assert len(await recorded(world.bus, MigrationAborted)) == 1
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("reason", ["silent", "full"])
+async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_else_is_begun_before(reason: str) -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, HARSH):
+        await carried_out(world)
+        if reason == "silent":
+            world.ranks.silent.add(1)
+        else:
+            world.ranks.free = 0
+        await world.until(PlanJudged, 60)
+        world.rates = SKEWED[::-1].copy()
+        await world.last(15)
+        decided = (await engine_of(world.bus)).decided
+        assert "did harm, and is not rolled back yet: " in decided
+        assert ("rank 1" if reason == "silent" else "has no free cell") in decided
+        assert len(await recorded(world.bus, MigrationPlanned)) == 1
+        world.rates = EVEN
+        await world.last(12)
+        world.ranks.silent, world.ranks.free = set(), 4
+        told = await rolled_back(world)
+        assert [plan.origin for plan in told.plans] == ["rollback", "planner"]
+
+
+@pytest.mark.looptime
+async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("migration.pilots.MOST_UNDOINGS", 2)
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, HARSH):
+        await carried_out(world)
+        world.ranks.fails = {2: ("its memory is full", "memory")}
+        await world.until(PlanJudged, 60)
+        await world.last(60)
+        assert [planned.origin for planned in await recorded(world.bus, MigrationPlanned)][:3] == ["planner", "rollback", "rollback"]
+        assert len([planned for planned in await recorded(world.bus, MigrationPlanned) if planned.origin == "rollback"]) == 2
+        assert "after 2 attempts it is left to you: roost rollback" in (await engine_of(world.bus)).decided
+
+
+@pytest.mark.looptime
+async def test_what_an_operator_asked_for_in_vain_keeps_nothing_from_being_judged() -> None:
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, HARSH):
+        await carried_out(world)
+        world.ranks.fails, world.ranks.stage_seconds = {3: ("its memory is full", "memory")}, 1.5
+        await world.bus.request(SUBJECTS.migrate, MigrateExpert(engine="a", layer=0, expert=4, rank=3), 20)
+        await world.last(1)
+        assert await verdicts(world.bus) == await recorded(world.bus, MigrationAborted) == [], "it may yet change something"
+        await world.until(MigrationAborted, 20)
+        world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
+        await world.until(PlanJudged, 60)
+        told = await rolled_back(world)
+        assert [plan.origin for plan in told.plans] == ["rollback", "operator", "planner"]
+
+
 @pytest.mark.looptime
 async def test_what_did_harm_stays_while_it_is_paused_and_that_is_told() -> None:
     broker = MemoryBroker()
@@ -421,6 +536,35 @@ async def test_a_shift_while_a_plan_is_being_judged_is_answered_and_that_plan_st
         (judged,) = await verdicts(world.bus)
         assert (judged.verdict, judged.trust) == ("unknown", 1.0)
         assert "demand shifted" in judged.reason
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("reason", ["silent", "paused"])
+async def test_a_plan_that_was_not_followed_after_a_shift_is_judged_as_ever(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    broker = MemoryBroker()
+    config = replace(CONFIG, judge_seconds=30.0, cooldown_seconds=1.0)
+    async with flight(broker) as world, serving(broker, config) as service:
+        planned = await world.until(MigrationPlanned)
+        await world.until(MigrationCommitted, after=planned.handovers - 1)
+        pilots = service._autopilot
+        assert pilots is not None
+        survey, asked = pilots._conductor.survey, 0
+
+        async def meanwhile(*arguments: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if reason == "paused":
+                await steer(world.bus, paused=True)
+            return await survey(*arguments)
+
+        monkeypatch.setattr(pilots._conductor, "survey", meanwhile)
+        if reason == "silent":
+            world.ranks.silent.add(1)
+        world.rates = SKEWED[::-1].copy()
+        await world.bus.publisher(SUBJECTS.shifts).publish(SHIFT)
+        judged = await world.until(PlanJudged, 60)
+        assert asked > 0, "a plan would have followed"
+        assert judged.verdict != "unknown", judged
 
 
 @pytest.mark.looptime
