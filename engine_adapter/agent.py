@@ -39,6 +39,8 @@ from fleet.events import (
 from fleet.popularity import ExpertCounts
 
 log = logging.getLogger(__name__)
+_LOOK_UP_SECONDS = 300.0
+"""pause between two looks whether the join is still stored"""
 _NO_WAYS = Staging()
 """other ranks cannot be read; enough where there are none"""
 
@@ -289,8 +291,10 @@ class Agent:
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _stay(self, claim: NameClaim) -> None:
-        """Hold the name; after the bus was away, or came back without its store, promise everything again."""
-        away = False
+        """Hold the name; after the bus was away, or came back without its store, promise everything again; also where the join was pushed out of the log
+        by what others stored, for those who begin to read only then."""
+        away, clock = False, asyncio.get_running_loop().time
+        looked = clock()
         while True:
             await asyncio.sleep(self._config.heartbeat_seconds)
             away = away or not self._bus.connected
@@ -301,10 +305,20 @@ class Agent:
                 if away or claim.restored:
                     await self._announce()
                     log.info("the bus is back; %s has announced itself again", self._identity.engine)
+                elif clock() - looked >= _LOOK_UP_SECONDS:
+                    looked = clock()
+                    await self._keep_announced()
                 away = False
             except BusError as error:
                 log.warning("%s cannot reach the bus, trying again: %s", self._identity.engine, error)
                 away = True
+
+    async def _keep_announced(self) -> None:
+        """The log drops its oldest messages when it is full, whatever they say."""
+        stored = [received async for received in self._bus.replay(self._subjects.membership(self._identity.engine), latest=True, follow=False)]
+        if not stored:
+            await self._announce()
+            log.info("what was stored of %s is not stored any more; it has announced itself again", self._identity.engine)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Try until the bus does it."""

@@ -71,6 +71,14 @@ class Ledger:
         """What an incarnation serves; None: nothing was recorded for it."""
         return self._entries.get(worker_id)
 
+    def present(self, engine: str) -> bool:
+        """Whether an engine of this name has joined and not left."""
+        return engine in self._present
+
+    def newest(self) -> dict[str, Entry]:
+        """The entry that was made last of each engine, by name, whether it is present or not."""
+        return {entry.engine: entry for entry in self._entries.values()}
+
     def engines(self) -> dict[str, Entry]:
         """What the engines that are present serve, by name; without those that say nothing of experts."""
         return {engine: self._entries[worker_id] for engine, worker_id in self._present.items() if worker_id in self._entries}

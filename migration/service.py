@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
 from bus import Bus, BusError, Received, Subscription
@@ -21,7 +21,9 @@ from fleet.events import (
     ConfigChanged,
     DemandPublished,
     DescribeClusters,
+    DescribeEngine,
     DispatchMeasured,
+    EngineHeartbeat,
     EngineJoined,
     EngineLeft,
     KvMetrics,
@@ -37,11 +39,12 @@ from migration.config import MigrationConfig
 from migration.history import retraced
 from migration.inquiries import Inquiries
 from migration.leadership import Leadership
-from migration.ledger import Fault, Ledger, Refused
+from migration.ledger import Entry, Fault, Ledger, Refused
 from migration.measured import Measured
 from migration.metrics import MigrationMetrics
 from migration.reload import refused, reloaded
 from migration.requests import Requests
+from migration.strangers import Strangers
 from migration.tracing import Tracing
 from migration.watch import Watch
 
@@ -50,6 +53,7 @@ logger = logging.getLogger(__name__)
 WARN_SECONDS = 60.0
 """A reason to refuse what is said of demand is logged so often at most."""
 _ANSWER_SECONDS = 10.0
+_BEATS_WAITING = 1024
 _TABLES_WAITING = 64
 """Tables are large, and only the newest say anything."""
 
@@ -79,6 +83,9 @@ class MigrationService:
         """identity of this process, for the audit of its settings"""
         self._inquiries = Inquiries(self.ledger, self.watch, config, self.metrics, clock, self._trust, thinking)
         self._sequences = Sequences()
+        self._strangers = Strangers()
+        self._joining = asyncio.Lock()
+        """held while somebody joins or leaves: both the log and an engine that was asked may say so, and it is recorded once"""
         self._warned: dict[Fault, float] = {}
         """when the log last told of a refusal"""
         self._autopilot: Autopilot | None = None
@@ -113,18 +120,23 @@ class MigrationService:
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
             self._bus.subscribe(subjects.dispatched, subjects.shifts) as noticed,
             self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
+            self._bus.subscribe(subjects.heartbeats, limit=_BEATS_WAITING) as beating,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(self._lead.hold(), name="holds the lead among migration services")
             await self._read_back(subjects.placements())
+            told: set[str] = set()
             async for received in self._bus.replay(subjects.membership(), latest=True, follow=False):
+                told.add(received.subject)
                 await self._member(received)
-            await self._retrace()
+            await self._acquaint(told)
+            await self._retrace(self.ledger.engines().values())
             conducting = asyncio.Event()
             tasks.create_task(conductor.run(conducting.set), name="carries plans out")
             await conducting.wait()
             tasks.create_task(self._follow_members(), name="records the placement of engines that join")
             tasks.create_task(self._follow_placements(), name="follows which placements are recorded")
+            tasks.create_task(self._attend(beating), name="asks engines who they are that beat though nobody heard them join")
             tasks.create_task(self._listen(heard), name="hears demand and load")
             tasks.create_task(self._listen(noticed), name="hears where tokens were really sent, and that popularity shifted")
             tasks.create_task(self._listen(foretold), name="hears which kinds of requests there are, and how well they are foretold")
@@ -204,14 +216,60 @@ class MigrationService:
         async for received in self._bus.replay(self._subjects.placements(), latest=True):
             self._placement(received)
 
-    async def _retrace(self) -> None:
+    async def _acquaint(self, told: set[str]) -> None:
+        """Before anything of theirs is ended: engines that served something, of which the log says neither that they joined nor that they left. The join
+        was pushed out by what was stored since; who lives still answers. told: the subjects on which the log does say so."""
+        async with asyncio.TaskGroup() as asking:
+            for engine, entry in self.ledger.newest().items():
+                if self._subject_of(engine) not in (None, *told):
+                    asking.create_task(self._meet(engine, entry.worker_id), name=f"asks {engine} whether it is there")
+
+    async def _attend(self, beating: Subscription) -> None:
+        """To engines whose join is not known. While another of its name is known, the log decides who it is."""
+        async for received in beating:
+            beat = received.message
+            if not isinstance(beat, EngineHeartbeat) or self.ledger.present(beat.engine) or self._subject_of(beat.engine) is None:
+                continue
+            if self._strangers.heard(beat.worker_id, self._clock()) and await self._meet(beat.engine, beat.worker_id):
+                try:
+                    await self._retrace(entry for entry in self.ledger.engines().values() if entry.worker_id == beat.worker_id)
+                except BusError as error:
+                    logger.warning("what was moved lately on engine %s cannot be read; it counts as nothing: %s", beat.engine, error)
+
+    async def _meet(self, engine: str, worker_id: int) -> bool:
+        """Ask an engine of which no join is known who it is; whether it is known now."""
+        try:
+            answer = await self._bus.request(self._subjects.describe_engine(worker_id), DescribeEngine(worker_id=worker_id))
+        except BusError as error:
+            logger.debug("worker %d of engine %s does not say who it is: %s", worker_id, engine, error)
+            return False
+        async with self._joining:
+            if self.ledger.present(engine):
+                return False
+            try:
+                if not isinstance(answer, EngineJoined) or (answer.engine, answer.worker_id) != (engine, worker_id):
+                    raise Refused(Fault.CONTRADICTION, "it says that it is somebody else")  # noqa: TRY301
+                logger.info("engine %s (worker %d) is there, though the log does not say so any more", engine, worker_id)
+                await self._joined(answer)
+            except Refused as refusal:
+                self.metrics.rejected(refusal.fault.value)
+                logger.warning("worker %d of engine %s cannot be used as it describes itself: %s", worker_id, engine, refusal)
+            self._counted()
+        return self.ledger.present(engine)
+
+    async def _retrace(self, entries: Iterable[Entry]) -> None:
         """What was moved lately, from the log."""
-        lives: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in self.ledger.engines().values()}
+        lives: dict[int, list[tuple[Placement, str | None, float]]] = {entry.worker_id: [] for entry in entries}
         now, wall = self._clock(), time.time()
         async for received in self._bus.replay(self._subjects.placements(), follow=False):
             said = received.message
             if isinstance(said, PlacementCommitted) and said.worker_id in lives:
-                lives[said.worker_id].append((Placement.from_record(said.placement), said.plan, now - max(wall - received.published_at, 0.0)))
+                try:
+                    placement = Placement.from_record(said.placement)
+                except ValueError as error:  # refused and counted already when the log was read
+                    logger.debug("epoch %d of engine %s is left out of what was moved: %s", said.placement.epoch, said.engine, error)
+                else:
+                    lives[said.worker_id].append((placement, said.plan, now - max(wall - received.published_at, 0.0)))
         for worker_id, life in lives.items():
             self.watch.retraced(worker_id, retraced(worker_id, life))
 
@@ -244,23 +302,32 @@ class MigrationService:
         self.metrics.serving(self.ledger.engines())
 
     async def _member(self, received: Received) -> None:
-        match received.message:
-            case EngineJoined() | EngineLeft() as said if received.subject != self._subject_of(said.engine):
-                self._refuse(received, "engine", f"speaks of engine {said.engine!r}")
-            case EngineJoined() as joined:
-                try:
-                    missing = self.ledger.joined(joined)
-                    if missing is not None:
-                        await self._record(missing)
-                    if (entry := self.ledger.entry(joined.worker_id)) is not None:
-                        self.watch.joined(joined, entry, self._clock())
-                except Refused as refusal:
-                    self._refuse(received, refusal.fault.value, str(refusal))
-            case EngineLeft() as left:
-                self.ledger.left(left.worker_id)
-                self.watch.left(left.worker_id)
-            case _:
-                self._refuse(received, "kind", "is neither EngineJoined nor EngineLeft")
+        async with self._joining:
+            match received.message:
+                case EngineJoined() | EngineLeft() as said if received.subject != self._subject_of(said.engine):
+                    self._refuse(received, "engine", f"speaks of engine {said.engine!r}")
+                case EngineJoined() as joined:
+                    try:
+                        await self._joined(joined)
+                    except Refused as refusal:
+                        self._refuse(received, refusal.fault.value, str(refusal))
+                case EngineLeft() as left:
+                    self.ledger.left(left.worker_id)
+                    self.watch.left(left.worker_id)
+                case _:
+                    self._refuse(received, "kind", "is neither EngineJoined nor EngineLeft")
+            self._counted()
+
+    async def _joined(self, joined: EngineJoined) -> None:
+        """An engine says that it is there. Refused when that cannot be."""
+        missing = self.ledger.joined(joined)
+        if missing is not None:
+            await self._record(missing)
+        if (entry := self.ledger.entry(joined.worker_id)) is not None:
+            self.watch.joined(joined, entry, self._clock())
+
+    def _counted(self) -> None:
+        """After somebody came or went."""
         self.measured.keep_only(self.ledger.engines().values())
         self.metrics.serving(self.ledger.engines())
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -160,6 +161,20 @@ async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryB
             agent.leaving("drained")
     assert await history(broker) == [described, EngineLeft(engine="a", worker_id=WORKER, reason="drained")]
     assert await bus.read_claim(SUBJECTS.claim("a")) is None
+
+
+@pytest.mark.looptime
+async def test_an_engine_whose_join_was_pushed_out_of_the_log_announces_itself_again_and_else_it_does_not(broker: MemoryBroker) -> None:
+    agent = asyncio.create_task(Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(), replace(CONFIG, heartbeat_seconds=1.0)).run())
+    for _ in range(2):
+        await asyncio.sleep(700)
+        assert len(broker._log) == 1
+        first = await history(broker)
+        broker._log.clear()
+        await asyncio.sleep(310)
+        assert await history(broker) == first
+    agent.cancel()
+    await asyncio.wait([agent])
 
 
 async def test_only_rank_zero_speaks_membership_and_every_rank_its_own_load(broker: MemoryBroker) -> None:

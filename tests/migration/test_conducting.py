@@ -428,6 +428,25 @@ async def test_history_is_found_in_the_log_again() -> None:
 
 
 @pytest.mark.looptime
+async def test_a_plan_is_gone_on_with_though_the_join_of_its_engine_was_pushed_out_of_the_log() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+
+    async def describe(request: Message) -> Message:
+        return joined(1, "a", ranks.placement)
+
+    async with engine(broker) as ranks, bus.serve(SUBJECTS.describe_engine(1), describe):
+        async with leading(bus):
+            await apply(bus, replicating())
+        broker._log = [entry for entry in broker._log if entry.subject != SUBJECTS.membership("a")]
+        async with leading(bus):
+            await asyncio.sleep(10)
+            assert ranks.served == [0, 1, 2, 3]
+            assert told(await log(bus))[-1] == "Committed"
+            assert at_rest(broker, ranks)
+
+
+@pytest.mark.looptime
 async def test_a_plan_is_stored_while_it_is_under_way_and_no_longer() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)

@@ -3,10 +3,11 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from bus import Bus, BusError, Message
@@ -14,11 +15,12 @@ from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
 from bus.subjects import Subjects
-from fleet.events import EngineHeartbeat, EngineLeft, PlacementCommitted
+from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, PlacementCommitted
 from fleet.layout import EP
 from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.service import MigrationService
+from migration.strangers import Strangers
 from tests.migration.joining import FIRST, joined
 
 SUBJECTS = Subjects()
@@ -113,6 +115,113 @@ async def test_engines_without_experts_and_engines_that_left_have_no_placement()
         assert service.ledger.engines() == {}
         assert await recorded(bus) == [("gone", 2, 0)]
         assert b"roost_migration_epoch{" not in service.metrics.exposition()
+
+
+def pushed_out(broker: MemoryBroker, subject: str) -> None:
+    """What was stored on a subject was too old for a full log."""
+    broker._log = [entry for entry in broker._log if entry.subject != subject]
+
+
+class Introducing:
+    """Engines that live and say who they are when they are asked."""
+
+    def __init__(self, bus: MemoryBus, *engines: EngineJoined) -> None:
+        self.asked: list[float] = []
+        self._bus = bus
+        self._engines = {engine.worker_id: engine for engine in engines}
+
+    @asynccontextmanager
+    async def living(self, *worker_ids: int) -> AsyncIterator[None]:
+        """worker_ids: of desks; one without an engine refuses to say who it is."""
+        async with AsyncExitStack() as stack:
+            for worker_id in worker_ids:
+                await stack.enter_async_context(self._bus.serve(SUBJECTS.describe_engine(worker_id), self._answer))
+            yield
+
+    async def _answer(self, request: Message) -> Message:
+        assert isinstance(request, DescribeEngine)
+        self.asked.append(asyncio.get_running_loop().time())
+        return self._engines[request.worker_id]
+
+    async def beat(self, engine: str, worker_id: int, seconds: int) -> None:
+        heart = self._bus.publisher(SUBJECTS.heartbeats)
+        for _ in range(seconds):
+            await heart.publish(EngineHeartbeat(engine=engine, worker_id=worker_id, epoch=0))
+            await asyncio.sleep(1)
+
+
+@pytest.mark.looptime
+async def test_an_engine_whose_join_was_pushed_out_of_the_log_is_known_before_anything_of_it_is_ended_and_a_dead_one_is_not() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    async with serving(bus):
+        for worker_id, name in ((1, "alive"), (2, "dead"), (3, "left"), (4, "older"), (5, "older")):
+            await join(bus, worker_id, name)
+        await bus.record(SUBJECTS.membership("left"), EngineLeft(engine="left", worker_id=3, reason="test"))
+        await asyncio.sleep(0.1)
+    for name in ("alive", "dead", "older"):
+        pushed_out(broker, SUBJECTS.membership(name))
+    engines = Introducing(bus, joined(1, "alive"), joined(3, "left"), joined(4, "older"))
+    async with engines.living(1, 3, 4), serving(bus) as service:
+        assert {name: entry.worker_id for name, entry in service.ledger.engines().items()} == {"alive": 1}
+        assert service.watch.machines(1) is not None
+        assert (await recorded(bus)).count(("alive", 1, 0)) == 1
+
+
+@pytest.mark.looptime
+async def test_an_engine_that_beats_though_nothing_is_stored_of_it_is_asked_who_it_is_and_recorded_once() -> None:
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    served = Placement(FIRST.expert_of_slot, experts=8, ranks=2, epoch=7)
+    engines = Introducing(bus, joined(1, "a", served), joined(2, "b"))
+    async with engines.living(1, 2), serving(bus) as service:
+        await engines.beat("a", 1, 4)
+        assert service.ledger.engines()["a"].placement == served
+        assert await recorded(bus) == [("a", 1, 7)]
+        assert len(engines.asked) == 1
+        await join(bus, 1, "a", placement=served)
+        await engines.beat("a", 2, 4)
+        assert service.ledger.engines()["a"].worker_id == 1, "the log knows who engine a is"
+        await engines.beat("c", 2, 3)
+        assert set(service.ledger.engines()) == {"a"}, "it says that it is somebody else"
+        assert b'rejected_total{reason="contradiction"} 1.0' in service.metrics.exposition()
+        assert await recorded(bus) == [("a", 1, 7)]
+
+
+@pytest.mark.looptime
+async def test_whoever_beats_and_does_not_say_who_it_is_is_asked_ever_more_seldom() -> None:
+    bus = MemoryBus()
+    nobody = Introducing(bus)
+    async with nobody.living(1), serving(bus) as service:
+        await nobody.beat("a", 1, 1000)
+        pauses = np.diff(nobody.asked)
+        assert 6 <= len(nobody.asked) <= 10
+        assert (pauses[1:] > 1.5 * pauses[:-1]).all()
+        assert service.ledger.engines() == {}
+        await nobody.beat("not a name!", 2, 5)
+
+
+def test_of_more_strangers_than_are_remembered_the_one_heard_first_is_forgotten() -> None:
+    strangers = Strangers(most=2)
+    assert not any(strangers.heard(worker_id, 0.0) for worker_id in (1, 2, 3))
+    assert [strangers.heard(worker_id, 5.0) for worker_id in (3, 2, 1)] == [True, True, False]
+
+
+@pytest.mark.looptime
+async def test_a_placement_in_the_log_that_cannot_be_is_left_out_and_the_service_starts() -> None:
+    bus = MemoryBus()
+    async with serving(bus):
+        await join(bus)
+        await asyncio.sleep(0.1)
+    moved = Placement(FIRST.expert_of_slot[:, ::-1].copy(), experts=8, ranks=2, epoch=1)
+    broken = msgspec.structs.replace(moved.record(), slots=b"short")
+    for record in (broken, msgspec.structs.replace(broken, epoch=2), moved.record()):
+        await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=record, plan="p"))
+    async with serving(bus) as service:
+        assert service.ledger.engines()["a"].placement == moved
+        history = service.watch._engines[1].history
+        assert (history.epoch, history.plan) == (1, "p")
+        assert b'rejected_total{reason="placement"} 2.0' in service.metrics.exposition()
 
 
 @pytest.mark.looptime
