@@ -32,8 +32,10 @@ from fleet.events import (
     SteerLoop,
 )
 from fleet.layout import Layout
-from migration import autopilot, inquiries
+from migration import autopilot, inquiries, intents
 from migration.config import MigrationConfig
+from migration.plan import Handover
+from migration.plan import planned as planned_of
 from migration.record import PlanRecord
 from migration.service import MigrationService
 from tests.migration.flying_rig import (
@@ -372,6 +374,38 @@ async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing
         world.ranks.fails = {}
         told = await rolled_back(world)
         assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
+
+
+def step_by_step(*arguments: Any) -> Any:
+    """The plan back, a handover for each of its steps."""
+    placement = arguments[0]
+    steps = [step for handover in intents.back(*arguments).handovers for step in handover.steps]
+    return planned_of(placement, [Handover(epoch=placement.epoch + at, steps=(step,)) for at, step in enumerate(steps, 1)], reason="so")
+
+
+@pytest.mark.looptime
+async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_that_it_brought_back_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("migration.requests.back", step_by_step)
+    broker = MemoryBroker()
+    async with flight(broker) as world, serving(broker, HARSH) as service:
+        planned = await carried_out(world)
+        made, world.ranks.stage_seconds = world.ranks.placement, 1.5
+        await world.until(MigrationCommitted, 60, after=planned.handovers + 1)
+        world.ranks.fails = {2: ("its memory is full", "memory")}
+        await world.until(MigrationAborted, 60)
+        await world.last(4)
+        told = await engine_of(world.bus)
+        assert told.epoch >= planned.handovers + 2
+        assert "did harm, and is not rolled back yet" in told.decided
+        assert told.resting == 0, "but for what was just moved, and that is over"
+        world.ranks.fails, world.ranks.stage_seconds = {}, 0.05
+        told = await rolled_back(world)
+        assert [plan.origin for plan in told.plans] == ["rollback", "rollback", "planner"]
+        assert service._autopilot is not None
+        (harm,) = service._autopilot._judge.memory("a").harms
+        cells = harm.resting()
+        assert cells is not None
+        assert (cells == (made.replicas_on_rank != FIRST.replicas_on_rank).any(axis=1)).all()
 
 
 @pytest.mark.looptime
