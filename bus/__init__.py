@@ -24,6 +24,10 @@ class BusTimeout(BusError):
     """Nobody answered a request in time."""
 
 
+class NobodyThere(BusTimeout):
+    """Nobody was there to hear a request; nothing comes of it later either."""
+
+
 class Declined(BusError):
     """Whoever was asked refuses (`RequestRefused`); the text is its reason."""
 
@@ -94,7 +98,7 @@ class Bus(Protocol):
         ...
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
-        """Ask and await one answer. BusTimeout when nobody answers; Declined carries the reason of a `RequestRefused`."""
+        """Ask and await one answer. BusTimeout when nobody answers, NobodyThere when nobody heard it; Declined carries the reason of a `RequestRefused`."""
         ...
 
     def serve(self, subject: str, answer: Callable[[Message], Awaitable[Message]]) -> AbstractAsyncContextManager[None]:

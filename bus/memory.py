@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, Received, StoreFull
+from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, NobodyThere, Received, StoreFull
 from bus.codec import Refused, Rejected
 from bus.config import BusConfig
 from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
@@ -231,7 +231,7 @@ class MemoryBus:
                 await self._standing(seconds)
                 desk = self.broker.desk(subject)
                 if desk is None:
-                    raise BusTimeout(f"nobody serves {subject!r}")
+                    raise NobodyThere(f"nobody serves {subject!r}")
                 desk.submit(raw, reply)
                 back = await answer
         except TimeoutError as error:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from bus import Bus, BusTimeout, Declined
+from bus import Bus, BusTimeout, Declined, NobodyThere
 from bus.subjects import Subjects
 from fleet.events import DescribeLoop, LoopDescribed, SteerLoop
 
@@ -12,6 +12,7 @@ TAKEOVER_SECONDS = 8.0
 """in which a planner that died is started again, or another one leads"""
 LOOKS = 4
 """times that it is asked again meanwhile"""
+UNKNOWN = "it is not known whether that holds: a planner was asked that did not answer in time, and may do it yet; roost migration status tells"
 SILENCE = "no planner says what it does by itself: it is not running (roost events --kind migration, and its log, tell), or it is of an older version of Roost"
 
 
@@ -25,17 +26,23 @@ async def described(bus: Bus, subjects: Subjects) -> LoopDescribed:
 
 
 async def steered(bus: Bus, subjects: Subjects, paused: bool, reason: str, say: Callable[[str], None]) -> LoopDescribed:
-    """Have the planner make no plans by itself, or make them again. Where none is there, one that may take over is waited for; then NotTold."""
+    """Have the planner make no plans by itself, or make them again. Where none is there, one that may take over is waited for; then NotTold,
+    which says whether one may do it yet."""
+    perhaps = False
     for look in range(LOOKS):
         try:
             return await _asked(bus, subjects, SteerLoop(paused=paused, reason=reason))
         except NotTold as error:
             if not isinstance(error.__cause__, BusTimeout):
+                if perhaps:
+                    raise NotTold(f"{error}; {UNKNOWN}") from error
                 raise
-            if not look:
-                say("no planner is there; one may be about to take over")
+            hangs = not isinstance(error.__cause__, NobodyThere)
+            if not look or hangs > perhaps:
+                say("the planner does not answer; it is asked again" if hangs else "no planner is there; one may be about to take over")
+            perhaps = perhaps or hangs
             await asyncio.sleep(TAKEOVER_SECONDS / LOOKS)
-    raise NotTold(f"{SILENCE}; nothing was changed")
+    raise NotTold(UNKNOWN if perhaps else f"{SILENCE}; nothing was changed")
 
 
 async def _asked(bus: Bus, subjects: Subjects, question: DescribeLoop | SteerLoop) -> LoopDescribed:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from nats import errors
 from nats.aio.msg import Msg
 
-from bus import BlobLost, BusError, BusTimeout, Claim, Message, Received
+from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received
 from bus.codec import Refused, Rejected
 from bus.config import BusConfig
 from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
@@ -84,7 +84,7 @@ class NatsBus:
                 await self._link.standing()
                 answer = await whole(self._link.client.request(subject, raw, timeout=seconds))
         except errors.NoRespondersError as error:
-            raise BusTimeout(f"nobody serves {subject!r}") from error
+            raise NobodyThere(f"nobody serves {subject!r}") from error
         except TimeoutError as error:
             raise BusTimeout(f"no answer on {subject!r} within {seconds} s" + ("" if self.connected else "; not connected to NATS")) from error
         except errors.Error as error:

@@ -1,8 +1,10 @@
 """`roost status` and `roost migration`: the loop's story in a screenful, and letting it rest."""
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -177,3 +179,30 @@ async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: Me
     with pytest.raises(NotTold, match="nothing was changed"):
         await steered(bus, SUBJECTS, True, "", said.append)
     assert said == ["no planner is there; one may be about to take over"]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("then", ["hangs", "is gone", "declines"])
+async def test_where_a_planner_may_have_heard_it_is_not_said_that_nothing_was_changed(bus: MemoryBus, then: str) -> None:
+    asked: list[Message] = []
+
+    async def hang(message: Message) -> Message:
+        asked.append(message)
+        if len(asked) > 1 and then == "declines":
+            return RequestRefused(reason="this one only stands by")
+        await asyncio.sleep(4.0)
+        return loop(paused=True)
+
+    said: list[str] = []
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(bus.serve(SUBJECTS.loop, hang))
+        steering = asyncio.ensure_future(steered(bus, SUBJECTS, True, "", said.append))
+        if then == "is gone":
+            await asyncio.sleep(3.5)
+            await stack.aclose()
+        with pytest.raises(NotTold, match=r"it is not known whether that holds.*roost migration status") as told:
+            await steering
+    assert "nothing was changed" not in str(told.value)
+    assert ("only stands by" in str(told.value)) == (then == "declines")
+    assert said == ["the planner does not answer; it is asked again"]
+    assert len(asked) == {"hangs": 4, "is gone": 1, "declines": 2}[then]
