@@ -27,7 +27,7 @@ import msgspec
 import typer
 
 from benchmarks.rig.live_parts import alternating, flip, homogeneous
-from benchmarks.rig.live_run import CADENCE, DISPATCH_SECONDS, EPLB, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
+from benchmarks.rig.live_run import CADENCE, EPLB, LINK_SECONDS, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
 from benchmarks.rig.live_traffic import Texts, texts
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from fleet.timing import EngineSpeed
@@ -146,14 +146,14 @@ async def run(
     much: Plenty,
     rounds: int,
     seed: int,
-    dispatch_seconds: float,
+    link_seconds: float,
     scale: float,
     plot: Path | None,
     *,
     quick: bool,
 ) -> None:
     """Measure the parts into the report, one after another on one fleet. quick: hold them only to what a short run can tell."""
-    async with live(dispatch_seconds) as fleet:
+    async with live(link_seconds) as fleet:
         report.setup |= {"speed": msgspec.to_builtins(fleet.joined.speed), "settings": fleet.settings}
         report.notes += setting(fleet, much, traffic)
         if "policies" in parts:
@@ -176,9 +176,9 @@ def setting(fleet: Live, much: Plenty, traffic: Texts) -> list[str]:
     cadence = ", ".join(f"{section}.{key} {value:g}" for section, keys in CADENCE.items() for key, value in keys.items())
     return [
         (
-            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL; engine.dispatch_seconds is stated as {speed.dispatch:g} "
-            f"(between processes of this machine {fleet.measured_dispatch} were measured); it measured {1e3 * speed.step:.1f} ms a step, "
-            f"{1e6 * speed.prefill_token:.0f} us a prompt token"
+            f"engine: {RANKS} ranks, {SLOTS} slots per rank and layer, split dispatch, NIXL; engine.link_seconds {fleet.settings['engine']['link_seconds']:g}: "
+            f"so much longer, really, a token takes to another rank of a layer and back (with it {speed.dispatch:.3g} s); it measured "
+            f"{1e3 * speed.step:.1f} ms a step, {1e6 * speed.prefill_token:.0f} us a prompt token"
         ),
         (f"load: {much.concurrency} requests at once of {much.prompt} + {much.output} tokens, greedy; {traffic.source} ({', '.join(traffic.domains)})"),
         f"cadence, for all policies: {cadence}",
@@ -198,7 +198,7 @@ def main(
     prompt: int = typer.Option(192, help="tokens"),
     output: int = typer.Option(48, help="tokens"),
     seed: int = typer.Option(0, help="of the order of domains and documents"),
-    dispatch_seconds: float = typer.Option(DISPATCH_SECONDS, help="stated price of sending a token to another rank and back, per layer"),
+    link_seconds: float = typer.Option(LINK_SECONDS, help="by which a token takes longer to another rank and back, per layer; 0: the links that there are"),
     scale: float = typer.Option(None, help="of the times of the long parts; 1: as stated"),
     plot: Path = Plot,
 ) -> None:
@@ -212,7 +212,7 @@ def main(
         plot.mkdir(parents=True, exist_ok=True)
     report = LiveReport("The closed loop: policies on one live fleet", _COLUMNS)
     rounds, scale = rounds or (1 if quick else 2), scale or (0.1 if quick else 1.0)
-    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds, seed, dispatch_seconds, scale, plot, quick=quick))
+    asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds, seed, link_seconds, scale, plot, quick=quick))
     if plot is not None:
         from benchmarks.rig.live_plots import draw_all
 

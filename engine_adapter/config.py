@@ -10,6 +10,7 @@ from fleet.timing import MOST_SECONDS
 
 DTYPES = ("float32", "bfloat16")
 """What the embedded engine computes in."""
+_MOST_LINK_SECONDS = 0.01
 _MOST_THREADS = 4
 """Beyond, threads wait for each other's Python more than they compute."""
 
@@ -51,6 +52,9 @@ class EmbeddedConfig:
     dispatch_seconds: float | None = None
     """what sending a token to the experts of another rank and back is taken to cost, per layer and rank; None: as measured at the start. State it
     where the measurement says little of the links that matter, such as when ranks are processes of one machine that stand for several"""
+    link_seconds: float = 0.0
+    """by how much sending a token to the experts of another rank and back is made to take longer, per layer and rank: ranks of one machine then wait for
+    each other as over a network, which shows what locality is worth there. Prices contain it"""
     step_timeout_seconds: float = 10.0
     """a step that takes longer means that a rank is lost, and the engine fails"""
     join_timeout_seconds: float = 120.0
@@ -79,6 +83,7 @@ class EmbeddedConfig:
             self.dispatch_seconds,
             "use seconds >= 0, or leave it out",
         )
+        _need(0 <= self.link_seconds <= _MOST_LINK_SECONDS, "link_seconds", self.link_seconds, f"use 0 (the links that there are) to {_MOST_LINK_SECONDS:g}")
         _need(self.ballast_bytes >= 0, "ballast_bytes", self.ballast_bytes, "use 0 or more")
         _need(self.slots_per_rank is None or self.slots_per_rank >= 1, "slots_per_rank", self.slots_per_rank, "use 1 or more, or leave it out")
         _need(self.placement is None or self.placement.is_file(), "placement", str(self.placement), "name an existing file, or leave it out")

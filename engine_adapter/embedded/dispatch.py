@@ -10,6 +10,7 @@ What an implementation promises, whatever moves the bytes:
 - A handle is good for one `combine`, of the latest `dispatch`.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -159,6 +160,17 @@ class Dispatch(Protocol):
         """Between two steps: send by this from now on. All ranks call it before the same step."""
         ...
 
+    def slow_links(self, seconds: float) -> None:
+        """Between two steps: from now on each token of this rank takes so much longer to each other rank that it is sent to, and back. It stands in for
+        a network between machines where there is none."""
+        ...
+
+
+def sent_away(served_by: Indices, rank: int) -> int:
+    """How often a token of this rank is sent to another one, once to each that serves any of its experts. served_by: int64 [T, k]."""
+    others = np.sort(np.where(served_by == rank, -1, served_by), axis=1)
+    return int((others[:, :1] >= 0).sum() + ((others[:, 1:] != others[:, :-1]) & (others[:, 1:] >= 0)).sum())
+
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """rows [T * k, H], weights fp32 [T, k]: fp32 [T, H], added in k order. The rows are used up.
@@ -236,6 +248,9 @@ class LocalDispatch:
     def adopt(self, sending: Sending) -> None:
         self._table = sending.first
 
+    def slow_links(self, seconds: float) -> None:
+        """Nothing travels."""
+
 
 class GlooDispatch:
     """Ranks joined by a process group: two collectives per layer when the step is small, three when it is not.
@@ -258,6 +273,7 @@ class GlooDispatch:
         self._small_gather_bytes = small_gather_bytes
         self._calls = _Calls()
         self._step = _Step.of((0,) * group.ranks)
+        self._link_seconds = 0.0
         self.served_by: list[Indices] = []
 
     def begin_step(self, tokens: int, tokens_by_rank: Sequence[int] | None) -> None:
@@ -273,6 +289,8 @@ class GlooDispatch:
         slots = self._sending.slots(layer, self._step.home, ids)
         ranks = slots // self._slots
         self.served_by.append(ranks)
+        if self._link_seconds:
+            time.sleep(self._link_seconds * sent_away(ranks[self._step.home == self._group.rank], self._group.rank))
         pairs = np.flatnonzero(ranks == self._group.rank)
         tokens = pairs // ids.shape[1]
         if not small:
@@ -292,6 +310,9 @@ class GlooDispatch:
 
     def adopt(self, sending: Sending) -> None:
         self._sending = sending
+
+    def slow_links(self, seconds: float) -> None:
+        self._link_seconds = seconds
 
     def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, Indices]:
         """Everybody's activations [all tokens, H] and expert ids [all tokens, k], sources in order, in one collective of bytes."""

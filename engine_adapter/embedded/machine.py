@@ -98,10 +98,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
                 ballast_bytes=config.ballast_bytes,
             )
         opened.callback(runner.close)
-        speed = runner.measure_speed()
-        if config.dispatch_seconds is not None:
-            log.info("sending a token to another rank and back: %.3g s measured; %.3g s are stated, and hold", speed.dispatch, config.dispatch_seconds)
-            speed = msgspec.structs.replace(speed, dispatch=config.dispatch_seconds)
+        speed = _with_links(runner, config, runner.measure_speed())
         return Machine(
             shape=runner.shape,
             vocabulary=about.vocabulary,
@@ -114,6 +111,18 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             lockstep=lockstep,
             close=opened.pop_all().close,
         )
+
+
+def _with_links(runner: Runner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:
+    """The speeds that hold, with links slowed down as configured: what they add is what was asked for, and need not be measured."""
+    if config.link_seconds:
+        runner.slow_links(config.link_seconds)
+        measured = msgspec.structs.replace(measured, dispatch=measured.dispatch + config.link_seconds)
+        log.info("sending a token to another rank and back takes %.3g s, of which %.3g s stand in for a network", measured.dispatch, config.link_seconds)
+    if config.dispatch_seconds is None:
+        return measured
+    log.info("sending a token to another rank and back: %.3g s measured; %.3g s are stated, and hold", measured.dispatch, config.dispatch_seconds)
+    return msgspec.structs.replace(measured, dispatch=config.dispatch_seconds)
 
 
 def _join(config: EmbeddedConfig, rank: int, directory: Path, opened: contextlib.ExitStack) -> RankGroup | None:

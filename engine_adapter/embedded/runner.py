@@ -196,6 +196,11 @@ class Runner:
         for dispatch in self._dispatches:
             dispatch.adopt(prepared.sending)
 
+    def slow_links(self, seconds: float) -> None:
+        """As `Dispatch.slow_links`, for the whole of this rank. Call it between two steps."""
+        for dispatch in self._dispatches:
+            dispatch.slow_links(seconds)
+
     def _with_cells(self, layer: _Layer, cells: NDArray[np.int32]) -> _Layer:
         gate_up, down = self._matrices(cells)
         return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down))

@@ -17,6 +17,7 @@ from engine_adapter.embedded.dispatch import (
     HandleError,
     LocalDispatch,
     group_by_slot,
+    sent_away,
 )
 from engine_adapter.embedded.lockstep import RankGroup
 from fleet.dispatch import flows
@@ -252,3 +253,31 @@ def test_whole_tokens_reach_fewer_ranks_and_come_home_the_same_to_the_last_bit(g
     fetched = [sum(one[1] for one in found) for found in (split, cover)]
     assert fetched[1] == sum(bool((token > 1).any()) for token in chosen)
     assert fetched[1] < fetched[0] or ranks == 2
+
+
+@given(data=st.data(), ranks=st.integers(1, 5), tokens=st.integers(0, 6), top_k=st.integers(1, 4))
+def test_a_token_is_sent_once_to_each_other_rank_that_serves_any_of_its_experts(data, ranks, tokens, top_k):
+    row = st.lists(st.integers(0, ranks - 1), min_size=top_k, max_size=top_k)
+    served_by = data.draw(st.lists(row, min_size=tokens, max_size=tokens))
+    rank = data.draw(st.integers(0, ranks - 1))
+    assert sent_away(np.array(served_by, np.int64).reshape(tokens, top_k), rank) == sum(len(set(one) - {rank}) for one in served_by)
+
+
+def test_slowed_links_take_their_time_for_each_token_sent_away_and_change_no_result(groups, monkeypatch):
+    joined, pool = groups
+    placement = linear(layers=1, experts=8, ranks=len(joined))
+    slept, chosen = [], np.array([[0, 7], [0, 1], [6, 7]])
+    monkeypatch.setattr("engine_adapter.embedded.dispatch.time.sleep", slept.append)
+
+    def run(group, seconds):
+        count = 3 if group.rank == 0 else 0
+        dispatch = GlooDispatch(group, placement, 64)
+        dispatch.slow_links(seconds)
+        dispatch.begin_step(count, [3] + [0] * (len(joined) - 1))
+        sent = dispatch.dispatch(0, torch.arange(count * 4.0).view(count, 4), chosen[:count])
+        return dispatch.combine(scale_by_expert(sent, placement, group.rank, 0), torch.ones(count, 2), sent.handle)
+
+    plain, slowed = (list(pool.map(run, joined, [seconds] * len(joined))) for seconds in (0.0, 0.25))
+    assert torch.equal(plain[0], slowed[0])
+    away = {2: [0.5], 3: [0.5], 4: [0.5]}[len(joined)]  # of tokens 0 and 2, each to the last rank
+    assert [one for one in slept if one] == away
