@@ -194,7 +194,7 @@ def main(
     rounds: int = typer.Option(None, help="of all policies"),
     warm: float = typer.Option(None, help="seconds of each policy before it is measured"),
     count: int = typer.Option(None, help="requests of each policy that are measured"),
-    concurrency: int = typer.Option(16, help="requests at once"),
+    concurrency: int = typer.Option(32, help="requests at once"),
     prompt: int = typer.Option(192, help="tokens"),
     output: int = typer.Option(48, help="tokens"),
     seed: int = typer.Option(0, help="of the order of domains and documents"),

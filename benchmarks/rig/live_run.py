@@ -29,7 +29,7 @@ from migration.plan import Handover, Plan, SplitRecord, Step, planned
 RANKS, SLOTS = 4, 10
 ENGINE = "engine-0"
 LINK_SECONDS = 1e-4
-"""by which sending is really made to take longer: a quarter of a step, or a third, as published for expert parallelism over a network"""
+"""by which sending is really made to take longer: then it is a good part of a step, as over a network"""
 SETTLED_SECONDS = 60.0
 """in which a plan that is under way ends"""
 MEASURED_SEED = 1_000_003

@@ -26,6 +26,8 @@ from fleet.timing import EngineSpeed
 
 PAGE_TOKENS = 16
 """Positions per KV page; equal to the block size that identities are computed with."""
+_MANY_SEQUENCES = 32
+"""whose step is compared with that of one, to find what each adds: with fewer, what one adds is less than a busy machine's noise"""
 _FEW_PAIRS, _MANY_PAIRS = 16, 144
 """rows of one expert that are compared to find what one of them takes"""
 
@@ -273,7 +275,7 @@ class Runner:
 
         Overwrites KV pages: call it before serving. Every rank makes the same number of steps, whatever the clock says.
         """
-        sequences = min(8, self.kv_pages, self.max_tokens)
+        sequences = min(_MANY_SEQUENCES, self.kv_pages, self.max_tokens)
         pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
         prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
         prefill = _fastest_seconds(lambda: self.forward([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]), 5)
