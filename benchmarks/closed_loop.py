@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import typer
 
+from benchmarks.rig.live_client import Lengths
 from benchmarks.rig.live_parts import alternating, flip, homogeneous
 from benchmarks.rig.live_run import CADENCE, EPLB, LINK_SECONDS, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
 from benchmarks.rig.live_traffic import Texts, texts
@@ -197,6 +198,7 @@ def main(
     concurrency: int = typer.Option(32, help="requests at once"),
     prompt: int = typer.Option(192, help="tokens"),
     output: int = typer.Option(48, help="tokens"),
+    vary: float = typer.Option(0.0, min=0.0, max=1.0, help="part of that by which an answer may be longer or shorter; 0: all are alike"),
     seed: int = typer.Option(0, help="of the order of domains and documents"),
     link_seconds: float = typer.Option(LINK_SECONDS, help="by which a token takes longer to another rank and back, per layer; 0: the links that there are"),
     scale: float = typer.Option(None, help="of the times of the long parts; 1: as stated"),
@@ -206,7 +208,7 @@ def main(
     parts = list(PARTS) if only == "all" else only.split(",")
     if unknown := set(parts) - set(PARTS):
         raise typer.BadParameter(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    much = Plenty(warm or (3.0 if quick else 120.0), count or (24 if quick else 250), concurrency, prompt, output)
+    much = Plenty(warm or (3.0 if quick else 120.0), count or (24 if quick else 250), concurrency, prompt, Lengths(output, vary))
     if plot is not None:
         plot = plot.absolute()
         plot.mkdir(parents=True, exist_ok=True)

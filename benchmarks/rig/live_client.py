@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -47,23 +47,37 @@ class Load:
         self._more.set()
 
 
-class Asker:
-    """Sends completions of token ids, greedy and of a fixed length."""
+class Lengths(NamedTuple):
+    """Of answers, in tokens: `mean`, and by up to the part `vary` of that longer or shorter."""
 
-    def __init__(self, http: aiohttp.ClientSession, model: str, output: int) -> None:
+    mean: int
+    vary: float = 0.0
+
+    def of(self, request: Request) -> int:
+        return max(1, round(self.mean * (1.0 + self.vary * request.stray)))
+
+    def __str__(self) -> str:
+        return f"{self.mean}" if not self.vary else f"{self.mean * (1 - self.vary):.0f} to {self.mean * (1 + self.vary):.0f}"
+
+
+class Asker:
+    """Sends completions of token ids, greedy, whose answers are as long as is said."""
+
+    def __init__(self, http: aiohttp.ClientSession, model: str, lengths: Lengths) -> None:
         self._http = http
         self._model = model
-        self._output = output
+        self._lengths = lengths
 
-    def body(self, prompt: list[int]) -> dict[str, Any]:
-        return {"model": self._model, "prompt": prompt, "max_tokens": self._output, "temperature": 0, "stream": True, "ignore_eos": True}
+    def body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        return {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
 
     async def ask(self, request: Request, load: Load) -> None:
         """One request. What is no whole answer is lost, and said."""
         load.one_more()
+        tokens = self._lengths.of(request)
         sent, first, said = time.monotonic(), 0.0, bytearray()
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS), self._http.post("/v1/completions", json=self.body(request.prompt)) as answer:
+            async with asyncio.timeout(PATIENCE_SECONDS), self._http.post("/v1/completions", json=self.body(request.prompt, tokens)) as answer:
                 async for chunk in answer.content.iter_any():
                     first = first or time.monotonic()
                     said += chunk
@@ -73,11 +87,11 @@ class Asker:
         except (aiohttp.ClientError, TimeoutError) as error:
             load.lost.append(repr(error)[:300])
             return
-        load.answered.append(Answered(request.domain, sent, first, time.monotonic(), self._output))
+        load.answered.append(Answered(request.domain, sent, first, time.monotonic(), tokens))
 
 
 @asynccontextmanager
-async def asking(router: str, model: str, requests: Iterator[Request], concurrency: int, output: int) -> AsyncIterator[Load]:
+async def asking(router: str, model: str, requests: Iterator[Request], concurrency: int, output: Lengths) -> AsyncIterator[Load]:
     """So many clients ask while the context lasts, or until there is no further request; what they have begun is answered before it ends."""
     load, going = Load(), True
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.rig.live_client import Answered, Load, asking
+from benchmarks.rig.live_client import Answered, Lengths, Load, asking
 from benchmarks.rig.live_figures import Course, Sent, Watcher, watching
 from benchmarks.rig.live_fleet import LiveFleet, Settings, live_fleet, merged
 from benchmarks.rig.live_traffic import Request, Texts
@@ -198,7 +198,7 @@ class Live:
             await self.fleet.command(what, *more, "--plot", str(folder / f"{what}.png"), "--nats", self.fleet.nats)
 
     @asynccontextmanager
-    async def loaded(self, requests: Iterator[Request], concurrency: int, output: int) -> AsyncIterator[Load]:
+    async def loaded(self, requests: Iterator[Request], concurrency: int, output: Lengths) -> AsyncIterator[Load]:
         """Under this load while the context lasts."""
         async with asking(self.fleet.router, DEMO_MODEL, requests, concurrency, output) as load:
             yield load
@@ -261,7 +261,7 @@ class Plenty:
     count: int
     concurrency: int
     prompt: int
-    output: int
+    output: Lengths
 
 
 async def phase(live: Live, policy: Policy, traffic: Texts, much: Plenty, seed: int) -> Phase:

@@ -22,11 +22,15 @@ HELDOUT = DEMO_CHECKPOINT.parent / "heldout"
 _NOT_TRAFFIC = ("licences",)
 PIECE = 16
 """tokens of a piece of mixed prompts"""
+_STRAYS = 1
+"""seeds lengths apart from texts: which texts are asked does not hang on whether lengths are drawn"""
 
 
 class Request(NamedTuple):
     domain: str
     prompt: list[int]
+    stray: float
+    """in [-1, 1): which way the length of its answer differs from the mean, and by how much of the most that any does"""
 
 
 @dataclass(frozen=True)
@@ -47,18 +51,18 @@ class Texts:
     def requests(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
         """Without end: windows of `prompt` tokens of random documents of random domains, the same ones for the same seed, moved on by `offset` tokens
         (0..15)."""
-        dice = np.random.default_rng(seed)
+        dice, strays = np.random.default_rng(seed), np.random.default_rng((seed, _STRAYS))
         while True:
             domain = self.domains[int(dice.integers(len(self.domains)))]
-            yield Request(domain, self._window(domain, prompt, offset, dice))
+            yield Request(domain, self._window(domain, prompt, offset, dice), float(strays.uniform(-1.0, 1.0)))
 
     def shuffled(self, prompt: int, seed: int, offset: int) -> Iterator[Request]:
         """Without end: prompts that are all alike, each of pieces of `PIECE` tokens of all domains in random order."""
-        dice, pieces = np.random.default_rng(seed), -(-prompt // PIECE)
+        dice, strays, pieces = np.random.default_rng(seed), np.random.default_rng((seed, _STRAYS)), -(-prompt // PIECE)
         while True:
             order = dice.permutation(np.arange(pieces) % len(self.domains)).tolist()
             tokens = [token for at in order for token in self._window(self.domains[at], PIECE, offset, dice)]
-            yield Request("shuffled", tokens[:prompt])
+            yield Request("shuffled", tokens[:prompt], float(strays.uniform(-1.0, 1.0)))
 
     def _window(self, domain: str, length: int, offset: int, dice: np.random.Generator) -> list[int]:
         documents = self.documents[domain]
