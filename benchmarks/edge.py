@@ -5,12 +5,14 @@ Two doors: `kv` (NATS, ranks that take token ids: the router renders, tokenises,
 direct and routed rounds and reports medians. Tokenising is measured in this process with the same tokenizer and prompt.
 
     python -m benchmarks.edge --quick
+    python -m benchmarks.edge --against HEAD~20    # the same cells through another commit's router instead of a mock directly
 """
 
 import contextlib
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -21,8 +23,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.rig.load_client import SETTINGS, Sample, call_all
 from benchmarks.rig.mock_fleet import MODEL, mock_fleet
-from benchmarks.rig.processes import mock_engines, nats, roost_router
+from benchmarks.rig.processes import ROOT, mock_engines, nats, roost_router
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
+from benchmarks.rig.revision import COLUMNS, Against, Compared, add_compared, compare, no_slower, router_of, worktree
 from deploy.demo_model import checkpoint_path
 
 MOCKS = 4
@@ -130,13 +133,42 @@ async def run(quick: bool, report: Report) -> dict[Cell, Measured]:
     return results
 
 
+async def run_against(revision: str, quick: bool, report: Report) -> dict[str, list[Compared]]:
+    """Every cell without tracing through this tree's router and another commit's, in turns; by door."""
+    rounds, requests = (5, 150) if quick else (9, 400)
+    results: dict[str, list[Compared]] = defaultdict(list)
+    model = checkpoint_path()
+    with worktree(revision) as tree:
+        for door in ("kv", "plain"):
+            async with mock_engines(MOCKS) as mocks, router_of(ROOT, door, mocks, model) as now, router_of(tree, door, mocks, model) as before:
+                for cell in cells(quick):
+                    if cell.door != door or cell.tracing:
+                        continue
+                    count = requests * min(cell.connections, 4)
+                    asks = [[body(cell, at) for at in range(number * count, (number + 1) * count)] for number in range(rounds + 1)]
+                    found = await compare(now, before, asks, connections=cell.connections)
+                    results[door].append(found)
+                    add_compared(report, _name(cell), cell.connections, found)
+    return results
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.door}{' traced' if cell.tracing else ''}, {cell.words} words{', stream' if cell.stream else ''}"
+
+
 def _row(cell: Cell, found: Measured) -> list[str | float | int]:
-    name = f"{cell.door}{' traced' if cell.tracing else ''}, {cell.words} words{', stream' if cell.stream else ''}"
+    name = _name(cell)
     return [name, cell.connections, 1e3 * found.direct, 1e3 * found.routed, 1e3 * found.added, 1e3 * found.routed_p99, int(found.direct_rate), int(found.rate)]
 
 
-def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
+def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, against: str = Against) -> None:
     """Added latency and req/s of `roost router` in front of trivial mock engines."""
+    if against:
+        report = Report(f"The edge: the working tree's router beside {against}'s", COLUMNS)
+        report.notes.append(f"client: {SETTINGS}; rounds in turns")
+        report.targets = [no_slower(door, found) for door, found in uvloop.run(run_against(against, quick, report)).items()]
+        report.finish(as_json=as_json, check=check)
+        return
     columns = ["case", "conc", "direct p50 ms", "routed p50 ms", "added p50 ms", "routed p99 ms", "direct req/s", "routed req/s"]
     report = Report("The edge: router in front of mock engines", columns)
     results = uvloop.run(run(quick, report))

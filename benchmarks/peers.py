@@ -7,6 +7,7 @@ Client, routers and engines share this machine's cores: the peers run a thread p
 connections are open (what one reaches is said, too). Every cell is measured in rounds that take turns; medians are shown.
 
     python -m benchmarks.peers --install --quick
+    python -m benchmarks.peers --against HEAD~20    # another commit's router in the peers' place
 """
 
 import contextlib
@@ -27,8 +28,9 @@ from benchmarks.rig.chat_bodies import GROUPS, OUTPUT_TOKENS, bodies, common_wor
 from benchmarks.rig.load_client import SETTINGS, call_all
 from benchmarks.rig.mock_fleet import MODEL, mock_fleet, tell_held
 from benchmarks.rig.peer_environment import Peers
-from benchmarks.rig.processes import free_port, mock_engines, nats, process, roost_router
+from benchmarks.rig.processes import ROOT, free_port, mock_engines, nats, process, roost_router
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percentile
+from benchmarks.rig.revision import COLUMNS, Against, Compared, add_compared, compare, no_slower, router_of, worktree
 
 MOCKS = 4
 WORDS = 200
@@ -239,8 +241,34 @@ async def run(peers: Peers, missing: dict[str, str], *, quick: bool) -> dict[tup
             return await measure(found, words, rounds=3 if quick else 9, seconds=0.25 if quick else 1.0)
 
 
-def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, install: bool = Install) -> None:
-    """Roost beside SGLang's router and Dynamo's frontend."""
+async def run_against(revision: str, quick: bool, report: Report) -> dict[str, list[Compared]]:
+    """The same prompts through this tree's router and another commit's, in turns; by door. One process each."""
+    rounds, requests = (5, 120) if quick else (9, 400)
+    texts = sources()
+    words = common_words(texts)
+    results: dict[str, list[Compared]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, worktree(revision) as tree:
+        model = Path(folder) / MODEL
+        write_model(model, texts)
+        for door, cells in (("plain", CELLS), ("kv", (*CELLS, *IN_TURNS))):
+            async with mock_engines(MOCKS) as mocks, router_of(ROOT, door, mocks, model) as now, router_of(tree, door, mocks, model) as before:
+                for cell in cells:
+                    made = partial(bodies, MODEL, words, requests * min(cell.connections, 4), count=WORDS, stream=cell.stream, in_turns=cell.in_turns)
+                    asks = [made(seed=f"{door} {cell.name} {number}") for number in range(rounds + 1)]
+                    found = await compare(now, before, asks, connections=cell.connections)
+                    results[door].append(found)
+                    add_compared(report, f"{door} {cell.name}", cell.connections, found)
+    return results
+
+
+def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, install: bool = Install, against: str = Against) -> None:
+    """Roost beside SGLang's router and Dynamo's frontend, or beside another commit of itself."""
+    if against:
+        report = Report(f"{WORDS}-word prompts: the working tree's router beside {against}'s", COLUMNS)
+        report.notes.append(f"client: {SETTINGS}; rounds in turns")
+        report.targets = [no_slower(door, found) for door, found in uvloop.run(run_against(against, quick, report)).items()]
+        report.finish(as_json=as_json, check=check)
+        return
     failed = peer_environment.install() if install else {}
     peers = peer_environment.find(failed)
     missing = dict(peers.missing)

@@ -29,16 +29,22 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def process(
-    arguments: Sequence[str], ready: str | None, *, environment: Mapping[str, str] | None = None, answers: Callable[[bytes], bool] = lambda body: True
+    arguments: Sequence[str],
+    ready: str | None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    answers: Callable[[bytes], bool] = lambda body: True,
+    tree: Path = ROOT,
 ) -> AsyncIterator[None]:
     """A child that answers `ready` (a URL; None: nobody can ask it) as it should; ended with the context.
 
     The event loop goes on meanwhile: mocks must keep their hearts beating. environment: on top of this process's own.
+    tree: the checkout whose packages a Python child imports.
     RuntimeError when the child ends before it answers, TimeoutError when it does not answer.
     """
-    own = None if environment is None else {**os.environ, **environment}
+    own = {**os.environ, **(environment or {}), "PYTHONPATH": str(tree)}
     with tempfile.TemporaryFile() as said:
-        child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=ROOT, env=own)
+        child = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.DEVNULL, stderr=said, cwd=tree, env=own)
         try:
             if ready is not None:
                 await asyncio.to_thread(_await_url, ready, child, said, answers)
@@ -92,8 +98,8 @@ async def mock_engines(count: int) -> AsyncIterator[list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def roost_router(*arguments: str) -> AsyncIterator[int]:
-    """The real `roost router` command on a free port, ready to serve."""
+async def roost_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[int]:
+    """The real `roost router` command of a checkout on a free port, ready to serve."""
     port = free_port()
-    async with process([*ROOST, "router", "--port", str(port), *arguments], f"http://127.0.0.1:{port}/ready"):
+    async with process([*ROOST, "router", "--port", str(port), *arguments], f"http://127.0.0.1:{port}/ready", tree=tree):
         yield port

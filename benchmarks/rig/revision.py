@@ -1,0 +1,126 @@
+"""Another commit of this repository beside the working tree, so that both are measured in one run.
+
+The commit is checked out into a temporary git worktree. Its routers and its mock fleet run as processes from
+there, with this environment's libraries: each side speaks its own messages, whatever has changed on the bus
+between them.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from benchmarks.rig.load_client import call_all
+from benchmarks.rig.processes import ROOT, nats, process, roost_router
+from benchmarks.rig.report import Report, Target, percentile
+
+Against = typer.Option("", "--against", metavar="REV", help="compare with this commit's router in the same run, instead of with other systems")
+TOLERANCE = 0.05
+"""Share by which the working tree may be slower: medians of paired rounds differ by that much on shared machines."""
+_PATH = "/v1/chat/completions"
+_FLEET = """
+import asyncio, sys
+from pathlib import Path
+from benchmarks.rig.mock_fleet import mock_fleet
+
+async def main(url, folder, *ports):
+    async with mock_fleet(url, [int(port) for port in ports], Path(folder)):
+        await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""A mock fleet as a process: run in a worktree it is that commit's."""
+
+
+@contextlib.contextmanager
+def worktree(revision: str) -> Iterator[Path]:
+    """Check out a commit into a temporary folder, removed at the end. typer.BadParameter when git cannot."""
+    with tempfile.TemporaryDirectory() as parent:
+        tree = Path(parent) / "tree"
+        _git("worktree", "add", "--detach", "--quiet", str(tree), revision)
+        try:
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*arguments: str) -> None:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise typer.BadParameter(f"git {arguments[0]} {arguments[1]} failed: {done.stderr.strip()}", param_hint="--against")
+
+
+@contextlib.asynccontextmanager
+async def router_of(tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str) -> AsyncIterator[int]:
+    """The `roost router` of a tree before these mock engines, behind its door `plain` or `kv`; its port."""
+    async with contextlib.AsyncExitStack() as stack:
+        if door == "plain":
+            arguments = [word for mock in mocks for word in ("--backend", f"http://127.0.0.1:{mock}")]
+        else:
+            url = await stack.enter_async_context(nats())
+            fleet = [sys.executable, "-c", _FLEET, url, str(model), *map(str, mocks)]
+            await stack.enter_async_context(process(fleet, None, tree=tree))
+            arguments = ["--nats", url]
+        yield await stack.enter_async_context(roost_router(*arguments, *options, tree=tree))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One side, once. Seconds; requests per second."""
+
+    p50: float
+    p99: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A case on both sides, round by round; the sides take turns to begin."""
+
+    now: list[Round]
+    before: list[Round]
+
+    @property
+    def rate_ratio(self) -> float:
+        """Requests per second of the working tree over the other commit's, median of the rounds."""
+        return statistics.median(one.rate / two.rate for one, two in zip(self.now, self.before, strict=True))
+
+
+async def compare(now: int, before: int, bodies: Sequence[Sequence[bytes]], *, connections: int) -> Compared:
+    """Ask both ports each round's bodies, in turns. The first round only warms connections and caches."""
+    found: dict[int, list[Round]] = {now: [], before: []}
+    for number, asks in enumerate(bodies):
+        for port in (now, before) if number % 2 else (before, now):
+            samples, wall = await call_all(port, _PATH, asks, connections=connections)
+            whole = [sample.whole for sample in samples]
+            found[port].append(Round(statistics.median(whole), percentile(whole, 0.99), len(whole) / wall))
+    return Compared(found[now][1:], found[before][1:])
+
+
+COLUMNS = ["case", "conc", "before p50 ms", "now p50 ms", "before p99 ms", "now p99 ms", "before req/s", "now req/s", "now/before"]
+
+
+def add_compared(report: Report, case: str, connections: int, found: Compared) -> None:
+    """A row of medians."""
+    both = found.before, found.now
+    report.add(
+        case,
+        connections,
+        *(1e3 * statistics.median(one.p50 for one in side) for side in both),
+        *(1e3 * statistics.median(one.p99 for one in side) for side in both),
+        *(int(statistics.median(one.rate for one in side)) for side in both),
+        found.rate_ratio,
+    )
+
+
+def no_slower(door: str, found: Sequence[Compared]) -> Target:
+    """The deciding ratio of one door: the median over its cases."""
+    ratio = statistics.median(one.rate_ratio for one in found)
+    return Target(f"req/s of the working tree over the other commit, {door} door", ratio, 1.0 - TOLERANCE)
+
