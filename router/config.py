@@ -47,7 +47,10 @@ class RouterConfig:
     backend_key_file: Path | None = None
     """file whose first line is sent to plain backends as `Authorization: Bearer`"""
     probe_seconds: float = 2.0
-    """how often a plain backend's /v1/models is asked"""
+    """pause between two probes of a backend, its /v1/models"""
+    probe_timeout_seconds: float = 10.0
+    """a probe without an answer for so long is a miss. Three misses in a row take a backend away, unless it served a token meanwhile; a
+    refused connection does so at once"""
 
     session_header: str = "x-session-id"
     """request header that names a conversation; without it, the body's prompt_cache_key"""

@@ -83,6 +83,11 @@ class Hindsight:
         """Open bookings that were made here."""
         return len(self._open)
 
+    def worker(self, booking: Booking) -> int | None:
+        """worker_id that an open booking of this router is at; None: the booking is over, or another router's."""
+        watched = self._open.get(booking)
+        return None if watched is None else watched.decision.target.key[0]
+
     # What happens to requests
 
     def booked(self, decision: Decision, booking: Booking, *, waited: bool = False) -> None:

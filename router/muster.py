@@ -51,6 +51,8 @@ class EngineState:
     distinct: Cells | None = None
     """[K]: experts that a request of each cluster adds to a step of the engine; None: nobody has said"""
     handover_seconds: float = 0.0
+    probed: bool = False
+    """probes decide whether it lives (`router.plain`), not the silence of its heartbeats"""
     homes: Settled = Settled()  # noqa: RUF009 immutable
 
     def resume(self, old: "EngineState") -> None:

@@ -1,8 +1,15 @@
-"""Plain OpenAI-compatible servers given by URL: no bus, no agents. What they serve, and whether they are there, is asked of them."""
+"""Static backends: OpenAI-compatible servers given by URL, without bus or agents. `GET /v1/models` tells what they serve.
+
+Liveness: a refused connection takes a server away at once. Any other probe that fails (no answer in time, another status, no list of
+models) is a miss, and MISSES in a row without a sign of life between them take it away. A served token or answer is a sign of life: API
+servers answer slowest under load, which is when they must not be lost.
+"""
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import msgspec
@@ -10,12 +17,13 @@ import xxhash
 
 from fleet.completions import ApiError
 from fleet.events import Capabilities, EngineJoined
-from router.muster import Standing
 from router.proxy import Upstream
 from router.view import View
 
 log = logging.getLogger(__name__)
 
+MISSES = 3
+"""Failed probes in a row that take a server away."""
 _LIST_BYTES = 1024 * 1024
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
 _UNKNOWN_CONTEXT = 2**31 - 1
@@ -32,66 +40,106 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[_Model, ...]
 
 
+@dataclass(slots=True)
+class _Server:
+    """One server and what its probes found."""
+
+    url: str
+    served: set[int] = field(default_factory=set)
+    """worker_ids of its models"""
+    misses: int = 0
+    """failed probes since the last sign of life"""
+    missing: bool = False
+    """taken away for its misses: a sign of life brings it back"""
+    reported: bool | None = None
+    """whether the log last called it there; None: nothing was logged yet"""
+
+
 class PlainBackends:
     """Each server's models become engines of one rank, one per model. A server that stops answering is left out until it answers again."""
 
     def __init__(self, urls: tuple[str, ...], key: str | None, view: View, clock: Callable[[], float], forget: Callable[[int], None]) -> None:
-        self._urls = tuple(dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls))
+        unique = dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)
+        self._servers = [_Server(url) for url in unique]
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._view = view
         self._clock = clock
         self._forget = forget
-        self._served: dict[str, set[int]] = {url: set() for url in self._urls}
+        self._server_of: dict[int, _Server] = {}
 
     def probes(self, worker_id: int) -> bool:
-        """Whether an engine is one of these, which are asked whether they are there."""
-        return any(worker_id in served for served in self._served.values())
+        """Whether an engine is one of these, whose liveness their probes decide."""
+        return worker_id in self._server_of
 
-    async def run(self, upstream: Upstream, probe_seconds: float) -> None:
+    def served(self, worker_id: int) -> None:
+        """Note a token or an answer of a server. It outweighs missed probes, but not a refused connection: a server that is stopping
+        finishes its open streams while it refuses new ones."""
+        server = self._server_of.get(worker_id)
+        if server is not None and (server.misses or server.missing):
+            server.misses = 0
+            if server.missing:
+                server.missing = False
+                self._alive(server)
+
+    async def run(self, upstream: Upstream, probe_seconds: float, timeout_seconds: float) -> None:
         """Probe until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for url in self._urls:
-                tasks.create_task(self._watch(upstream, url, probe_seconds), name=f"probes {url}")
+            for server in self._servers:
+                tasks.create_task(self._watch(upstream, server, probe_seconds, timeout_seconds), name=f"probes {server.url}")
 
-    async def _watch(self, upstream: Upstream, url: str, probe_seconds: float) -> None:
-        there: bool | None = None
+    async def _watch(self, upstream: Upstream, server: _Server, probe_seconds: float, timeout_seconds: float) -> None:
         while True:
             try:
-                models = await self._ask(upstream, url, probe_seconds)
+                body = await upstream.get(server.url, "/v1/models", self._headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES)
+                models = msgspec.json.decode(body, type=_Models)
             except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:
-                if there is not False:
-                    log.warning("backend %s does not answer: %s", url, error)
-                there = False
-                self._missing(url)
+                self._missed(server, error, timeout_seconds)
             else:
-                if not there:
-                    log.info("backend %s serves %s", url, ", ".join(model.id for model in models.data) or "no model")
-                there = True
-                self._present(url, models)
+                self._answered(server, models)
             await asyncio.sleep(probe_seconds)
 
-    async def _ask(self, upstream: Upstream, url: str, probe_seconds: float) -> _Models:
-        body = await upstream.get(url, "/v1/models", self._headers, seconds=max(1.0, probe_seconds), most_bytes=_LIST_BYTES)
-        return msgspec.json.decode(body, type=_Models)
+    def _answered(self, server: _Server, models: _Models) -> None:
+        if not server.reported:
+            log.info("backend %s serves %s", server.url, ", ".join(model.id for model in models.data) or "no model")
+        server.misses, server.missing, server.reported = 0, False, True
+        self._present(server, models)
 
-    def _present(self, url: str, models: _Models) -> None:
+    def _missed(self, server: _Server, error: Exception, timeout_seconds: float) -> None:
+        reason = str(error) or f"no answer within {timeout_seconds:g} s"
+        refused = _is_refusal(error)
+        server.misses += 1
+        if not refused and server.misses < MISSES and server.reported:
+            log.info("backend %s: probe %d of %d failed: %s", server.url, server.misses, MISSES, reason)
+            return
+        if server.reported is not False:
+            log.warning("backend %s does not answer: %s", server.url, reason)
+        server.reported, server.missing = False, not refused
+        for worker_id in server.served:
+            self._view.unreachable(worker_id)
+
+    def _present(self, server: _Server, models: _Models) -> None:
         served: set[int] = set()
         for model in models.data:
-            joined = _as_engine(url, model)
+            joined = _as_engine(server.url, model)
             known = self._view.engine(joined.worker_id)
             if known is None or known.joined != joined:
-                self._view.join(joined, self._clock())
-            self._view.heard(joined.worker_id, self._clock())
+                self._view.join(joined, self._clock(), probed=True)
             served.add(joined.worker_id)
-        for gone in self._served[url] - served:
+            self._server_of[joined.worker_id] = server
+        for gone in server.served - served:
+            del self._server_of[gone]
             self._forget(gone)
-        self._served[url] = served
+        server.served = served
+        self._alive(server)
 
-    def _missing(self, url: str) -> None:
-        for worker_id in self._served[url]:
-            state = self._view.engine(worker_id)
-            if state is not None and state.standing is Standing.LIVE:
-                self._view.unreachable(worker_id)
+    def _alive(self, server: _Server) -> None:
+        for worker_id in server.served:
+            self._view.heard(worker_id, self._clock())
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether nothing listens there: a connection was refused, at every address where the name has several."""
+    return isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error))
 
 
 def _as_engine(url: str, model: _Model) -> EngineJoined:

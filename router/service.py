@@ -56,8 +56,6 @@ _TAG = re.compile(r"[0-9a-f]{4}")
 _SWEEP_SECONDS = 0.25
 _SWEPT_BLOCKS = 1024
 """Blocks of the prefix index that are looked at then, at most: less than a millisecond."""
-_PROBES_MISSED = 2.5
-"""A plain backend counts as silent after so many probe intervals."""
 
 
 class RouterService:
@@ -141,7 +139,7 @@ class RouterService:
             if self._foreign is not None:
                 tasks.create_task(self._foreign.run(), name="tells the tracker what foreign engines activated")
             if self.config.backends:
-                tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds), name="probes plain backends")
+                tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds), name="probes plain backends")
             tasks.create_task(self.hindsight.run(), name="measures engines and regrets")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
 
@@ -220,6 +218,7 @@ class RouterService:
         if self.peers is not None:
             self.peers.first_token(booking)
         now = self.clock()
+        self._alive(booking)
         self.picker.health.first_token(booking, now)
         self.hindsight.first_token(booking, now)
         self.waiting.wake()
@@ -229,7 +228,14 @@ class RouterService:
         self.picker.reservations.emitted(booking, tokens)
         if self.peers is not None:
             self.peers.emitted(booking)
+        self._alive(booking)
         self.hindsight.emitted(booking, tokens, self.clock())
+
+    def _alive(self, booking: Booking) -> None:
+        """Whoever serves a token lives, whatever its probes find."""
+        worker_id = self.hindsight.worker(booking)
+        if worker_id is not None:
+            self._backends.served(worker_id)
 
     def release(self, booking: Booking) -> None:
         self.picker.reservations.release(booking)
@@ -274,6 +280,7 @@ class RouterService:
     def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
         """A choice was answered to its end by this decision's rank; `prompt` is what was decided on. reported: the answer named its experts."""
         self.picker.health.answered(booking, self.clock())
+        self._backends.served(decision.target.key[0])
         if self._outcomes is not None:
             self._outcomes.note(decision, prompt, reported=reported)
 
@@ -346,7 +353,6 @@ class RouterService:
 
     async def _sweep(self) -> None:
         config = self.config
-        dead_after = max(config.dead_after_seconds, _PROBES_MISSED * config.probe_seconds) if config.backends else config.dead_after_seconds
         was_silent = False
         while True:
             now = self.clock()
@@ -356,7 +362,7 @@ class RouterService:
             if silent and not was_silent:
                 self._doubt_failures(now)
             was_silent = silent
-            for worker_id in self.view.sweep(now, dead_after, config.forget_after_seconds, self._audible_since):
+            for worker_id in self.view.sweep(now, config.dead_after_seconds, config.forget_after_seconds, self._audible_since):
                 self.forget_worker(worker_id)
             self._judge(now)
             self._expire(now)

@@ -34,8 +34,9 @@ class View:
         self.version = 0
         """counts changes; part of every decision"""
 
-    def join(self, joined: EngineJoined, now: float) -> list[int]:
+    def join(self, joined: EngineJoined, now: float, *, probed: bool = False) -> list[int]:
         """An engine serves. Returns the worker_ids it supersedes (earlier incarnations of its name), which are forgotten.
+        probed: probes decide whether it lives, not the silence of its heartbeats.
 
         ValueError when its placement breaks an invariant, its urls are missing, or its nodes are not one per rank.
         """
@@ -45,7 +46,7 @@ class View:
             raise ValueError(f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {len(joined.urls)} ranks; one per rank, or none, is allowed")
         placement = None if joined.placement is None else Placement.from_record(joined.placement)
         old = self._engines.get(joined.worker_id)
-        state = EngineState(joined, now, placement, joined.layout)
+        state = EngineState(joined, now, placement, joined.layout, probed=probed)
         if old is not None:
             state.resume(old)
         superseded = [worker for worker, other in self._engines.items() if other.joined.engine == joined.engine and worker != joined.worker_id]
@@ -80,9 +81,11 @@ class View:
         """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten. What was silent before
         `audible_since` is no silence: nobody could be heard."""
         for worker, state in self._engines.items():
-            if now - max(state.heard_at, audible_since) > dead_after and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
+            silent = not state.probed and now - max(state.heard_at, audible_since) > dead_after
+            if silent and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
                 self._stand(worker, Standing.DEAD)
-        old = [worker for worker, state in self._engines.items() if now - max(state.heard_at, audible_since) > forget_after]
+        quiet = (worker for worker, state in self._engines.items() if now - max(state.heard_at, audible_since) > forget_after)
+        old = [worker for worker in quiet if not self._engines[worker].probed or self._engines[worker].standing is not Standing.LIVE]
         for worker in old:
             self.forget(worker)
         return old

@@ -29,6 +29,9 @@ class Foreign:
         self.status = 200
         self.break_after: int | None = None
         self.hold = False
+        self.listed: asyncio.Event | None = None
+        """the list of models is answered once this is set; None: at once"""
+        self.lists = 0
         self.left = asyncio.Event()
         self.port = free_port()
         self._stack = contextlib.AsyncExitStack()
@@ -48,6 +51,9 @@ class Foreign:
         return f"http://127.0.0.1:{self.port}"
 
     async def list(self, http: web.Request) -> web.Response:
+        self.lists += 1
+        if self.listed is not None:
+            await self.listed.wait()
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
         return web.json_response({"object": "list", "data": [{"id": model, "max_model_len": 100} for model in self.models]})
 
@@ -140,6 +146,16 @@ async def test_a_server_that_dies_is_left_out_and_comes_back(open_house: OpenHou
     assert all([(await house.post(CHAT, chat())).json["id"] == "two" for _ in range(4)])
     await servers[0].start()
     await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+
+
+async def test_a_server_that_serves_stays_however_slow_its_list_of_models_is(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1], probe_timeout_seconds=0.1)
+    servers[0].listed, before = asyncio.Event(), servers[0].lists
+    statuses = []
+    while servers[0].lists < before + 8:
+        statuses.append((await house.post(CHAT, chat(stream=bool(len(statuses) % 2)))).status)
+    assert set(statuses) == {200}
+    servers[0].listed.set()
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 401])
