@@ -944,6 +944,10 @@ class BookedLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix: bytes = b""
     """u64 little endian [n]: sequence hashes of the prompt's first blocks, which this rank will have cached. Told once, and only of ranks that do
     not report their KV cache"""
+    external: bool = False
+    """another data plane sends the request"""
+    held: bool = False
+    """external, and its first token has not come: it counts beside whatever its rank reports"""
 
 
 class ReservationsChanged(Event, frozen=True, kw_only=True):

@@ -201,7 +201,7 @@ class Edge:
             raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
         request = self._decoder.either(body)
         self._note(exchange, request)
-        need = (await self._need(exchange, request, len(body)))._replace(supposed=supposed)
+        need = (await self._need(exchange, request, len(body)))._replace(supposed=supposed, external=reserve)
         if reserve:
             exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False, wait=wait)
             self.service.hold(exchange.decision, booking)

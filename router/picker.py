@@ -37,7 +37,7 @@ class Need(NamedTuple):
     """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
 
     `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
-    to be supposed, where somebody only wants to know.
+    to be supposed, where somebody only wants to know. external: another data plane will send it.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Need(NamedTuple):
     request_id: str = ""
     keys: Keys = NO_KEYS
     supposed: Supposed = NOTHING
+    external: bool = False
 
 
 class Try(NamedTuple):
@@ -180,8 +181,9 @@ class Picker:
         factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
         return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, factors)
 
-    def book(self, decision: Decision, prompt: Prompt, now: float) -> Booking:
-        """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back."""
+    def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False) -> Booking:
+        """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back.
+        external: another data plane sends the request."""
         target = decision.target
         size = target.engine.block_size
         blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
@@ -191,7 +193,8 @@ class Picker:
         self._keep(decision)
         self._turns[decision.ask.model] = self._turns.get(decision.ask.model, 0) + 1
         self._affinity.went(decision.ask.keys.session, target.key, now)
-        booking = self.reservations.book(target.key, (int(decision.uncached[decision.chosen]), 1, blocks, decision.ask.output_tokens), now)
+        amounts = int(decision.uncached[decision.chosen]), 1, blocks, decision.ask.output_tokens
+        booking = self.reservations.book(target.key, amounts, now, external=external)
         self.health.began(booking, target.key, _first_token_seconds(decision), now)
         return booking
 

@@ -185,7 +185,7 @@ class Ledger:
                 return
             router.bookings[load.id] = _Foreign(booking, now + self._keep, sequence)
             return
-        if load.prefill_tokens == 0:
+        if load.prefill_tokens == 0 and not load.held:
             self._reservations.first_token(foreign.booking)
         self._reservations.emitted(foreign.booking, max(foreign.booking.amounts[STEPS] - max(load.steps, 0), 0))
         foreign.expires_at, foreign.named_in = now + self._keep, max(foreign.named_in, sequence)
@@ -198,9 +198,11 @@ class Ledger:
         if not 0 <= load.session < 2**64 or len(load.prefix) % 8 or len(load.prefix) > 8 * MOST_PREFIX_BLOCKS:
             return None
         try:
-            booking = self._reservations.book((load.worker_id, load.rank), amounts, now - load.age_seconds)
+            booking = self._reservations.book((load.worker_id, load.rank), amounts, now - load.age_seconds, external=load.external)
         except KeyError:
             return None  # its engine has not introduced itself here yet, or has left
+        if load.external and not load.held:
+            self._reservations.first_token(booking)
         self.open += 1
         if load.session or load.prefix:
             self._learnt((load.worker_id, load.rank), Word(load.session, np.frombuffer(load.prefix, "<u8").tolist()))
@@ -346,6 +348,8 @@ def _load(own: _Own, now: float, prefix: Sequence[int] = ()) -> BookedLoad:
         age_seconds=max(now - own.booking.booked_at, 0.0),
         session=own.session,
         prefix=np.array(prefix, "<u8").tobytes(),
+        external=own.booking.external,
+        held=own.booking.held,
     )
 
 

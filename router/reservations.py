@@ -4,6 +4,10 @@ A booking is counted once. Until a report can contain it, it is counted beside t
 `settle_seconds` after the booking contains it and speaks for it. A report that arrives sooner may or may not contain it: of
 the two readings the larger is taken, never their sum. Without a fresh report the bookings speak alone.
 
+An external booking is for a request that another data plane sends, at a time that nobody knows. It is counted beside every report until its
+first token, which proves that the rank has it; from then on the rank's reports speak for it. It is never subtracted from a report, because no
+report is known to contain it.
+
 What running requests have yet to emit (STEPS) is known exactly of bookings and only estimated by reports, so there bookings speak for
 themselves always, and a report only for the sequences that nobody booked here.
 """
@@ -24,21 +28,28 @@ Amounts = NDArray[np.int64]
 class Booking:
     """Load promised to one rank for one request. Belongs to `Reservations`, which alone changes it."""
 
-    __slots__ = ("amounts", "booked_at", "counted_in", "rank")
+    __slots__ = ("amounts", "booked_at", "counted_in", "external", "rank")
 
-    def __init__(self, rank: "_Rank", amounts: list[int], booked_at: float) -> None:
+    def __init__(self, rank: "_Rank", amounts: list[int], booked_at: float, external: bool) -> None:
         self.rank: _Rank | None = rank
         """None: the booking has ended"""
         self.amounts = amounts
         self.booked_at = booked_at
-        self.counted_in: list[int] | None = rank.since
+        self.counted_in: list[int] | None = rank.held if external else rank.since
         """the sums that count this booking beside the report; None: the report speaks for it"""
+        self.external = external
+        """another data plane sends the request"""
+
+    @property
+    def held(self) -> bool:
+        """Whether it counts beside every report: external, and its first token has not come."""
+        return self.rank is not None and self.counted_in is self.rank.held
 
 
 class _Rank:
     """One rank's sums, each [AMOUNTS]."""
 
-    __slots__ = ("beside", "open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "watched", "young")
+    __slots__ = ("beside", "held", "open", "others", "own", "reported", "reported_at", "row", "since", "stale_at", "watched", "young")
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -51,6 +62,8 @@ class _Rank:
         """bookings that the last report may or may not contain"""
         self.since = [0] * AMOUNTS
         """bookings since the last report"""
+        self.held = [0] * AMOUNTS
+        """external bookings before their first token, whatever was reported"""
         self.own = [0] * AMOUNTS
         """all open bookings"""
         self.stale_at = -inf
@@ -62,8 +75,8 @@ class _Rank:
         """those of them that are counted beside the report"""
 
     def steps_of_others(self, sequences: int, steps: int) -> int:
-        """What is left to the reported sequences but those that are booked here, if all were alike."""
-        self.others = max(sequences - self.own[SEQUENCES], 0)
+        """What is left to the reported sequences but those that are booked here and were sent, if all were alike."""
+        self.others = max(sequences - self.own[SEQUENCES] + self.held[SEQUENCES], 0)
         return self.others * steps // sequences if self.others else 0
 
     def count_late(self, booking: Booking, settle_seconds: float) -> None:
@@ -150,26 +163,31 @@ class Reservations:
         """int64 [AMOUNTS, len(rows)]: that difference; 0 where no report came since."""
         return self._surprise.take(rows, axis=1)
 
-    def book(self, key: Hashable, amounts: Sequence[int], now: float) -> Booking:
+    def book(self, key: Hashable, amounts: Sequence[int], now: float, *, external: bool = False) -> Booking:
         """Promise load ([AMOUNTS], none negative) to a rank from now on; `now` is earlier for what another router promised and told late.
-        KeyError when the rank is unknown."""
+        external: another data plane sends the request. KeyError when the rank is unknown."""
         rank = self._ranks[key]
-        booking = Booking(rank, list(amounts), now)
-        if now < rank.reported_at:
+        booking = Booking(rank, list(amounts), now, external)
+        if now < rank.reported_at and not external:
             rank.count_late(booking, self._settle)
         if booking.counted_in is not None:
             _add(booking.counted_in, amounts)
-            rank.beside.add(booking)
+            if not external:
+                rank.beside.add(booking)
         _add(rank.own, amounts)
         rank.open.add(booking)
         self._write(rank)
         return booking
 
     def first_token(self, booking: Booking) -> None:
-        """The prompt is computed: its tokens wait no more."""
-        tokens = booking.amounts[PREFILL]
-        if tokens and booking.rank is not None:
-            self._subtract(booking, booking.rank, (tokens, 0, 0, 0))
+        """The prompt is computed: its tokens wait no more, and the rank has the request."""
+        rank, tokens = booking.rank, booking.amounts[PREFILL]
+        if rank is None:
+            return
+        if tokens:
+            self._subtract(booking, rank, (tokens, 0, 0, 0))
+        if booking.counted_in is rank.held:
+            self._settle_held(booking, rank)
 
     def emitted(self, booking: Booking, tokens: int) -> None:
         """So many tokens have come since this was said last; a request that emits more than was expected has none left."""
@@ -201,13 +219,21 @@ class Reservations:
     def open_bookings(self) -> int:
         return sum(len(rank.open) for rank in self._ranks.values())
 
+    def _settle_held(self, booking: Booking, rank: _Rank) -> None:
+        """The last report may contain an external booking, the next one does."""
+        _add(rank.held, [-amount for amount in booking.amounts])
+        _add(rank.young, booking.amounts)
+        booking.counted_in = rank.young
+        rank.beside.add(booking)
+        self._write(rank)
+
     def _subtract(self, booking: Booking, rank: _Rank, part: tuple[int, ...]) -> None:
         less = tuple([-amount for amount in part])
         _add(booking.amounts, less)
         _add(rank.own, less)
         if booking.counted_in is not None:
             _add(booking.counted_in, less)
-        else:
+        elif not booking.external:
             reported = rank.reported
             for at in (PREFILL, SEQUENCES, BLOCKS):
                 left = reported[at] - part[at]
@@ -220,9 +246,9 @@ class Reservations:
         if rank.stale_at == -inf:
             cells[PREFILL, row], cells[SEQUENCES, row], cells[BLOCKS, row], cells[STEPS, row] = own
             return
-        reported, young, since = rank.reported, rank.young, rank.since
+        reported, young, since, held = rank.reported, rank.young, rank.since, rank.held
         for at in (PREFILL, SEQUENCES, BLOCKS):
-            cells[at, row] = (reported[at] if reported[at] > young[at] else young[at]) + since[at]
+            cells[at, row] = (reported[at] if reported[at] > young[at] else young[at]) + since[at] + held[at]
         cells[STEPS, row] = reported[STEPS] + own[STEPS]
 
     def _expire(self, now: float) -> None:

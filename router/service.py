@@ -194,7 +194,7 @@ class RouterService:
         """Decide, promise the chosen rank the load at once, and write the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
-        booking = self.picker.book(decision, need.prompt, self.clock())
+        booking = self.picker.book(decision, need.prompt, self.clock(), external=need.external)
         self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
         if self.peers is not None:
             self.peers.booked(decision, booking, need.prompt)

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import textwrap
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +17,17 @@ import pytest
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.completions import ApiError
-from fleet.events import EngineHeartbeat, EngineJoined, RouteDecided, RouteReleased, RouteRequested
+from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, RouteDecided, RouteReleased, RouteRequested
 from router import peers
 from router.api import create_app
 from router.config import RouterConfig
 from router.decider import Decider
 from router.inquiries import Inquiries
-from router.reservations import Reservations
+from router.reservations import PREFILL, SEQUENCES, STEPS, Reservations
 from router.reserved import Reserved
 from router.service import RouterService
 from tests.router.houses import Answered, chat, engine_joined, running, served_app, until
+from tests.simulated_engines import AGENT, simulated_engine
 
 
 @dataclass
@@ -49,8 +52,17 @@ class Door:
         roster = self.service.view.roster("demo")
         return self.service.picker.reservations.load(roster.rows, self.service.clock()).tolist()  # type: ignore[no-any-return]
 
+    def column(self, rank: str) -> list[int]:
+        """Load of one rank, "a/0" or "a/1"."""
+        return [row[int(rank[-1])] for row in self.load]
+
 
 NOTHING = [[0, 0]] * 4
+
+
+def reported(running: int, held: Sequence[int] = (0, 0, 0, 0)) -> list[int]:
+    """The load of a rank that reported as `Street.report` does, beside what is held there; a sequence is expected to emit 64 tokens yet."""
+    return [own + more for own, more in zip((10, running, 100, 64 * running), held, strict=True)]
 
 
 class Street:
@@ -72,6 +84,16 @@ class Street:
         assert self.joined is not None
         await self.bus.publisher(self.subjects.heartbeats).publish(EngineHeartbeat(engine="a", worker_id=self.joined.worker_id, epoch=0))
 
+    async def report(self, busy: str, *doors: Door, running: int) -> None:
+        """Both ranks report as many running requests, 100 blocks and 10 prompt tokens, `busy` (engine/rank) before the other; returns once
+        the routers know it."""
+        assert self.joined is not None
+        ranks = [int(busy[-1]), 1 - int(busy[-1])]
+        for rank in ranks:
+            load = KvMetrics(worker_id=self.joined.worker_id, dp_rank=rank, running=running, active_decode_blocks=100, active_prefill_tokens=10)
+            await self.bus.publisher(self.subjects.kv_metrics).publish(load)
+        await until(lambda: all(door.column(f"a/{ranks[1]}") == reported(running) for door in doors))
+
     async def router(self, **settings: Any) -> Door:
         config = RouterConfig(**{"dead_after_seconds": 60.0, **settings})
         bus = MemoryBus(self.broker)
@@ -82,7 +104,8 @@ class Street:
         self.stack.callback(task.cancel)
         url = await self.stack.enter_async_context(served_app(create_app(service, config)))
         http = await self.stack.enter_async_context(aiohttp.ClientSession())
-        await self.beat()
+        if self.joined is not None:
+            await self.beat()
         await until(lambda: service.ready)
         await inquiries.listening.wait()
         return Door(service, url, http)
@@ -102,6 +125,7 @@ async def street() -> AsyncIterator[Street]:
         yield street
 
 
+AGENT_OFTEN = dataclasses.replace(AGENT, load_seconds=0.02)
 OF_ITS_OWN = {"id", "request_id", "seed", "chosen", "runner_up", "if_gone", "without", "url", "expires_seconds", "candidates"}
 
 
@@ -110,21 +134,70 @@ def alike(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in OF_ITS_OWN}
 
 
-async def test_what_is_reserved_is_booked_until_it_is_released(street: Street) -> None:
-    door = await street.router()
+async def test_what_is_reserved_is_booked_until_it_is_released_whatever_ranks_report_meanwhile(street: Street) -> None:
+    door = await street.router(settle_seconds=0.0)
     answer = await door.post("/v1/route/reserve", chat())
     record = answer.json
     assert answer.status == 200
     assert answer.headers["x-roost-decision-id"] == record["id"]
     assert (record["url"], record["expires_seconds"]) == ({"a/0": "http://h:1", "a/1": "http://h:2"}[record["chosen"]], 120.0)
-    assert door.load != NOTHING
-    assert (await door.get(f"/v1/decisions/{record['id']}")).json["chosen"] == record["chosen"]
+    held, chosen = [max(row) for row in door.load], record["chosen"]
+    assert held[PREFILL] > 0
+    assert held[SEQUENCES] == 1
+    assert (await door.get(f"/v1/decisions/{record['id']}")).json["chosen"] == chosen
+    for number in (3, 0, 5):
+        await street.report(chosen, door, running=number)
+        assert door.column(chosen) == reported(number, held)
     noted = await door.post("/v1/route/release", {"id": record["id"], "first_token": True})
     assert (noted.status, noted.json) == (200, {"id": record["id"], "outcome": "noted"})
-    assert max(door.load[0]) == 0
-    assert max(door.load[1]) == 1
+    assert door.column(chosen) == reported(5, [0, 0, 0, held[STEPS]])  # this report may contain it
+    await street.report(chosen, door, running=6)
+    assert door.column(chosen) == reported(5, [0, 1, 0, held[STEPS]])  # and this one does
     assert [(await door.post("/v1/route/release", {"id": record["id"]})).json["outcome"] for _ in range(2)] == ["ended", "unknown"]
-    assert door.load == NOTHING
+    assert door.column(chosen) == reported(5, [0, 1, 0, 0])  # until the rank reports that it is gone
+    await street.report(chosen, door, running=5)
+    assert door.column(chosen) == reported(5)
+
+
+async def test_a_released_reservation_takes_nothing_from_the_load_of_others(street: Street) -> None:
+    door = await street.router(settle_seconds=0.0)
+    record = (await door.post("/v1/route/reserve", chat())).json
+    await street.report(record["chosen"], door, running=7)
+    await door.post("/v1/route/release", {"id": record["id"]})
+    assert door.column(record["chosen"]) == reported(7)
+
+
+async def test_what_another_router_holds_counts_beside_reports_here(street: Street) -> None:
+    one, other = await street.router(settle_seconds=0.0), await street.router(settle_seconds=0.0)
+    record = (await one.post("/v1/route/reserve", chat())).json
+    chosen, held = record["chosen"], [max(row) for row in one.load]
+    await until(lambda: other.load == one.load)
+    await street.report(chosen, one, other, running=7)
+    assert one.column(chosen) == other.column(chosen) == reported(7, held)
+    await other.post("/v1/route/release", {"id": record["id"]})
+    await until(lambda: one.column(chosen) == other.column(chosen) == reported(7))
+
+
+async def test_forty_reservations_before_engines_that_report_fill_forty_places_and_no_more() -> None:
+    """Simulated ranks that report that they are idle, many times after the last reservation has settled."""
+    async with contextlib.AsyncExitStack() as stack:
+        street = Street(stack)
+        await stack.enter_async_context(simulated_engine(MemoryBus(street.broker), street.subjects, agent=AGENT_OFTEN, shape="demo"))
+        door = await street.router(max_requests_per_rank=20, queue_requests=0)
+        bodies = [chat(f"question {number} " + "word " * 400, model="demo") for number in range(40)]
+        assert [(await door.post("/v1/route/reserve", body)).status for body in bodies] == [200] * 40
+        before = door.load
+        said = await stack.enter_async_context(street.bus.subscribe(street.subjects.kv_metrics))
+        began, seen = time.monotonic(), [0, 0]
+        while min(seen) < 8 or time.monotonic() - began < 0.3:  # past `settle_seconds`
+            message = (await anext(said)).message
+            assert isinstance(message, KvMetrics)
+            assert not message.running
+            seen[message.dp_rank] += 1
+        assert door.load == before
+        assert before[SEQUENCES] == [20, 20]
+        assert min(before[PREFILL]) > 20 * 400
+        assert (await door.post("/v1/route/reserve", bodies[0])).status == 429
 
 
 async def test_explaining_holds_nothing(street: Street) -> None:

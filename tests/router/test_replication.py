@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,8 +32,10 @@ class Peer:
         self.diary = Diary(self.name, refresh_seconds=20.0)
         self.open: dict[str, Booking] = {}
 
-    def book(self, decision_id: str, now: float, key: tuple[int, int] = RANK, amounts: tuple[int, int, int, int] = (100, 1, 8, 40)) -> Booking:
-        booking = self.open[decision_id] = self.reservations.book(key, amounts, now)
+    def book(
+        self, decision_id: str, now: float, key: tuple[int, int] = RANK, amounts: tuple[int, int, int, int] = (100, 1, 8, 40), *, external: bool = False
+    ) -> Booking:
+        booking = self.open[decision_id] = self.reservations.book(key, amounts, now, external=external)
         self.diary.booked(decision_id, key, booking)
         return booking
 
@@ -86,6 +89,50 @@ def test_a_booking_counts_at_the_other_router_through_its_whole_life(pair: tuple
     tell(one, other, 0.03)
     assert [row[0] for row in other.load(0.03)] == [0, 0, 0, 0]
     assert other.ledger.open == 0
+
+
+def test_what_is_held_for_another_data_plane_counts_beside_reports_at_the_other_router_too(pair: tuple[Peer, Peer]) -> None:
+    one, other = pair
+    one.book("a", 0.0, external=True)
+    tell(one, other, 0.005)
+    for peer in pair:
+        peer.reservations.report(RANK, (50, 2, 10, 30), 1.0)
+    assert [row[0] for row in one.load(1.0)] == [row[0] for row in other.load(1.0)] == [150, 3, 18, 70]
+    one.first_token("a")
+    tell(one, other, 1.1)
+    for peer in pair:
+        peer.reservations.report(RANK, (50, 3, 10, 30), 1.2)
+    assert [row[0] for row in one.load(1.2)] == [row[0] for row in other.load(1.2)] == [50, 3, 10, 60]
+    one.end("a")
+    tell(one, other, 1.3)
+    assert [row[0] for row in one.load(1.3)] == [row[0] for row in other.load(1.3)] == [50, 3, 10, 20]
+
+
+def test_a_newcomer_hears_of_a_held_booking_after_its_first_token_and_takes_nothing_from_reports(pair: tuple[Peer, Peer]) -> None:
+    one, other = pair
+    one.book("a", 0.0, external=True)
+    other.reservations.report(RANK, (50, 2, 10, 30), 1.0)
+    one.first_token("a")
+    tell(one, other, 1.1)
+    assert [row[0] for row in other.load(1.1)][:STEPS] == [50, 2, 10]
+    one.end("a")
+    tell(one, other, 1.2)
+    assert [row[0] for row in other.load(1.2)] == [50, 2, 10, 30]
+
+
+def test_a_held_booking_of_a_prompt_that_is_all_cached_stays_held(pair: tuple[Peer, Peer]) -> None:
+    one, other = pair
+    one.book("a", 0.0, amounts=(0, 1, 8, 40), external=True)
+    for at in (0.01, 0.02):
+        one.diary.tell_all()
+        tell(one, other, at)
+    other.reservations.report(RANK, (50, 2, 10, 30), 1.0)
+    assert [row[0] for row in other.load(1.0)] == [50, 3, 18, 70]
+
+
+def test_a_booking_told_by_a_router_that_knows_no_external_ones_is_an_ordinary_one() -> None:
+    told = msgspec.json.decode(b'{"id": "a", "worker_id": 7, "rank": 0, "prefill_tokens": 1, "blocks": 1, "steps": 1, "age_seconds": 0.0}', type=BookedLoad)
+    assert (told.external, told.held) == (False, False)
 
 
 def test_little_progress_is_not_told_and_much_is(pair: tuple[Peer, Peer]) -> None:
