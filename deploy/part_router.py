@@ -55,7 +55,7 @@ async def serve(
             stack.push_async_callback(bus.close)
         service = RouterService(bus, subjects, config)
         running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))
-        app = create_app(service, config)
+        app = create_app(service)
         tasks = [running]
         if read is not None:
             hangup = asyncio.Event()

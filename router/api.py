@@ -6,21 +6,23 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from fleet.completions import ApiError
-from router.config import RouterConfig
 from router.edge import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, Edge
-from router.keys import ApiKeys
+from router.keys import DOCS, INFER, METRICS, ROUTE
 from router.openapi import with_hot_routes
-from router.reply import Receive, Scope, Send
+from router.reply import Receive, Scope, Send, error_headers
 from router.service import RouterService
 from router.tracing import Provider, Tracing
 
 log = logging.getLogger(__name__)
 
 _JSON = "application/json"
+_TITLE = "Roost router"
+_DOCUMENT = "/openapi.json"
 
 
 Serve = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -57,46 +59,63 @@ class RouterApp(FastAPI):
             await serve(scope, receive, send)
 
 
-def create_app(service: RouterService, config: RouterConfig, *, tracer_provider: Provider | None = None) -> FastAPI:
-    """The application over a service that somebody else runs. Without a tracer provider the process's own is asked for, now.
-
-    OSError or ValueError when the file of API keys cannot be used.
-    """
-    keys = None if config.api_key_file is None else ApiKeys.read(config.api_key_file)
-    edge = Edge(service, keys, Tracing.create(tracer_provider))
+def create_app(service: RouterService, *, tracer_provider: Provider | None = None) -> FastAPI:
+    """The application over a service that its caller runs. Without a tracer provider the process's own is asked for, now."""
+    edge = Edge(service, Tracing.create(tracer_provider))
     # Spans are `router.tracing`'s; FastAPI's own would be a second trace of every request.
-    app = RouterApp(title="Roost router", openapi_url="/openapi.json", telemetry={"tracing": False, "metrics": False, "logs": False})
+    app = RouterApp(title=_TITLE, openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
     app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route, RESERVE_PATH: edge.reserve, RELEASE_PATH: edge.release}
     for path, serve in app.hot.items():
         app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # other methods are answered 405
-    _add_reading_routes(app, service, keys)
+    _add_reading_routes(app, service)
+    _add_documentation(app, service)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
 
-def _add_reading_routes(app: FastAPI, service: RouterService, keys: ApiKeys | None) -> None:
-    def admit(request: Request) -> None:
-        if keys is not None and not keys.admit(request.headers.get("authorization")):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+def _admit(request: Request, service: RouterService, right: str) -> None:
+    """ApiError 401 without a valid key, 403 for a key without the right."""
+    service.credentials.caller(request.headers.get("authorization")).require(right)
 
+
+def _add_documentation(app: FastAPI, service: RouterService) -> None:
+    """What FastAPI would serve to anyone, for callers with the right."""
+
+    @app.get(_DOCUMENT, include_in_schema=False)
+    async def document(request: Request) -> Response:
+        _admit(request, service, DOCS)
+        return _json(app.openapi())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        _admit(request, service, DOCS)
+        return get_swagger_ui_html(openapi_url=_DOCUMENT, title=_TITLE)
+
+    @app.get("/redoc", include_in_schema=False)
+    async def redoc(request: Request) -> Response:
+        _admit(request, service, DOCS)
+        return get_redoc_html(openapi_url=_DOCUMENT, title=_TITLE)
+
+
+def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The models that a live engine serves, in OpenAI's form."""
-        admit(request)
+        _admit(request, service, INFER)
         return _json({"object": "list", "data": [_model(service, name) for name in service.view.models(live=True)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         """One model; 404 names those there are."""
-        admit(request)
+        _admit(request, service, INFER)
         service.picker.roster(name)
         return _json(_model(service, name))
 
     @app.get("/v1/decisions/{decision_id}")
     async def decision(request: Request, decision_id: str) -> Response:
         """One of the last decisions of any router, with every candidate and every term."""
-        admit(request)
+        _admit(request, service, ROUTE)
         return Response(await service.decision(decision_id), media_type=_JSON)
 
     @app.get("/health")
@@ -105,14 +124,18 @@ def _add_reading_routes(app: FastAPI, service: RouterService, keys: ApiKeys | No
         return _json({"status": "alive"})
 
     @app.get("/ready")
-    async def ready() -> Response:
-        """200 once all is known that should be, and at least one engine lives and can be used; 503 before, with what is missing."""
-        said = {"ready": service.ready, "models": service.view.models(live=True), "missing": service.missing}
-        return _json(said, 200 if service.ready else 503)
+    async def ready(request: Request) -> Response:
+        """200 once all is known that should be, and at least one engine lives and can be used; 503 before. With the right `metrics` also what
+        is served and what is missing."""
+        status: dict[str, Any] = {"ready": service.ready}
+        if METRICS in service.credentials.rights(request.headers.get("authorization")):
+            status |= {"models": service.view.models(live=True), "missing": service.missing}
+        return _json(status, 200 if service.ready else 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Prometheus text."""
+        _admit(request, service, METRICS)
         return Response(service.metrics.exposition(), media_type=service.metrics.content_type)
 
 
@@ -126,8 +149,8 @@ def _json(content: Any, status: int = 200) -> Response:
 
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {} if error.retry_after is None else {"retry-after": str(max(1, round(error.retry_after)))}
-    return Response(error.body(), error.status, headers, media_type=_JSON)
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error.body(), error.status, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

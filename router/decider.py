@@ -62,7 +62,7 @@ class Decider:
         """Over a service that somebody else runs. running: the task in which it runs, if its end is to be noticed here."""
         self.service = service
         self._running = running
-        self._edge = Edge(service, None, None)
+        self._edge = Edge(service, None)
 
     @classmethod
     @asynccontextmanager

@@ -17,7 +17,7 @@ from router.course import Course
 from router.decision import NOTHING, Decision
 from router.exchange import Exchange, Outcome
 from router.generation import Generation
-from router.keys import ApiKeys
+from router.keys import INFER, ROUTE
 from router.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -64,9 +64,8 @@ _READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tra
 class Edge:
     """What the hot routes share. `tracing` None: no spans are made."""
 
-    def __init__(self, service: RouterService, keys: ApiKeys | None, tracing: Tracing | None) -> None:
+    def __init__(self, service: RouterService, tracing: Tracing | None) -> None:
         self.service = service
-        self.keys = keys
         self._tracing = tracing
         self._decoder = RequestDecoder()
         self._watches = Watches()
@@ -109,8 +108,7 @@ class Edge:
         outcome = Outcome.FAILED
         service.metrics.in_flight.inc()
         try:
-            if self.keys is not None and not self.keys.admit(headers.get("authorization")):
-                raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")  # noqa: TRY301
+            self._admit(exchange, headers)
             body = await read_body(scope, receive, service.config.max_body_bytes)
             self._watches.start(watch, exchange.request_id)
             await answer(exchange, reply, fixed, body)
@@ -146,6 +144,16 @@ class Edge:
         else:
             exchange.pass_on = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         return exchange
+
+    def _admit(self, exchange: Exchange, headers: dict[str, str]) -> None:
+        """Put the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the route's right."""
+        caller = self.service.credentials.caller(headers.get("authorization"))
+        caller.require(INFER if exchange.path in (CHAT_PATH, TEXT_PATH) else ROUTE)
+        if exchange.tenant is not None:
+            caller = caller.speaking_for(exchange.tenant)
+        exchange.caller = caller
+        if caller.tenant:  # else no key says who asks, and header or body may
+            exchange.tenant = caller.tenant
 
     # The routes
 
@@ -237,7 +245,8 @@ class Edge:
     def _rank(self, exchange: Exchange, request: Request) -> None:
         """Its class, and how long its client will wait. ApiError 400 for what is neither."""
         config = self.service.config
-        exchange.urgency = class_of(exchange.asked_priority or request.priority, config.classes, config.default_class)
+        asked = class_of(exchange.asked_priority or request.priority, config.classes, config.default_class)
+        exchange.urgency = max(asked, exchange.caller.most_urgent(config.classes))
         exchange.priority = config.classes[exchange.urgency]
         if exchange.asked_timeout is not None:
             if not _TIMEOUT_MS.fullmatch(exchange.asked_timeout) or not int(exchange.asked_timeout):

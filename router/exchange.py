@@ -10,6 +10,7 @@ import msgspec
 from router.course import Failure
 from router.decision import Decision
 from router.foresight import Keys, keys_of
+from router.keys import TRUSTED, Caller
 from router.metrics import RouterMetrics
 from router.tracing import RequestTrace
 
@@ -44,7 +45,9 @@ class Exchange:
         self.path = path
         self.session: str | None = None
         self.tenant: str | None = None
-        """names of who asks, from headers or body; they leave the router as hashes only"""
+        """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
+        self.caller: Caller = TRUSTED
+        """the sender, from its key"""
         self.started = started
         self.asked_priority: str | None = None
         self.asked_timeout: str | None = None

@@ -1,32 +1,154 @@
-"""The API keys that clients may present. Comparing takes the same time whichever key is wrong, and wherever."""
+"""Client keys: which tenant a key belongs to, the class it may ask for, and what it may do. Pure.
+
+A keys file holds one line per key, `sha256:HEX tenant [class] [rights,...]`, where HEX is the SHA-256 of the key: a stolen file opens
+no door. Several lines may name one tenant, so that its keys can be rotated without a gap. A key is looked up by its digest; a client
+cannot choose the digests of what it presents, so the time that a look-up takes says nothing of the keys in the file.
+"""
 
 import hashlib
-import hmac
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fleet.completions import ApiError
+
+INFER, ROUTE, METRICS, DOCS, ADMIN, ANY_TENANT = "infer", "route", "metrics", "docs", "admin", "any_tenant"
+RIGHTS = {
+    INFER: "chat and completions, and the other routes of OpenAI's API",
+    ROUTE: "/v1/route, reservations, and /v1/decisions of its tenant",
+    METRICS: "/metrics, and the details of /ready",
+    DOCS: "/docs and /openapi.json",
+    ADMIN: "administration of the servers behind the router",
+    ANY_TENANT: "name another tenant in the tenant header, as a gateway does, and see what belongs to any",
+}
+ALL_RIGHTS = frozenset(RIGHTS)
+DEFAULT_RIGHTS = frozenset({INFER})
+"""Rights of a line that names none."""
+ALL = "all"
+"""In a keys file: every right."""
+_FORMERLY = frozenset({INFER, ROUTE})
+"""What a key of the old form, in clear, was good for."""
+
+KEY_PREFIX = "rk_"
+"""Keys made here begin so, for scanners of leaked secrets."""
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
+_HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_SCHEME = "sha256:"
 
 
-class ApiKeys:
-    """Digests of the keys; an empty set would let nobody in."""
+class Caller(NamedTuple):
+    """Who sent a request. tenant: "" without a keys file. priority_class: the most urgent class that counts; None: any."""
 
-    def __init__(self, keys: list[str]) -> None:
-        if not keys:
-            raise ValueError("no API key is given; leave api_key_file unset to ask for none")
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    tenant: str
+    priority_class: str | None
+    rights: frozenset[str]
 
-    @classmethod
-    def read(cls, path: Path) -> "ApiKeys":
-        """One key per line; empty lines and lines that begin with # are left out. OSError, or ValueError when there is none."""
-        lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-        try:
-            return cls([line for line in lines if line and not line.startswith("#")])
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+    def require(self, right: str) -> None:
+        """ApiError 403 unless the caller has a right."""
+        if right not in self.rights:
+            raise ApiError(403, f"this key has no right to do this; its line in the router's keys file must name {right!r}", code="insufficient_rights")
 
-    def admit(self, authorization: str | None) -> bool:
-        """Whether an `Authorization` header carries one of the keys."""
+    def most_urgent(self, classes: Sequence[str]) -> int:
+        """The number of the most urgent class that the caller may ask for, 0 being the first. A class that a reload took away is the last."""
+        if self.priority_class is None:
+            return 0
+        return classes.index(self.priority_class) if self.priority_class in classes else len(classes) - 1
+
+    def speaking_for(self, tenant: str) -> "Caller":
+        """The caller of a request that names a tenant in its header: that tenant, with no right to name others. A caller that may not
+        speak for others stays who it is. ApiError 400 for what is no tenant's name."""
+        if ANY_TENANT not in self.rights or not self.tenant:
+            return self
+        if not is_tenant(tenant):
+            raise ApiError(400, f"the tenant header must be {TENANT_FORM}, not {tenant[:64]!r}", code="invalid_value")
+        return self._replace(tenant=tenant, rights=self.rights - {ANY_TENANT})
+
+
+TRUSTED = Caller("", None, ALL_RIGHTS)
+"""Every caller, where no keys file is set."""
+TENANT_FORM = "1 to 128 letters, digits or . _ : @ -, the first a letter or digit"
+
+
+def is_tenant(name: str) -> bool:
+    """True for a name that a tenant may have (`TENANT_FORM`)."""
+    return _TENANT.fullmatch(name) is not None
+
+
+class ClientKeys:
+    """The callers by their keys. Immutable."""
+
+    def __init__(self, callers: dict[bytes, Caller]) -> None:
+        """callers: by the SHA-256 of each key."""
+        self._callers = callers
+
+    def caller(self, authorization: str | None) -> Caller | None:
+        """The caller that an `Authorization: Bearer KEY` header belongs to; None without a known key."""
         scheme, _, key = (authorization or "").partition(" ")
-        presented = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = False
-        for digest in self._digests:  # all of them, always
-            found |= hmac.compare_digest(digest, presented)
-        return found and scheme.lower() == "bearer"
+        if scheme.lower() != "bearer":
+            return None
+        return self._callers.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest())
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} keys)"
+
+
+def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientKeys:
+    """The keys of a file; empty lines and lines that begin with # are left out. A key whose line names no class may ask for
+    `default_class` at most. ValueError names the line, what is wrong with it and what to put instead, never a key."""
+    callers: dict[bytes, Caller] = {}
+    lines: dict[bytes, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        digest, caller = _parse_line(number, line, classes, default_class)
+        if digest in lines:
+            raise ValueError(f"lines {lines[digest]} and {number} are the same key; remove one")
+        callers[digest], lines[digest] = caller, number
+    if not callers:
+        raise ValueError("no API key is given; add one with `roost key new TENANT`, or leave api_key_file unset to ask for none")
+    return ClientKeys(callers)
+
+
+def _parse_line(number: int, line: str, classes: Sequence[str], default_class: str) -> tuple[bytes, Caller]:
+    if not line.startswith(_SCHEME):
+        instead = key_line(line, "default", None, _FORMERLY)
+        raise ValueError(f"line {number} holds a key in clear; put this line instead (with the tenant's name for 'default'): {instead}")
+    hashed, *words = line.split()
+    match = _HASHED.fullmatch(hashed)
+    if match is None:
+        raise ValueError(f"line {number}: after sha256: come the 64 hexadecimal digits of the key's SHA-256")
+    if not 1 <= len(words) <= 3:
+        raise ValueError(f"line {number} must be: sha256:HEX tenant [class] [rights,...]; it has {len(words)} words after sha256:HEX")
+    tenant, *rest = words
+    if not is_tenant(tenant):
+        raise ValueError(f"line {number}: a tenant's name is {TENANT_FORM}; not {tenant[:64]!r}")
+    chosen = rest.pop(0) if len(rest) == 2 or (rest and not _are_rights(rest[0])) else None
+    if chosen is not None and chosen not in classes:
+        raise ValueError(f"line {number}: {chosen[:64]!r} is neither a class ({', '.join(classes)}) nor rights ({', '.join((*RIGHTS, ALL))}), split by commas")
+    rights = parse_rights(rest[0], f"line {number}: ") if rest else DEFAULT_RIGHTS
+    return bytes.fromhex(match[1]), Caller(tenant, chosen or default_class, rights)
+
+
+def _are_rights(word: str) -> bool:
+    return {*word.split(",")} <= {*RIGHTS, ALL}
+
+
+def parse_rights(text: str, place: str = "") -> frozenset[str]:
+    """`infer,route` as a set. ValueError, beginning with `place`, for an unknown one."""
+    names = text.split(",")
+    for name in names:
+        if name not in RIGHTS and name != ALL:
+            raise ValueError(f"{place}there is no right {name[:64]!r}; there are {', '.join((*RIGHTS, ALL))}")
+    return ALL_RIGHTS if ALL in names else frozenset(names)
+
+
+def key_line(key: str, tenant: str, priority_class: str | None, rights: frozenset[str]) -> str:
+    """The line of a key in a keys file."""
+    words = [_SCHEME + hashlib.sha256(key.encode()).hexdigest(), tenant, *([priority_class] if priority_class else [])]
+    if rights != DEFAULT_RIGHTS:
+        words.append(ALL if rights == ALL_RIGHTS else ",".join(name for name in RIGHTS if name in rights))
+    return " ".join(words)

@@ -58,10 +58,10 @@ class _Server:
 class PlainBackends:
     """Each server's models become engines of one rank, one per model. A server that stops answering is left out until it answers again."""
 
-    def __init__(self, urls: tuple[str, ...], key: str | None, view: View, clock: Callable[[], float], forget: Callable[[int], None]) -> None:
+    def __init__(self, urls: tuple[str, ...], key: Callable[[], str | None], view: View, clock: Callable[[], float], forget: Callable[[int], None]) -> None:
         unique = dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)
         self._servers = [_Server(url) for url in unique]
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._key = key
         self._view = view
         self._clock = clock
         self._forget = forget
@@ -90,7 +90,9 @@ class PlainBackends:
     async def _watch(self, upstream: Upstream, server: _Server, probe_seconds: float, timeout_seconds: float) -> None:
         while True:
             try:
-                body = await upstream.get(server.url, "/v1/models", self._headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES)
+                key = self._key()
+                headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                body = await upstream.get(server.url, "/v1/models", headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES)
                 models = msgspec.json.decode(body, type=_Models)
             except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:
                 self._missed(server, error, timeout_seconds)

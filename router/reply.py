@@ -39,11 +39,16 @@ class Reply:
 
     async def error(self, error: ApiError, headers: Headers) -> None:
         """OpenAI's error body, with Retry-After where the error knows when."""
-        headers = [*headers, (b"content-type", b"application/json")]
-        if error.retry_after is not None:
-            headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))
-        if error.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if error.status == 413:
-            headers.append((b"connection", b"close"))  # what is left of the body is not read
-        await self.whole(error.status, headers, error.body())
+        await self.whole(error.status, [*headers, *error_headers(error)], error.body())
+
+
+def error_headers(error: ApiError) -> Headers:
+    """Headers of the answer that carries an error."""
+    headers = [(b"content-type", b"application/json")]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status in (401, 403, 413):
+        headers.append((b"connection", b"close"))  # the body, or the rest of it, is not read
+    return headers

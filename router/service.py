@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import re
 import secrets
@@ -19,6 +20,7 @@ from fleet.completions import DECISION_HEADER, ApiError
 from fleet.events import ConfigChanged
 from router.config import RouterConfig
 from router.course import Failure
+from router.credentials import Credentials
 from router.decision import Decision
 from router.exchange import Exchange
 from router.feeds import Feeds
@@ -52,7 +54,8 @@ log = logging.getLogger(__name__)
 
 WHOLE_EVENTS = 16
 """A plain server's whole answer may be as long as so many of the longest events; so may what it says of experts."""
-_TAG = re.compile(r"[0-9a-f]{4}")
+_DECISION = re.compile(r"([0-9a-f]{8}|[0-9a-f]{4})[0-9a-f]{12}(-.{1,32})?")
+"""A decision's id: the tag of its router (4 digits in older routers), what is its own, and the choice and attempt it was made for."""
 _SWEEP_SECONDS = 0.25
 _SWEPT_BLOCKS = 1024
 """Blocks of the prefix index that are looked at then, at most: less than a millisecond."""
@@ -69,7 +72,7 @@ class RouterService:
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
-        """OSError when the backends' key file cannot be read."""
+        """OSError, or ValueError, when a file of keys cannot be used. chance: tells equals apart, and nothing else."""
         self.config = config
         self.clock = clock
         self._bus = bus
@@ -79,7 +82,7 @@ class RouterService:
         self.started_at = int(time.time())
         self.metrics = RouterMetrics()
         self.upstream = Upstream(config)
-        self.backend_key = None if config.backend_key_file is None else config.backend_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        self.credentials = Credentials.read(config)
         self._chance = random.Random() if chance is None else chance
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
@@ -100,12 +103,12 @@ class RouterService:
         if bus is not None and self.feeds is not None:
             others = self._heard_elsewhere, self.end_reserved, self.waiting.wake, self.feeds.acquainted
             self.peers = Peers(bus, subjects, config, reservations, self.metrics, clock, *others)
-        self.tag = secrets.token_hex(2)
+        self.tag = secrets.token_hex(4)
         """what the ids of this router's decisions begin with"""
         self.warmup = Warmup(self.view, self.feeds, self.peers)
         self._audible_since = -inf
         """engines on the bus can be heard since then"""
-        self._backends = PlainBackends(config.backends, self.backend_key, self.view, clock, self.forget_worker)
+        self._backends = PlainBackends(config.backends, lambda: self.credentials.backend_key, self.view, clock, self.forget_worker)
 
     @property
     def ready(self) -> bool:
@@ -176,15 +179,19 @@ class RouterService:
 
     # What requests are served with
 
+    # Ids and sampling seeds are secrets of their requests, and come from the system. `chance` may be known to all: records print its numbers.
+
     def new_request_id(self) -> str:
-        return f"{self._chance.getrandbits(96):024x}"
+        """24 hexadecimal digits."""
+        return os.urandom(12).hex()
 
     def new_decision_id(self) -> str:
-        return f"{self.tag}{self._chance.getrandbits(48):012x}"
+        """The router's tag, and 12 hexadecimal digits."""
+        return self.tag + os.urandom(6).hex()
 
     def draw_seed(self) -> int:
         """For a request that names none: its sampling must be repeatable by the rank that continues it."""
-        return self._chance.getrandbits(63)
+        return int.from_bytes(os.urandom(8)) >> 1
 
     def decide(self, need: Need, decision_id: str, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
         """Without booking anything. ApiError as `Picker.decide` says."""
@@ -323,8 +330,9 @@ class RouterService:
         kept = self.picker.kept(decision_id)
         if kept is not None:
             return msgspec.json.encode(kept.record())
-        tag = decision_id[:4]
-        if tag == self.tag or not _TAG.fullmatch(tag):
+        match = _DECISION.fullmatch(decision_id)
+        tag = "" if match is None else match[1]
+        if tag in ("", self.tag):
             said = f"no decision {decision_id!r} among the last {self.config.kept_decisions}; its id is in the answer's header {DECISION_HEADER}"
             raise ApiError(404, said, code="decision_not_found")
         if self.peers is None:

@@ -28,6 +28,7 @@ COMMANDS = (
     "events",
     "drain",
     "reload",
+    "key",
     "config",
 )
 

@@ -102,7 +102,7 @@ class Street:
         inquiries = Inquiries(bus, self.subjects, Decider(service))
         task = asyncio.create_task(inquiries.run(), name="answers questions")
         self.stack.callback(task.cancel)
-        url = await self.stack.enter_async_context(served_app(create_app(service, config)))
+        url = await self.stack.enter_async_context(served_app(create_app(service)))
         http = await self.stack.enter_async_context(aiohttp.ClientSession())
         if self.joined is not None:
             await self.beat()
@@ -263,7 +263,7 @@ async def test_a_decision_is_read_back_from_whichever_router_made_it(street: Str
     assert pushed_out.status == 404
     assert "was made by another router" in pushed_out.json["error"]["message"]
     assert "not among the last 1" in pushed_out.json["error"]["message"]
-    gone = await other.get(f"/v1/decisions/{int(one.service.tag, 16) ^ 1:04x}000000000000")
+    gone = await other.get(f"/v1/decisions/{int(one.service.tag, 16) ^ 1:08x}000000000000")
     assert (gone.status, "may be gone" in gone.json["error"]["message"]) == (404, True)
     assert (await other.get("/v1/decisions/nonsense")).status == 404
 

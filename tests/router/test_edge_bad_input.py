@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from router.keys import ALL_RIGHTS, key_line
 from tests.router.houses import House, MockRank, OpenHouse, Serve, archive, bpe, chat, engine_joined, until
 
 CHAT = "/v1/chat/completions"
@@ -147,7 +148,8 @@ async def test_what_a_rank_refuses_is_told_as_the_rank_says_it(house: House, ran
 
 async def test_api_keys_are_asked_for_where_a_file_names_them(open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# ours\n\nsecret-one\nsecret-two\n")
+    lines = [key_line(key, "ours", None, ALL_RIGHTS) for key in ("secret-one", "secret-two")]
+    keys.write_text("# ours\n\n" + "\n".join(lines))
     house = await open_house(api_key_file=keys)
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("alone", [rank.url], byte_archive)
@@ -158,7 +160,8 @@ async def test_api_keys_are_asked_for_where_a_file_names_them(open_house: OpenHo
         assert (await house.get("/v1/decisions/x", headers=header)).status == 401
     for key in ("secret-one", "secret-two"):
         assert (await house.post(CHAT, chat(), headers={"authorization": f"Bearer {key}"})).status == 200
-    assert (await house.get("/health")).status == (await house.get("/ready")).status == (await house.get("/metrics")).status == 200
+    await until(lambda: house.service.ready)
+    assert (await house.get("/health")).status == (await house.get("/ready")).status == 200
     assert all("authorization" not in {name.lower() for name in headers} for headers in rank.headers)
 
 

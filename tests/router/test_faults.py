@@ -146,7 +146,7 @@ async def test_two_routers_lose_nothing_while_ranks_fail(house: House, serve_ran
     mocks = await faulty_engines(house, serve_rank, byte_archive, every=10)
     async with AsyncExitStack() as stack:
         second = await stack.enter_async_context(running(RouterService(MemoryBus(house.broker), house.subjects, house.service.config)))
-        url = await stack.enter_async_context(served_app(create_app(second, second.config)))
+        url = await stack.enter_async_context(served_app(create_app(second)))
         await until(lambda: second.view.models(live=False))
         for state in list(second.view.engines()):
             await house.beat(state.joined)

@@ -44,7 +44,7 @@ async def router(server: NatsServer) -> AsyncIterator[tuple[RouterService, str]]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(bus.close)
         await stack.enter_async_context(running(service))
-        yield service, await stack.enter_async_context(served_app(create_app(service, config)))
+        yield service, await stack.enter_async_context(served_app(create_app(service)))
 
 
 async def away(server: NatsServer, how: str) -> None:

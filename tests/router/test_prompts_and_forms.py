@@ -13,7 +13,6 @@ from tokenizers import processors
 from fleet.completions import ApiError, Choice, Completion, Usage
 from router.answers import Head, answer_for
 from router.course import Course, Failure, to_avoid
-from router.keys import ApiKeys
 from router.openai import RequestDecoder, sampling
 from router.proxy import EventSplitter, api_error
 from router.reservations import Reservations
@@ -259,17 +258,3 @@ def test_chat_deltas_have_one_role_and_no_empty_chunks() -> None:
     assert [event.count(b"data: ") for event in said] == [1, 0, 1, 0, 1]
     assert b"usage" not in b"".join(said)
     assert answer.end(Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)) == b"data: [DONE]\n\n"
-
-
-# Keys
-
-
-@settings(deadline=None)
-@given(st.text(min_size=1).filter(lambda text: text.strip() == text and text.isprintable()), st.text())
-def test_only_the_right_key_is_admitted(key: str, other: str) -> None:
-    keys = ApiKeys([key])
-    assert keys.admit(f"Bearer {key}")
-    assert keys.admit(f"bearer {key}")
-    assert keys.admit(f"Bearer {other}") == (other.strip() == key)
-    assert not keys.admit(None)
-    assert not keys.admit(key)

@@ -69,7 +69,7 @@ async def house(nats_url: str) -> AsyncIterator[House]:
         config = RouterConfig()
         service = RouterService(await bus(), subjects, config)
         await stack.enter_async_context(running(service))
-        url = await stack.enter_async_context(served_app(create_app(service, config)))
+        url = await stack.enter_async_context(served_app(create_app(service)))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         await until(lambda: len(service.view.roster("demo").targets) == 4 and service.ready)
         yield House(hosts, service, url, http)

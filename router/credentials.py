@@ -1,0 +1,43 @@
+"""Secrets of the router, read from the files that its settings name: at its start, and again at each reload."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fleet.completions import ApiError
+from router.config import RouterConfig
+from router.keys import TRUSTED, Caller, ClientKeys, parse_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """clients: None, no key is needed. backend_key: sent to plain servers. No secret is in its text form."""
+
+    clients: ClientKeys | None
+    backend_key: str | None = field(repr=False)
+
+    @classmethod
+    def read(cls, config: RouterConfig) -> "Credentials":
+        """OSError, or ValueError that names the file, when one of them cannot be used."""
+        return cls(
+            None if config.api_key_file is None else _client_keys(config.api_key_file, config),
+            None if config.backend_key_file is None else config.backend_key_file.read_text(encoding="utf-8").split("\n")[0].strip(),
+        )
+
+    def caller(self, authorization: str | None) -> Caller:
+        """The caller that presents this header. ApiError 401 without a valid key."""
+        found = TRUSTED if self.clients is None else self.clients.caller(authorization)
+        if found is None:
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+        return found
+
+    def rights(self, authorization: str | None) -> frozenset[str]:
+        """Rights of the caller that presents this header; none without a valid key."""
+        found = TRUSTED if self.clients is None else self.clients.caller(authorization)
+        return frozenset() if found is None else found.rights
+
+
+def _client_keys(path: Path, config: RouterConfig) -> ClientKeys:
+    try:
+        return parse_keys(path.read_text(encoding="utf-8"), config.classes, config.default_class)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
