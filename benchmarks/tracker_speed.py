@@ -34,7 +34,7 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.natsd import answers, binary
 from engine_adapter.engine import EndedRequest
-from engine_adapter.rank.scheduler import identify
+from engine_adapter.rank.kv_cache import identify
 from engine_adapter.signatures import request_profiles
 from fleet.events import RequestOutcome, RequestProfile
 from fleet.placement import linear
@@ -276,7 +276,7 @@ def measure_profile(out: Report) -> None:
     random = np.random.default_rng(1)
     profiles = random.dirichlet(np.full(256, 0.5), (CLUSTERS, 58)).astype(np.float32)
     model = ClusterModel(1, profiles, np.full(CLUSTERS, 1 / CLUSTERS, np.float32), 0.01)
-    ended = EndedRequest("", 8192, random.integers(0, 256, (8192, 58, 8)).astype(np.int16), identify(range(8192), BLOCK))
+    ended = EndedRequest("", 8192, random.integers(0, 256, (8192, 58, 8)).astype(np.int16), [block.identity for block in identify(range(8192), BLOCK)])
     took = []
     for _ in range(5):
         began = time.perf_counter()

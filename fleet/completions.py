@@ -57,6 +57,8 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     return_token_ids: bool = False
     emitted: int = 0
     n: int = 1
+    cache_salt: str | None = None
+    """KV is shared only with requests of the same salt (`Capabilities.isolates_tenants`); None: with those that have none"""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):

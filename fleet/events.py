@@ -28,6 +28,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     experts: bool = True
     token_ids: bool = True
     """accepts token-id prompts and returns the ids of every chunk"""
+    isolates_tenants: bool = False
+    """takes `cache_salt`, and shares KV only among requests of the same salt. False, also of older engines: tenants share its KV cache"""
 
 
 class EngineJoined(Event, frozen=True, kw_only=True):

@@ -21,8 +21,9 @@ from engine_adapter.embedded.stepping import Report, Seat, StepLoop
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
 from engine_adapter.rank.facts import FactLog
+from engine_adapter.rank.kv_cache import identify
 from engine_adapter.rank.routed import RoutedTrace
-from engine_adapter.rank.scheduler import Generation, Overloaded, identify
+from engine_adapter.rank.scheduler import Generation, Overloaded
 from engine_adapter.rank.text import CheckpointTokenizer, TextStream
 from fleet.events import Capabilities
 from fleet.layout import EP
@@ -73,7 +74,7 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         kv_block_bytes=machine.kv_block_bytes,
         max_context=room if config.max_context is None else min(room, config.max_context),
         max_batch_tokens=config.max_batch_tokens,
-        capabilities=Capabilities(),
+        capabilities=Capabilities(isolates_tenants=True),
         shape=machine.shape,
         layout=EP,
         dispatch=config.dispatch,
@@ -236,7 +237,8 @@ class EmbeddedEngine:
 
     def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
         served, shape = self._alive, self._alive.machine.shape
-        generation = Generation(list(request.prompt), request.max_tokens, blocks=identify(request.prompt, self.config.block_size))
+        blocks = identify(request.prompt, self.config.block_size, request.salt)
+        generation = Generation(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
         text = TextStream(served.tokenizer.detokenizer(), request.stop)
         if request.emitted:
             text.resume(request.prompt[-request.emitted :])

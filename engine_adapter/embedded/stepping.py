@@ -76,7 +76,8 @@ class Seat:
         chosen = self.routed.chosen()
         if not len(chosen):
             return None
-        return EndedRequest(self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, self.generation.blocks)
+        blocks = [block.identity for block in self.generation.blocks]
+        return EndedRequest(self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, blocks)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ class GenerationRequest:
     """how many of the last ids of `prompt` are output that a client has seen already: a continuation"""
     decision: str = ""
     """id of the routing decision that brought it"""
+    salt: str = ""
+    """its KV is shared only with requests of the same salt"""
 
 
 class ScoredToken(NamedTuple):

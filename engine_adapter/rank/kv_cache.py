@@ -5,17 +5,54 @@ and a later prompt may share it) or *free*. A block is registered under its chai
 computed. One hash has one page: a sequence that finishes computing a block that is registered already switches to that page.
 Therefore whoever holds a registered page holds all its ancestors too, and since `close` lets go of a sequence's pages last one
 first, the order of `kept` always has descendants before ancestors: evicting from its front never orphans a block.
+
+A hash of 64 bits finds a page; what the page holds decides. A page is shared only where its block has the same tokens, the same salt
+and the same parent, all the way from the start of the prompt, so a forged collision of hashes shares nothing. A sequence that computes a
+block whose hash already names another one keeps that block and all behind it to itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Literal
 
-from fleet.blocks import BLOCK_SIZE
+import msgspec
+
+from fleet.blocks import BLOCK_SIZE, SEED, chain, contents, local_hash, salted_seed
 from fleet.events import KvBlock, KvChange, KvRemoved, KvStored
 
 Change = KvChange | Literal["cleared"]
+
+
+class Block(msgspec.Struct, frozen=True, gc=False):
+    """A full block of a sequence: its identity in KV events, its tokens (u32 little endian), and the salt of the request that it belongs to."""
+
+    identity: KvBlock
+    tokens: bytes
+    salt: str = ""
+
+    @property
+    def block_hash(self) -> int:
+        """u64 sequence hash"""
+        return self.identity.block_hash
+
+
+def identify(tokens: Sequence[int], block_size: int, salt: str = "") -> list[Block]:
+    """The full blocks of `tokens`, from the start of a prompt. salt: keeps requests apart that must not share KV; "" is shared by all without one."""
+    blocks: list[Block] = []
+    parent: int | None = None
+    seed = salted_seed(salt)
+    for content in contents(tokens, block_size):
+        local = local_hash(content, seed)
+        parent = chain(parent, local)
+        blocks.append(Block(KvBlock(parent, local), content, salt))
+    return blocks
+
+
+def following(last: Block | None, tokens: Sequence[int], salt: str = "") -> Block:
+    """The block of exactly these tokens behind another one (None: at the start), as `identify` would make it."""
+    (content,) = contents(tokens, len(tokens))
+    local = local_hash(content, salted_seed(salt) if salt else SEED)
+    return Block(KvBlock(chain(None if last is None else last.block_hash, local), local), content, salt)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,12 +62,18 @@ class BlockTable:
     pages: list[int] = field(default_factory=list)
     registered: int = 0
     """how many of the first pages are registered under their block's hash"""
+    collided: bool = False
+    """Whether the hash of the next block names another block: nothing more of this sequence is registered."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    block: KvBlock
+class _Registered(msgspec.Struct, frozen=True, gc=False, eq=False):
+    page: int
+    block: Block
     parent: int | None
+
+    def holds(self, block: Block, parent: int | None) -> bool:
+        """Whether it is this very block behind this very parent, which is compared already."""
+        return self.block == block and self.parent == parent
 
 
 class KvCache:
@@ -45,9 +88,12 @@ class KvCache:
         self._holders = [0] * pages
         self._kept: dict[int, None] = {}
         """pages kept for reuse; insertion order is eviction order"""
-        self._page_of: dict[int, int] = {}
-        """sequence hash -> page; insertion order has parents before children"""
+        self._by_hash: dict[int, _Registered] = {}
+        """by sequence hash; insertion order has parents before children"""
         self._block_of: dict[int, _Registered] = {}
+        """the same by page"""
+        self.collisions = 0
+        """blocks that were not shared because their hash names another block"""
         self._changes: list[Change] = []
 
     @property
@@ -64,13 +110,13 @@ class KvCache:
         """Pages that so many tokens need."""
         return -(-tokens // self.block_size)
 
-    def fits(self, prefix: Sequence[KvBlock], pages: int, spare: int = 0) -> bool:
+    def fits(self, prefix: Sequence[Block], pages: int, spare: int = 0) -> bool:
         """Whether a new sequence that may share `prefix` can get `pages` pages in all and leave `spare` obtainable ones."""
         shared = self._match(prefix)
         obtainable = len(self._free) + len(self._kept) - sum(page in self._kept for page in shared)
         return pages - len(shared) + spare <= obtainable
 
-    def open(self, prefix: Sequence[KvBlock]) -> BlockTable:
+    def open(self, prefix: Sequence[Block]) -> BlockTable:
         """The table of a new sequence: it holds the pages of the longest registered prefix."""
         pages = self._match(prefix)
         for page in pages:
@@ -91,28 +137,33 @@ class KvCache:
             table.pages.append(page)
         return True
 
-    def register(self, table: BlockTable, blocks: Sequence[KvBlock], computed: int) -> None:
+    def register(self, table: BlockTable, blocks: Sequence[Block], computed: int) -> None:
         """Make the sequence's first `computed` blocks, all of whose tokens are computed, available to others.
 
-        `blocks` are the identities of the sequence's full blocks from its start.
+        `blocks` are the sequence's full blocks from its start.
         """
-        fresh: list[KvBlock] = []
+        fresh: list[Block] = []
         for index in range(table.registered, computed):
+            if table.collided:
+                break
             parent = blocks[index - 1].block_hash if index else None
-            if self._register(table, index, blocks[index], parent):
+            known = self._by_hash.get(blocks[index].block_hash)
+            if known is None:
+                self._by_hash[blocks[index].block_hash] = self._block_of[table.pages[index]] = _Registered(table.pages[index], blocks[index], parent)
                 fresh.append(blocks[index])
             else:
                 self._announce(blocks, index, fresh)
                 fresh = []
-        self._announce(blocks, computed, fresh)
-        table.registered = max(table.registered, computed)
+                self._share(table, index, known, known.holds(blocks[index], parent))
+            table.registered += not table.collided
+        self._announce(blocks, table.registered, fresh)
 
     def close(self, table: BlockTable) -> None:
         """The sequence is done or set aside: let go of its pages. What is registered is kept for reuse."""
         for page in reversed(table.pages):
             self._release(page)
         table.pages.clear()
-        table.registered = 0
+        table.registered, table.collided = 0, False
 
     def clear(self) -> None:
         """Forget everything kept for reuse. ValueError while a sequence holds pages: their registration cannot be taken away."""
@@ -120,7 +171,7 @@ class KvCache:
             raise ValueError(f"KV cache: {self.held} pages are held by running sequences; finish or cancel them before clearing")
         self._free.extend(self._kept)
         self._kept.clear()
-        self._page_of.clear()
+        self._by_hash.clear()
         self._block_of.clear()
         self._changes.append("cleared")
 
@@ -147,12 +198,22 @@ class KvCache:
         if len(free) != len(self._free) or any(page not in self._block_of for page in self._kept):
             raise RuntimeError("KV cache: a page is free twice, or kept without a block")
         for page, entry in self._block_of.items():
-            if self._page_of.get(entry.block.block_hash) != page or (entry.parent is not None and entry.parent not in self._page_of):
+            registered = self._by_hash.get(entry.block.block_hash)
+            if registered is not entry or entry.page != page or (entry.parent is not None and entry.parent not in self._by_hash):
                 raise RuntimeError(f"KV cache: the block of page {page} is registered elsewhere or has lost its parent")
 
-    def _match(self, prefix: Sequence[KvBlock]) -> list[int]:
-        found = (self._page_of.get(block.block_hash, -1) for block in prefix)
-        return list(takewhile(lambda page: page >= 0, found))
+    def _match(self, prefix: Sequence[Block]) -> list[int]:
+        """Pages of the longest registered beginning. Each parent was compared before, so its hash stands for it."""
+        pages: list[int] = []
+        parent: int | None = None
+        for block in prefix:
+            name = block.identity.block_hash
+            known = self._by_hash.get(name)
+            if known is None or known.block != block or known.parent != parent:
+                break
+            pages.append(known.page)
+            parent = name
+        return pages
 
     def _hold(self, page: int) -> None:
         self._kept.pop(page, None)
@@ -173,40 +234,39 @@ class KvCache:
             page = next(iter(self._kept))
             del self._kept[page]
             block = self._block_of.pop(page).block
-            del self._page_of[block.block_hash]
+            del self._by_hash[block.block_hash]
             self._free.append(page)
             removed.append(block.block_hash)
         if removed:
             self._changes.append(KvChange(removed=KvRemoved(block_hashes=tuple(removed))))
 
-    def _register(self, table: BlockTable, index: int, block: KvBlock, parent: int | None) -> bool:
+    def _share(self, table: BlockTable, index: int, known: _Registered, same: bool) -> None:
+        """A block was computed twice: both sequences have one page from now on. Or its hash names another block: then it is kept apart."""
+        if not same:
+            self.collisions += 1
+            table.collided = True
+            return
         page = table.pages[index]
-        known = self._page_of.get(block.block_hash)
-        if known is None:
-            self._page_of[block.block_hash] = page
-            self._block_of[page] = _Registered(block, parent)
-            return True
-        self._hold(known)
-        table.pages[index] = known
+        self._hold(known.page)
+        table.pages[index] = known.page
         self._release(page)
-        return False
 
-    def _announce(self, blocks: Sequence[KvBlock], end: int, fresh: list[KvBlock]) -> None:
+    def _announce(self, blocks: Sequence[Block], end: int, fresh: list[Block]) -> None:
         if fresh:
             start = end - len(fresh)
             parent = blocks[start - 1].block_hash if start else None
-            self._changes.append(KvChange(stored=KvStored(blocks=tuple(fresh), parent_hash=parent)))
+            stored = tuple(block.identity for block in fresh)
+            self._changes.append(KvChange(stored=KvStored(blocks=stored, parent_hash=parent)))
 
     def _runs(self) -> Iterator[KvChange]:
         run: list[KvBlock] = []
         parent: int | None = None
-        for page in self._page_of.values():
-            entry = self._block_of[page]
+        for entry in self._by_hash.values():
             if run and entry.parent != run[-1].block_hash:
                 yield KvChange(stored=KvStored(blocks=tuple(run), parent_hash=parent))
                 run = []
             if not run:
                 parent = entry.parent
-            run.append(entry.block)
+            run.append(entry.block.identity)
         if run:
             yield KvChange(stored=KvStored(blocks=tuple(run), parent_hash=parent))

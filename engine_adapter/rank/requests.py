@@ -10,6 +10,8 @@ from fleet.completions import ApiError, RankRequest
 
 MOST_STOPS = 4
 MOST_LOGPROBS = 20
+MOST_SALT = 1024
+"""characters of `cache_salt`"""
 HOTTEST = 2.0
 DEFAULT_MAX_TOKENS = 16
 """`max_tokens` of a request that states none, or states this: it is clipped to the context instead of refused"""
@@ -47,6 +49,8 @@ def check(request: RankRequest, model: str) -> None:
     stops = stop_strings(request)
     _need(len(stops) <= MOST_STOPS, "stop", f"{len(stops)} strings; at most {MOST_STOPS} are allowed")
     _need(all(stops), "stop", "holds an empty string, which would stop everything")
+    _need(request.cache_salt != "", "cache_salt", "is empty; leave it out to share KV with requests that have none")
+    _need(len(request.cache_salt or "") <= MOST_SALT, "cache_salt", f"has {len(request.cache_salt or '')} characters; at most {MOST_SALT} are allowed")
     known = len(request.prompt) if isinstance(request.prompt, list) else 1
     _need(0 <= request.emitted < known, "emitted", f"{request.emitted}: at least one id of a token-id prompt must be the client's own")
 
@@ -90,6 +94,7 @@ def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: i
         ignore_eos=request.ignore_eos,
         emitted=request.emitted,
         decision=decision,
+        salt=request.cache_salt or "",
     )
 
 

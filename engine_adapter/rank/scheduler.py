@@ -9,12 +9,10 @@ The rules, in order:
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine_adapter.rank.kv_cache import BlockTable, KvCache
-from fleet.blocks import chain, local_hashes
-from fleet.events import KvBlock
+from engine_adapter.rank.kv_cache import Block, BlockTable, KvCache, following, identify
 
 
 class Overloaded(Exception):
@@ -39,8 +37,10 @@ class Generation:
     """tokens of the prompt that the first admission found in the cache"""
     admissions: int = 0
     table: BlockTable = field(default_factory=BlockTable)
-    blocks: list[KvBlock] = field(default_factory=list)
-    """identities of the full blocks of `tokens`"""
+    blocks: list[Block] = field(default_factory=list)
+    """the full blocks of `tokens`"""
+    salt: str = ""
+    """KV is shared only with requests of the same salt"""
 
     @property
     def pending(self) -> int:
@@ -64,16 +64,6 @@ class Slice:
     @property
     def tokens(self) -> list[int]:
         return self.generation.tokens[self.start : self.start + self.count]
-
-
-def identify(tokens: Sequence[int], block_size: int) -> list[KvBlock]:
-    """The identities of the full blocks of `tokens`."""
-    blocks: list[KvBlock] = []
-    parent = None
-    for local in local_hashes(tokens, block_size):
-        parent = chain(parent, local)
-        blocks.append(KvBlock(parent, local))
-    return blocks
 
 
 class Scheduler:
@@ -115,7 +105,7 @@ class Scheduler:
         if len(self._waiting) + len(self._running) >= self.max_waiting + self.max_running:
             raise Overloaded(self.max_waiting)
         if not generation.blocks:
-            generation.blocks = identify(generation.tokens, self.cache.block_size)
+            generation.blocks = identify(generation.tokens, self.cache.block_size, generation.salt)
         self._waiting.append(generation)
 
     def plan(self) -> list[Slice]:
@@ -144,9 +134,8 @@ class Scheduler:
         generation.generated += 1
         size = self.cache.block_size
         if len(generation.tokens) % size == 0:
-            local = local_hashes(generation.tokens[-size:], size)[0]
-            parent = generation.blocks[-1].block_hash if generation.blocks else None
-            generation.blocks.append(KvBlock(chain(parent, local), local))
+            last = generation.blocks[-1] if generation.blocks else None
+            generation.blocks.append(following(last, generation.tokens[-size:], generation.salt))
 
     def remove(self, generation: Generation) -> None:
         """The request is finished or cancelled: free everything it holds. Unknown requests are ignored: both may happen at once."""
@@ -184,7 +173,7 @@ class Scheduler:
         while self._waiting and len(self._running) < self.max_running and self._admissible(self._waiting[0]):
             yield self._admit(self._waiting.popleft())
 
-    def _shareable(self, one: Generation) -> list[KvBlock]:
+    def _shareable(self, one: Generation) -> list[Block]:
         """At least the last token is computed anew: its logits are what the request is about."""
         return one.blocks[: (len(one.tokens) - 1) // self.cache.block_size]
 

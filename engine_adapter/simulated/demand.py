@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.initial import with_slots
+from engine_adapter.rank.kv_cache import Block
 from engine_adapter.simulated.config import SimulatedConfig
-from fleet.events import KvBlock
+from fleet.blocks import local_hash, sequence_hashes
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
 from fleet.routings import UNKNOWN
@@ -41,18 +42,20 @@ class Tastes:
         self.places = places.reshape(self.rows, -1)
         """int32 [rows, layers * k]: the same as layer * experts + expert"""
 
-    def domain_of(self, blocks: Sequence[KvBlock]) -> int:
-        """The domain of what follows these full blocks, which begin a prompt; `domains` when there are none."""
+    def domain_of(self, blocks: Sequence[Block]) -> int:
+        """The domain of what follows these full blocks, which begin a prompt; `domains` when there are none. Tenants' equal prompts have one."""
         if not blocks:
             return self.domains
-        return (blocks[min(len(blocks), self._domain_blocks) - 1].block_hash >> 17) % self.domains
+        first = blocks[: self._domain_blocks]
+        name = first[-1].block_hash if not first[-1].salt else sequence_hashes([local_hash(block.tokens) for block in first])[-1]
+        return (name >> 17) % self.domains
 
-    def row(self, token: int, position: int, blocks: Sequence[KvBlock]) -> int:
+    def row(self, token: int, position: int, blocks: Sequence[Block]) -> int:
         """Row of the token at a position; blocks: the full blocks of the sequence, at least those before the position's."""
         before = min(position // self._block_size, self._domain_blocks)
         return self.domain_of(blocks[:before]) * BUCKETS + _bucket(token)
 
-    def rows_of(self, tokens: Sequence[int], start: int, blocks: Sequence[KvBlock]) -> NDArray[np.int16]:
+    def rows_of(self, tokens: Sequence[int], start: int, blocks: Sequence[Block]) -> NDArray[np.int16]:
         """int16 [n]: rows of consecutive tokens from position `start`."""
         known = min(len(blocks), self._domain_blocks)
         domains = np.array([self.domain_of(blocks[:before]) for before in range(known + 1)], np.int64)

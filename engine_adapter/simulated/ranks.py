@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load, Sent
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
 from engine_adapter.rank.facts import FactLog
-from engine_adapter.rank.kv_cache import Change, KvCache
-from engine_adapter.rank.scheduler import Generation, Scheduler, identify
+from engine_adapter.rank.kv_cache import Change, KvCache, identify
+from engine_adapter.rank.scheduler import Generation, Scheduler
 from engine_adapter.rank.text import TextStream
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.demand import Tastes
@@ -252,7 +252,8 @@ class SimulatedRank:
             raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
 
     def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
-        generation = Generation(list(request.prompt), request.max_tokens, blocks=identify(request.prompt, self._config.block_size))
+        blocks = identify(request.prompt, self._config.block_size, request.salt)
+        generation = Generation(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
         text = TextStream(self.tokenizer.detokenizer(), request.stop)
         if request.emitted:
             text.resume(request.prompt[-request.emitted :])
@@ -320,7 +321,7 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         kv_block_bytes=config.block_size * cache_token_bytes(config.shape),
         max_context=config.context,
         max_batch_tokens=config.max_batch_tokens,
-        capabilities=Capabilities(),
+        capabilities=Capabilities(isolates_tenants=True),
         shape=config.model_shape,
         layout=EP,
         dispatch=config.dispatch_rule,

@@ -104,7 +104,8 @@ class Seat:
         """What is reported of the request once it is over; None when nothing was computed."""
         if not self.trace.positions:
             return None
-        return EndedRows(self.request.decision, self.prompt_tokens, self.trace, self.generation.blocks)
+        blocks = [block.identity for block in self.generation.blocks]
+        return EndedRows(self.request.decision, self.prompt_tokens, self.trace, blocks)
 
     def say(self, token: int, now: int) -> Delta:
         """The piece of the answer that a token makes, which the generation has already."""

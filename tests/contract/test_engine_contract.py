@@ -18,13 +18,14 @@ from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.embedded.machine import build_machine
 from engine_adapter.embedded.runner import Runner
 from engine_adapter.engine import EngineFailed, Facts
+from engine_adapter.rank import kv_cache
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest
 from engine_adapter.rank.sampling import Sampling
 from engine_adapter.rank.scheduler import Overloaded
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
-from fleet.blocks import local_hashes, sequence_hashes
+from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.events import KvChange
 from fleet.placement import Placement
 from fleet.routings import UNKNOWN
@@ -187,6 +188,45 @@ def held_after(changes: Sequence[KvChange | str], limit: int) -> set[int]:
             held.difference_update(change.removed.block_hashes)
         assert len(held) <= limit
     return held
+
+
+async def test_requests_share_kv_under_one_salt_only(tried: Tried) -> None:
+    assert tried.engine.description.capabilities.isolates_tenants
+    reused = len(PROMPT) // BLOCK * BLOCK
+    cached = [(await tried.ask(salt=salt)).outcome.cached_tokens for salt in ("", "ours", "theirs", "ours", "")]
+    assert cached == [0, 0, 0, reused, reused]
+
+
+async def test_salted_blocks_are_told_under_salted_hashes_which_routers_compute_too(tried: Tried) -> None:
+    await tried.ask(salt="ours")
+    await tried.idle()
+    stored = [block for change in tried.kv if not isinstance(change, str) and change.stored is not None for block in change.stored.blocks]
+    local = local_hashes(PROMPT, BLOCK, salted_seed("ours"))
+    assert [block.tokens_hash for block in stored][: len(local)] == local
+    assert [block.block_hash for block in stored][: len(local)] == sequence_hashes(local)
+    assert not {block.tokens_hash for block in stored} & set(local_hashes(PROMPT, BLOCK))
+
+
+async def test_an_answer_does_not_depend_on_the_salt_nor_do_the_experts_that_it_activates(start: Starter) -> None:
+    answers, counts = [], []
+    for salt in ("", "ours"):
+        async with start() as tried:
+            answers.append((await tried.ask(salt=salt)).token_ids)
+            await tried.idle()
+            counts.append(np.asarray(tried.counts).tolist())
+    assert answers[0] == answers[1]
+    assert counts[0] == counts[1]
+
+
+async def test_a_collision_of_block_hashes_shares_no_kv(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes are 64 bits without a key: whoever finds two prompts of one hash must not be answered out of the other's KV."""
+    other = [token % 200 + 1 for token in PROMPT]
+    expected = (await tried.ask(other)).token_ids
+    monkeypatch.setattr(kv_cache, "chain", lambda parent, local: 1 if parent is None else parent + 1)
+    await tried.ask(PROMPT, salt="fresh")
+    collided = await tried.ask(other, salt="fresh")
+    assert collided.outcome.cached_tokens == 0
+    assert collided.token_ids == expected
 
 
 async def test_kv_facts_come_in_order_and_conserve_blocks_through_eviction_preemption_and_cancels(tried: Tried) -> None:

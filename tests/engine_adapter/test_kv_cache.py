@@ -7,21 +7,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_adapter.rank.kv_cache import BlockTable, Change, KvCache
-from engine_adapter.rank.scheduler import identify
+from engine_adapter.rank.kv_cache import Block, BlockTable, Change, KvCache, identify
 from fleet.events import KvBlock
 
 SIZE = 4
 
 
-def blocks_of(text: str) -> list[KvBlock]:
+def blocks_of(text: str, salt: str = "") -> list[Block]:
     """Blocks of `SIZE` tokens, one per letter."""
-    return identify([ord(letter) for letter in text for _ in range(SIZE)], SIZE)
+    return identify([ord(letter) for letter in text for _ in range(SIZE)], SIZE, salt)
 
 
-def compute(cache: KvCache, text: str) -> BlockTable:
+def compute(cache: KvCache, text: str, salt: str = "") -> BlockTable:
     """Open a sequence of these blocks, give it pages and register all of them."""
-    blocks = blocks_of(text)
+    return compute_blocks(cache, blocks_of(text, salt))
+
+
+def compute_blocks(cache: KvCache, blocks: Sequence[Block]) -> BlockTable:
     table = cache.open(blocks)
     assert cache.extend(table, len(blocks))
     cache.register(table, blocks, len(blocks))
@@ -107,7 +109,7 @@ def test_a_run_of_blocks_is_one_event_behind_its_parent() -> None:
     assert change.stored is not None
     expected = blocks_of("abcd")
     assert change.stored.parent_hash == expected[1].block_hash
-    assert change.stored.blocks == tuple(expected[2:])
+    assert change.stored.blocks == tuple(block.identity for block in expected[2:])
 
 
 def test_a_table_that_cannot_grow_is_left_alone() -> None:
@@ -145,13 +147,68 @@ def test_a_pool_without_pages_is_refused() -> None:
         KvCache(0)
 
 
+def named(block: Block, like: Block) -> Block:
+    """The block under the hash of another one: what finding a collision would give an attacker."""
+    return Block(like.identity, block.tokens, block.salt)
+
+
+def test_a_collision_of_hashes_shares_no_page() -> None:
+    cache = KvCache(8, SIZE)
+    theirs = blocks_of("abc")
+    compute(cache, "abc")
+    forged = [theirs[0], named(blocks_of("ax")[1], theirs[1]), theirs[2]]
+    assert cache.open(forged).pages == cache.open(theirs[:1]).pages
+    assert cache.fits(forged, 7, spare=0) is False, "two pages of the three are its own"
+
+
+def test_a_block_behind_another_parent_is_not_shared_though_tokens_and_hash_are_equal() -> None:
+    cache = KvCache(8, SIZE)
+    compute(cache, "ab")
+    cache.close(compute(cache, "x"))
+    forged = [blocks_of("x")[0], named(blocks_of("xb")[1], blocks_of("ab")[1])]
+    assert len(cache.open(forged).pages) == 1
+
+
+def test_who_computes_a_collision_keeps_it_and_what_follows_to_himself() -> None:
+    cache = KvCache(12, SIZE)
+    first = compute(cache, "abc")
+    own = blocks_of("axyz")
+    forged = [own[0], named(own[1], blocks_of("ab")[1]), *own[2:]]
+    cache.take_changes()
+    second = compute_blocks(cache, forged)
+    assert cache.collisions == 1
+    assert cache.take_changes() == []
+    assert second.pages[0] == first.pages[0]
+    assert not set(second.pages[1:]) & set(first.pages)
+    cache.check_integrity([first, second])
+    cache.close(second)
+    assert cache.used == 3, "what is not registered is free again"
+    assert cache.open(blocks_of("abc")).pages == first.pages
+
+
+def test_equal_prompts_of_two_salts_share_nothing() -> None:
+    cache = KvCache(8, SIZE)
+    ours = compute(cache, "ab", "ours")
+    assert cache.open(blocks_of("ab", "theirs")).pages == []
+    assert cache.open(blocks_of("ab")).pages == []
+    assert cache.open(blocks_of("ab", "ours")).pages == ours.pages
+
+
+def test_a_collision_of_two_salts_shares_nothing() -> None:
+    cache = KvCache(8, SIZE)
+    ours = compute(cache, "ab", "ours")
+    forged = [named(theirs, own) for theirs, own in zip(blocks_of("ab", "theirs"), blocks_of("ab", "ours"), strict=True)]
+    assert cache.open(forged).pages == []
+    assert not set(compute_blocks(cache, forged).pages) & set(ours.pages)
+
+
 class Pool(RuleBasedStateMachine):
     """Any order of opening, growing, registering, closing and clearing keeps books and readers right."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = KvCache(7, SIZE)
-        self.tables: list[tuple[BlockTable, list[KvBlock]]] = []
+        self.tables: list[tuple[BlockTable, list[Block]]] = []
         self.reader = Reader()
 
     @rule(text=st.text("ab", min_size=1, max_size=5))
@@ -192,5 +249,28 @@ class Pool(RuleBasedStateMachine):
             assert all(block.block_hash in self.reader.parents for block in registered)
 
 
+class Collisions(Pool):
+    """The same where almost every hash names several blocks: whatever shares a page has the same tokens and salt up to there."""
+
+    @rule(text=st.text("ab", min_size=1, max_size=5), salt=st.sampled_from(["", "s"]))
+    def open(self, text: str, salt: str = "") -> None:
+        blocks = [Block(KvBlock(block.block_hash % 5, block.identity.tokens_hash), block.tokens, salt) for block in blocks_of(text, salt)]
+        table = self.cache.open(blocks)
+        if self.cache.extend(table, len(blocks)):
+            self.tables.append((table, blocks))
+        else:
+            self.cache.close(table)
+
+    @invariant()
+    def only_equal_prefixes_share(self) -> None:
+        prefixes: dict[int, list[tuple[bytes, str]]] = {}
+        for table, blocks in self.tables:
+            for at, page in enumerate(table.pages):
+                prefix = [(block.tokens, block.salt) for block in blocks[: at + 1]]
+                assert prefixes.setdefault(page, prefix) == prefix
+
+
+TestCollisions = Collisions.TestCase
+TestCollisions.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestAnyHistory = Pool.TestCase
 TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

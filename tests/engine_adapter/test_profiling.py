@@ -19,7 +19,7 @@ from engine_adapter.clusters import ClusterFeed
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
 from engine_adapter.profiling import Allowance, Profiling
-from engine_adapter.rank.scheduler import identify
+from engine_adapter.rank.kv_cache import identify
 from engine_adapter.signatures import request_profiles
 from fleet.events import Capabilities, ClustersPublished, DescribeClusters, RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
@@ -43,7 +43,7 @@ def clusters(version: int = 1, layers: int = 2) -> ClusterModel:
 
 def ended(decision: str = "", tokens: int = 40) -> EndedRequest:
     routed = np.random.default_rng(tokens).integers(0, 4, (tokens, 2, 2)).astype(np.int16)
-    return EndedRequest(decision, tokens - 10, routed, identify(range(tokens), 16))
+    return EndedRequest(decision, tokens - 10, routed, [block.identity for block in identify(range(tokens), 16)])
 
 
 def published(model: ClusterModel, name: str = "m") -> ClustersPublished:

@@ -157,6 +157,9 @@ async def test_a_request_is_reported_under_the_decision_it_names_unless_that_is_
         ({"stop": [1]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "s" * 1025}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
         ({"emitted": -1}, "emitted"),
         ({"emitted": 1}, "emitted"),
         ({"prompt": [1, 2], "emitted": 2}, "emitted"),
@@ -192,6 +195,15 @@ NO_REQUESTS = {
     "beyond floats": b'{"prompt": "a", "temperature": 1e400}',
     "a pit": b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 }
+
+
+async def test_a_prompt_under_another_cache_salt_is_computed_anew(served: tuple[httpx.AsyncClient, Any]) -> None:
+    client, _ = served
+    cached = []
+    for salt in ({"cache_salt": "ours"}, {"cache_salt": "ours"}, {"cache_salt": "theirs"}, {}):
+        usage = (await complete(client, prompt=[66] * 40, **salt)).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 32, 0, 0]
 
 
 @pytest.mark.parametrize("body", NO_REQUESTS.values(), ids=NO_REQUESTS)

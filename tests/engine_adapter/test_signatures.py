@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from engine_adapter import signatures
 from engine_adapter.engine import EndedRequest
+from engine_adapter.rank.kv_cache import identify
 from engine_adapter.rank.routed import RoutedTrace
-from engine_adapter.rank.scheduler import identify
 from engine_adapter.signatures import longest_run, pair_counts, request_profiles
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.dispatch import shares
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
             routed[position] = [random.choice(experts, top_k, replace=False) for _ in range(layers)]
         routed = routed[: np.flatnonzero(known)[-1] + 1 if known.any() else 0]
         tokens = random.integers(0, 1000, len(routed) + draw(st.integers(0, BLOCK))).tolist()
-        requests.append(EndedRequest(f"d{at}", draw(st.integers(0, len(routed))), routed, identify(tokens, BLOCK)))
+        requests.append(EndedRequest(f"d{at}", draw(st.integers(0, len(routed))), routed, [block.identity for block in identify(tokens, BLOCK)]))
     return Case(
         requests, clusters(random, layers, experts), placement_of(random, layers, experts, ranks), draw(st.integers(0, ranks - 1)), random.integers(0, 2, ranks)
     )
@@ -157,7 +157,7 @@ def test_hashes_are_those_of_the_tokens_and_the_parent_closes_the_reused_prefix(
     tokens = random.integers(0, 1000, 11 * BLOCK + 1).tolist()
     trace = RoutedTrace(2, 6, 2)
     trace.note(3 * BLOCK, random.integers(0, 6, (len(tokens) - 1 - 3 * BLOCK, 2, 2)))
-    ended = EndedRequest("", 20, trace.chosen(), identify(tokens, BLOCK))
+    ended = EndedRequest("", 20, trace.chosen(), [block.identity for block in identify(tokens, BLOCK)])
     (profile,) = Case([ended], clusters(random, 2, 6), linear(layers=2, experts=6, ranks=2), 1, np.zeros(2, np.intp)).profiles()
     chained = sequence_hashes(local_hashes(tokens, BLOCK))
     assert (blocks_of(profile), profile.parent) == (chained[3:], chained[2])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.rank.scheduler import Generation, Slice, identify
+from engine_adapter.rank.kv_cache import identify
+from engine_adapter.rank.scheduler import Generation, Slice
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.demand import BUCKETS, Tastes, aligned, place
 from engine_adapter.simulated.pace import Plan, plan, seconds, tokens_of_row
