@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bus.config import BusConfig
+from bus.redaction import without_secrets
 from deploy.config import ConfigError, Configuration, Key
 from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
@@ -128,27 +129,38 @@ def running() -> Running | None:
     """The one `roost up` of this user that runs now; ends the command when there are several."""
     found = [run for run in live_runs(home(os.environ)) if run.nats]
     if len(found) > 1:
-        fail(f"several fleets are running; name one with --nats: {', '.join(str(run.nats) for run in found)}", USAGE)
+        fail(f"several fleets are running; name one with --nats: {', '.join(without_secrets(str(run.nats)) for run in found)}", USAGE)
     return found[0] if found else None
 
 
-def router_processes(nats: str) -> tuple[str, ...]:
-    """Of this user's runs on a NATS server: the URL of each of several router processes alone."""
-    return tuple(url for run in live_runs(home(os.environ)) if run.nats == nats for url in run.routers)
+def router_processes(servers: Sequence[str]) -> tuple[str, ...]:
+    """Of this user's runs on any of these NATS servers: the URL of each of several router processes alone."""
+    return tuple(url for run in live_runs(home(os.environ)) if set(str(run.nats).split(",")) & set(servers) for url in run.routers)
+
+
+def bus_flags(nats: str | None) -> Flags:
+    """What `--nats` sets: one URL, or several of one cluster with commas between them."""
+    return {("bus", "urls"): ("--nats", None if nats is None else nats.split(","))}
+
+
+def names_bus(settings: Configuration) -> bool:
+    """Whether anything but a default says where NATS is."""
+    sources = dict(settings.items())
+    return any(sources["bus", key].source != "default" for key in ("url", "urls"))
 
 
 def bus_from(config: Path | None, nats: str | None) -> BusConfig:
     """Where the bus is: --nats, the configuration, or the running fleet."""
-    return with_bus(settings_from(config, {("bus", "url"): ("--nats", nats)}, BusConfig)).part(BusConfig)
+    return with_bus(settings_from(config, bus_flags(nats), BusConfig)).part(BusConfig)
 
 
 def with_bus(settings: Configuration) -> Configuration:
     """The same, with the address of the running fleet's NATS where none was named."""
-    if dict(settings.items())["bus", "url"].source != "default":
+    if names_bus(settings):
         return settings
     run = running()
     return (
         settings
         if run is None
-        else settings.with_flags({("bus", "url"): ("the running fleet", run.nats), ("bus", "namespace"): ("the running fleet", run.namespace)})
+        else settings.with_flags({("bus", "urls"): ("the running fleet", str(run.nats).split(",")), ("bus", "namespace"): ("the running fleet", run.namespace)})
     )

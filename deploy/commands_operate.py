@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from bus.redaction import without_secrets
 from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail
 from deploy.rundir import home, live_runs
 
@@ -52,5 +53,5 @@ def reload(nats: NatsOption = NATS, as_json: JsonOption = JSON) -> None:
         fail("no fleet of this user with a router runs here; a `roost router` of one process reads its settings again on SIGHUP: kill -HUP PID")
     servers = sorted({str(run.nats) for run in runs})
     if len(servers) > 1:
-        fail(f"several fleets are running; name one with --nats: {', '.join(servers)}", USAGE)
+        fail(f"several fleets are running; name one with --nats: {', '.join(map(without_secrets, servers))}", USAGE)
     show_reload(runs, RELOAD_SECONDS, as_json=as_json)

@@ -17,10 +17,12 @@ from deploy.commandline import (
     Flags,
     ModelShapeOption,
     ProcessesOption,
+    bus_flags,
     check,
     console,
     engine_flags,
     fail,
+    names_bus,
     settings_from,
 )
 from deploy.config import Configuration
@@ -82,7 +84,7 @@ def router(
         ("router", "port"): ("--port", port),
         ("router", "host"): ("--host", host),
         ("router", "processes"): ("--processes", processes),
-        ("bus", "url"): ("--nats", nats),
+        **bus_flags(nats),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
     settings = settings_from(config, flags, RouterConfig, BusConfig, UpConfig)
@@ -91,7 +93,7 @@ def router(
         return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
 
     part = settings.part(RouterConfig)
-    bus = None if part.backends and dict(settings.items())["bus", "url"].source == "default" else settings.part(BusConfig)
+    bus = None if part.backends and not names_bus(settings) else settings.part(BusConfig)
     if part.processes > 1:
         set_up_logging(settings.part(UpConfig).log_level)
         raise typer.Exit(run_process(_several_routers(settings, read, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))
@@ -112,7 +114,7 @@ def tracker(
 ) -> None:
     """Run the tracker: what was activated, how popular it is, and what requests will activate."""
     flags = {
-        ("bus", "url"): ("--nats", nats),
+        **bus_flags(nats),
         ("tracker", "state_file"): ("--state", state and state.absolute()),
         ("tracker", "metrics_address"): ("--metrics", metrics),
     }
@@ -130,7 +132,7 @@ def planner(
 
     SIGHUP: read file and environment again.
     """
-    flags = {("bus", "url"): ("--nats", nats), ("planner", "metrics_address"): ("--metrics", metrics)}
+    flags = {**bus_flags(nats), ("planner", "metrics_address"): ("--metrics", metrics)}
     settings = settings_from(config, flags, MigrationConfig, BusConfig, UpConfig)
 
     def read() -> Configuration:
@@ -175,7 +177,7 @@ def worker(
             **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
             ("worker", "name"): ("--name", name),
             ("worker", "host"): ("--host", host),
-            ("bus", "url"): ("--nats", nats),
+            **bus_flags(nats),
             ("tracing", "spans"): ("--spans", spans and spans.absolute()),
         },
         *(WorkerConfig, BusConfig, AgentConfig, UpConfig),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from bus.redaction import without_secrets
 from deploy.commandline import (
     CONFIG,
     NATS,
@@ -118,7 +119,7 @@ def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
     body = json.dumps({"model": model, "stream": True, "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me about Debian."}]})
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
     out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
-    for name, place in (("router", fleet.router_url), ("NATS", fleet.nats_url), ("logs", run.path)):
+    for name, place in (("router", fleet.router_url), ("NATS", without_secrets(fleet.nats_url)), ("logs", run.path)):
         out.print(f"  {name:7} {place}")
     if fleet.router_urls:
         out.print(f"  each router process alone, for /metrics and /health: {' '.join(fleet.router_urls)}")

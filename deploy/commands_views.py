@@ -61,7 +61,7 @@ def status(
     from deploy.view_status import show_status
 
     bus = bus_from(config, nats)
-    show_status(bus, router_processes(bus.url), engine, as_json=as_json)
+    show_status(bus, router_processes(bus.servers), engine, as_json=as_json)
 
 
 def placement(

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from bus.redaction import without_secrets
+
 FILE = "roost.toml"
 PREFIX = "ROOST_"
 FILE_VARIABLE = "ROOST_CONFIG"
@@ -79,14 +81,16 @@ class Configuration:
                 settings[section, key] = Setting(_converted(value, hints[section][key], f"{flag}: "), flag)
         return Configuration(self._sections, settings)
 
-    def as_toml(self, *, sources: bool = True) -> str:
-        """The effective roost.toml; keys that are unset are comments, since TOML has no null."""
-        return "\n".join(_toml_lines(self._settings, sources)) + "\n"
+    def as_toml(self, *, sources: bool = True, secrets: bool = False) -> str:
+        """The effective roost.toml; keys that are unset are comments, since TOML has no null. secrets: with the passwords in URLs, for a file
+        that only its owner may read."""
+        settings = self._settings if secrets else _shown(self._settings)
+        return "\n".join(_toml_lines(settings, sources)) + "\n"
 
     def as_json(self) -> str:
         """{section: {key: {"value", "source"}}}"""
         nested: dict[str, dict[str, Any]] = {}
-        for (section, key), setting in self._settings.items():
+        for (section, key), setting in _shown(self._settings).items():
             nested.setdefault(section, {})[key] = {"value": setting.value, "source": setting.source}
         return msgspec.json.encode(nested, enc_hook=str).decode()
 
@@ -188,7 +192,7 @@ def _converted(value: Any, hint: Any, place: str, *, strict: bool = True) -> Any
     try:
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value {value!r}") from error
+        raise ConfigError(f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value {_without_secrets(value)!r}") from error
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -209,6 +213,17 @@ def _from_text(text: str, hint: Any) -> Any:
     if any(typing.get_origin(option) in (tuple, list) for option in options):
         return [item.strip() for item in text.split(",") if item.strip()]
     return text
+
+
+def _shown(settings: Mapping[Key, Setting]) -> dict[Key, Setting]:
+    """Without the secrets in URLs."""
+    return {key: dataclasses.replace(setting, value=_without_secrets(setting.value)) for key, setting in settings.items()}
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_without_secrets(item) for item in value)
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _toml_lines(settings: Mapping[Key, Setting], sources: bool) -> Iterator[str]:

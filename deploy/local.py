@@ -23,6 +23,7 @@ import msgspec
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
+from bus.redaction import without_secrets
 from bus.subjects import Subjects
 from deploy.config import ConfigError, Configuration, without_settings
 from deploy.doors import HttpError, listen, probe, url_of
@@ -31,7 +32,7 @@ from deploy.orders import Order, PartName, RankOrder
 from deploy.process import alongside, on_hangup
 from deploy.reload import Read, check
 from deploy.routers import RouterDoors
-from deploy.rundir import SETTINGS, RunDirectory, Running
+from deploy.rundir import SETTINGS, RunDirectory, Running, private_text
 from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from fleet.events import ConfigChanged
@@ -160,7 +161,7 @@ async def _reach_nats(urls: str) -> None:
             async with asyncio.timeout(NATS_SECONDS):
                 return await greet(parts.hostname or "127.0.0.1", parts.port or 4222)
         except (OSError, ValueError, TimeoutError) as error:
-            troubles.append(f"{url}: {error or 'timed out'}")
+            troubles.append(without_secrets(f"{url}: {error or 'timed out'}"))
     raise UnitFailed(f"no NATS server at {'; '.join(troubles)}; start one with: nats-server -js")
 
 
@@ -208,7 +209,7 @@ class Fleet:
     async def start_routers(self, doors: RouterDoors, *, bus: bool) -> None:
         """Start the router's processes before engines somewhere else, and return when they serve. bus: on the NATS server that is set."""
         if bus:
-            self.nats_url = self._settings.part(BusConfig).url
+            self.nats_url = ",".join(self._settings.part(BusConfig).servers)
             await _reach_nats(self.nats_url)
         await self.add(*self._routers(self._ground(), doors, bus=bus))
         await self._all_ready()
@@ -216,7 +217,7 @@ class Fleet:
 
     async def start_engine(self) -> None:
         """Start one engine that joins a fleet on a NATS server somewhere, and return when it has joined. UnitFailed says why not."""
-        self.nats_url = self._settings.part(BusConfig).url
+        self.nats_url = ",".join(self._settings.part(BusConfig).servers)
         await _reach_nats(self.nats_url)
         await self.add(self._engine(self._worker.name, self._ground()))
         await self._all_ready()
@@ -261,10 +262,10 @@ class Fleet:
         """Stored, where there is a bus."""
         if not self.nats_url:
             return
-        config = replace(self._settings.part(BusConfig), url=self.nats_url)
+        config = replace(self._settings.part(BusConfig), urls=tuple(self.nats_url.split(",")))
         subjects = Subjects(config.namespace)
         try:
-            bus = await NatsBus.connect(config.url, subjects, config, name="up")
+            bus = await NatsBus.connect(config.servers, subjects, config, name="up")
             try:
                 await bus.record(subjects.config(said.part), said)
             finally:
@@ -287,11 +288,11 @@ class Fleet:
 
     def _ground(self) -> Ground:
         kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
-        where = {("bus", "url"): self.nats_url or None, ("tracker", "state_file"): kept.absolute()}
+        where = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
         file = self._run.path / SETTINGS
         draft = file.with_suffix(".new")
-        draft.write_text(told.as_toml(), encoding="utf-8")
+        private_text(draft, told.as_toml(secrets=True))
         draft.replace(file)  # whole or not at all: a part may be reading it
         return Ground(self._run, file, child_environment(self._environment))
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 async def serve(name: str, plain: PlainConfig, bus_config: BusConfig, agent_config: AgentConfig) -> None:
     """Represent the server until cancelled. NameTaken when another engine has the name; BusError when NATS cannot be reached at start."""
     subjects = Subjects(bus_config.namespace)
-    bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=name)
+    bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
     try:
         await represent(bus, subjects, name, plain, agent_config)
     finally:

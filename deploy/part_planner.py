@@ -26,7 +26,7 @@ async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | No
     """
     subjects = Subjects(bus_config.namespace)
     async with AsyncExitStack() as stack:
-        bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name="planner")
+        bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name="planner")
         stack.push_async_callback(bus.close)
         service = MigrationService(bus, subjects, config)
         tasks = [await stack.enter_async_context(alongside(service.run(), "planner"))]

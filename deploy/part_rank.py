@@ -47,7 +47,7 @@ async def serve(
     who = Identity(engine=order.engine, worker_id=order.worker_id, node=socket.gethostname(), urls=order.urls, replaces=order.replaces)
     async with AsyncExitStack() as stack:
         stack.enter_context(door)
-        bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=name)
+        bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=name)
         stack.push_async_callback(bus.close)
         if worker.resume:
             await agree(bus, subjects, order.engine, order.rank, Path(order.meet), config.join_timeout_seconds)

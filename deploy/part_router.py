@@ -51,7 +51,7 @@ async def serve(
                 stack.enter_context(opened)
         bus = None
         if bus_config is not None:
-            bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name="router")
+            bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name="router")
             stack.push_async_callback(bus.close)
         service = RouterService(bus, subjects, config)
         running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))

@@ -129,7 +129,7 @@ async def serve(
         nodes=nodes(order.engine, config),
         replaces=order.replaces,
     )
-    bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name=order.engine)
+    bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=order.engine)
     try:
         last = await last_life(bus, subjects, order.engine) if worker.resume else None
         async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds, last=last, transfer=transfer) as host:

@@ -20,7 +20,7 @@ async def serve(bus_config: BusConfig, config: TrackerConfig, ready: Path | None
     """Serve until cancelled; make the file `ready` once it does. BusError when NATS cannot be reached at start."""
     subjects = Subjects(bus_config.namespace)
     async with AsyncExitStack() as stack:
-        bus = await NatsBus.connect(bus_config.url, subjects, bus_config, name="tracker")
+        bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name="tracker")
         stack.push_async_callback(bus.close)
         service = TrackerService(bus, subjects, config)
         running = await stack.enter_async_context(alongside(service.run(), "tracker"))

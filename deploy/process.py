@@ -17,6 +17,7 @@ from typing import Any
 
 import uvloop
 
+from bus.redaction import without_secrets
 from deploy.gathered_lines import GatheredLines
 
 FAILURE = 1
@@ -30,11 +31,20 @@ ACCESS = "roost.access"
 """Logger of the router's request lines, which are JSON already."""
 
 
+class WithoutSecrets(logging.Formatter):
+    """Log lines, tracebacks included, without the users and passwords of URLs, whoever wrote them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
+
+
 def set_up_logging(level: str) -> None:
     """Log lines to standard error; the router's request lines, bare, to standard output."""
     # What no line shows need not be looked up for each of them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=level.upper(), stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     access = logging.getLogger(ACCESS)
     access.addHandler(GatheredLines(sys.stdout))
     access.propagate = False
@@ -58,7 +68,7 @@ def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = ()
 
 def print_error(text: str) -> None:
     """One expected error, for people and for the end of a log."""
-    sys.stderr.write(f"roost: {text}\n")
+    sys.stderr.write(f"roost: {without_secrets(text)}\n")
     sys.stderr.flush()
 
 

@@ -73,7 +73,7 @@ class RunDirectory:
     def tell(self, running: Running) -> None:
         """Write down what runs, whole or not at all."""
         draft = self.path / "running.json.new"
-        draft.write_bytes(msgspec.json.encode(running))
+        private_text(draft, msgspec.json.encode(running).decode())
         draft.replace(self.path / "running.json")
 
     def shorten_logs(self) -> None:
@@ -86,6 +86,13 @@ class RunDirectory:
     def clear(self, *, keep_logs: bool) -> None:
         """Remove everything, or everything but the logs."""
         _clear(self.path, keep_logs=keep_logs)
+
+
+def private_text(file: Path, text: str) -> None:
+    """Write a file that its owner alone may read, from its first moment on."""
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as out:
+        out.write(text)
 
 
 def home(environment: Mapping[str, str]) -> Path:

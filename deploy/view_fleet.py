@@ -60,7 +60,7 @@ def on_bus(config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Found]]) 
 
     async def asked() -> None:
         subjects = Subjects(config.namespace)
-        bus = await NatsBus.connect(config.url, subjects, config, name="roost")
+        bus = await NatsBus.connect(config.servers, subjects, config, name="roost")
         try:
             found.append(await ask(bus, subjects))
         finally:

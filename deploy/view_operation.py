@@ -55,7 +55,7 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
                 os.kill(run.pid, signal.SIGHUP)
             return await _words(heard, parts, seconds)
 
-    said = on_bus(BusConfig(url=runs[0].nats or "", namespace=runs[0].namespace), work)
+    said = on_bus(BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace), work)
     if as_json:
         show(in_json(said))
     else:

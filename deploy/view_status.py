@@ -40,10 +40,10 @@ def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | Non
     if engine is not None:
         engines, loop = only(engine, engines, loop)
     if as_json:
-        said = {"nats": bus_config.url, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
+        said = {"nats": bus_config.where, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
         show(in_json({**said, "routers": list(routers), **loop_record(loop)}))
         return
-    lines = [Text(f"NATS {bus_config.url}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
+    lines = [Text(f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
     if routers:
         lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
     say([*lines, *fitting(engines, loop, time.time(), HEIGHT - len(lines))])

@@ -208,7 +208,7 @@ class JsonLines:
 def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: bool) -> None:
     """Show the fleet every `interval` seconds until q or Ctrl-C; once: one time."""
     console = Console(highlight=False)
-    where = f"NATS {bus_config.url}"
+    where = f"NATS {bus_config.where}"
 
     async def work(bus: Bus, subjects: Subjects) -> None:
         watch = Watch(bus, subjects, where)

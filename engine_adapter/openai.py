@@ -13,6 +13,7 @@ from typing import Never
 import aiohttp
 import msgspec
 
+from bus.redaction import without_secrets
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load
 from fleet.blocks import BLOCK_SIZE
 from fleet.events import Capabilities
@@ -51,7 +52,9 @@ class PlainConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"plain engine: the URL {self.url!r} must start with http:// or https://")
+            raise ValueError(f"plain engine: the URL {without_secrets(self.url)!r} must start with http:// or https://")
+        if without_secrets(self.url) != self.url:  # it is part of the join, which everybody on the bus reads
+            raise ValueError(f"plain engine: the URL {without_secrets(self.url)!r} names a user; put the server's key into a file (--api-key-file)")
         for name in ("probe_seconds", "answer_seconds", "misses", "max_context"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"plain engine: {name} must be above 0, not {getattr(self, name)}")

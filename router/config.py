@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bus.redaction import without_secrets
+
 Policy = Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
 ZERO_ALLOWED = (
     "port",
@@ -195,7 +197,9 @@ class RouterConfig:
                 raise ValueError(f"{name} must be a header's name in lower case, and none of {', '.join(_TAKEN)}; not {value!r}")
         for url in self.backends:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"backends: {url!r} must start with http:// or https://")
+                raise ValueError(f"backends: {without_secrets(url)!r} must start with http:// or https://")
+            if without_secrets(url) != url:
+                raise ValueError(f"backends: {without_secrets(url)!r} names a user, which is not sent; put the servers' key into backend_key_file")
 
     def _check(self, name: str, least: float, *, above: bool) -> None:
         value = getattr(self, name)

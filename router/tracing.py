@@ -11,6 +11,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from bus.redaction import without_secrets
 from router.decision import Decision
 from router.foresight import PredictionRecord
 from router.record import Candidate, DecisionRecord
@@ -101,7 +102,7 @@ class RequestTrace:
                 "roost.chosen": decision.target.name,
                 "roost.worker_id": str(worker_id),
                 "roost.dp_rank": rank,
-                "url.full": decision.target.url,
+                "url.full": without_secrets(decision.target.url),
             }
         )
         return AttemptTrace(span, self._tracing.headers(span))

@@ -1,8 +1,9 @@
 """The port over one NATS server or cluster."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from nats import errors
@@ -31,13 +32,17 @@ class NatsBus:
         self._recorder = Outbox(self.put_blob)
 
     @classmethod
-    async def connect(cls, url: str, subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
+    async def connect(cls, servers: str | Sequence[str], subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
         """Connect, and create the stream and the buckets of the namespace where they are missing.
 
-        config: limits and waits (its url and namespace are not read here). name: shown in the server's own monitoring.
-        BusError when there is no server in time, or it has no JetStream.
+        servers: URLs of one cluster. config: credentials, limits and waits (its urls and namespace are not read here). name: shown in the
+        server's own monitoring. BusError when there is no server in time, it refuses us, or it has no JetStream.
         """
-        link = Link(url, config or BusConfig(), name)
+        urls = (servers,) if isinstance(servers, str) else tuple(servers)
+        try:
+            link = Link(replace(config or BusConfig(), urls=urls), name)
+        except ValueError as error:
+            raise BusError(str(error)) from error
         await link.open()
         bus = cls(link, subjects)
         try:
@@ -79,6 +84,7 @@ class NatsBus:
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
         raw = await self._voice.sealed(sendable(subject), message)
+        denied = self._link.denied
         try:
             async with asyncio.timeout(seconds):
                 await self._link.standing()
@@ -86,6 +92,8 @@ class NatsBus:
         except errors.NoRespondersError as error:
             raise NobodyThere(f"nobody serves {subject!r}") from error
         except TimeoutError as error:
+            if self._link.denied > denied:
+                raise BusError(f"asking on {subject!r}: {self._link.denial()}") from error
             raise BusTimeout(f"no answer on {subject!r} within {seconds} s" + ("" if self.connected else "; not connected to NATS")) from error
         except errors.Error as error:
             raise BusError(f"asking on {subject!r}: {because(error)}") from error

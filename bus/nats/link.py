@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import random
+import re
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from nats.js import errors as js_errors
 from bus import BusError, StoreFull
 from bus.codec import LARGE
 from bus.config import BusConfig
+from bus.nats.login import Login, read_login, tls_context
+from bus.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,6 +39,9 @@ TRANSIENT = (TimeoutError, OSError, errors.ConnectionClosedError, errors.Outboun
 """After these, the same may succeed a moment later."""
 
 
+REFUSED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"", re.IGNORECASE)
+"""In a server's words: what the user may not do, and where."""
+
 VAGUE = (TimeoutError, OSError, errors.UnexpectedEOF)
 """These say nothing of the cause: a server that refuses a client says so and hangs up, and often only the hanging up is heard."""
 
@@ -50,7 +57,16 @@ def because(error: BaseException | None) -> str:
     if is_full(error):
         return f"{error}; it is full: raise its max_bytes on the server (the bus.*_bytes settings hold for new ones)"
     remedy = "start the NATS server with JetStream (-js)" if isinstance(error, GONE) else "is the NATS server well?"
-    return f"{str(error) or type(error).__name__}; {remedy}"
+    return f"{without_secrets(str(error)) or type(error).__name__}; {remedy}"
+
+
+class _Client(Client):
+    """nats-py's, which would send its password in clear to whoever says that it knows no TLS."""
+
+    def _connect_command(self) -> bytes:
+        if "tls" in self.options and not self._server_info.get("tls_required"):
+            raise errors.Error("the server does not ask for TLS, and the settings do (bus.tls_*, or tls:// in the URL); nothing was sent to it")
+        return bytes(super()._connect_command())
 
 
 async def whole(exchange: Awaitable[T]) -> T:
@@ -85,10 +101,12 @@ class _Feed:
 class Link:
     """The connection: made once, remade for ever, its subscriptions with it."""
 
-    def __init__(self, url: str, config: BusConfig, name: str) -> None:
-        self.url = url
+    def __init__(self, config: BusConfig, name: str) -> None:
+        """BusError when a file of credentials or certificates cannot be used."""
         self.config = config
-        self.client = Client()
+        self.where = config.where
+        """the servers, without secrets"""
+        self.client: Client = _Client()
         self.closing = False
         self.runs: set[asyncio.Queue[Msg | None]] = set()
         """queues of running replays; None tells them that the connection was remade"""
@@ -97,6 +115,34 @@ class Link:
         self._up = asyncio.Event()
         self._trouble: Exception | None = None
         self._reopener: asyncio.Task[None] | None = None
+        self._tls = tls_context(config)
+        self._login = None if config.credentials_file is None else read_login(config.credentials_file)
+        self._denials: deque[tuple[str, str]] = deque(maxlen=64)
+        """(publish or subscription, subject in small letters, as nats-py has it) that the server refused lately"""
+        self.denied = 0
+        """how often the server refused us a right so far"""
+
+    def _current_login(self) -> Login:
+        """As the file is now: a secret may have been changed since the last connection. A file that cannot be read changes nothing."""
+        assert self._login is not None
+        if self.config.credentials_file is not None:
+            try:
+                self._login = read_login(self.config.credentials_file)
+            except BusError as error:
+                logger.warning("%s; the login of before is used", error)
+        return self._login
+
+    def _identity(self) -> dict[str, Any]:
+        """Options of nats-py that say who we are, and how we know the server."""
+        found: dict[str, Any] = {}
+        if self._tls is not None:
+            found["tls"] = self._tls
+            found["tls_hostname"] = self.config.tls_hostname
+        if self._login is not None:
+            found["user"] = lambda: self._current_login().user
+            found["password"] = lambda: self._current_login().password
+            found["inbox_prefix"] = self._login.inbox_prefix
+        return found
 
     def _options(self, client: Client) -> dict[str, Any]:
         async def closed() -> None:
@@ -117,6 +163,7 @@ class Link:
             "disconnected_cb": self._on_disconnect,
             "reconnected_cb": self._on_reconnect,
             "closed_cb": closed,
+            **self._identity(),
         }
 
     def _next_server(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
@@ -128,15 +175,32 @@ class Link:
     async def _on_error(self, error: Exception) -> None:
         if self._trouble is None or not isinstance(error, VAGUE):
             self._trouble = error
-        logger.log(logging.WARNING if isinstance(error, errors.SlowConsumerError) else logging.DEBUG, "NATS: %s", error or type(error).__name__)
+        if refused := REFUSED.search(str(error)):
+            return self._refused(refused[1].lower(), refused[2].lower())
+        level = logging.WARNING if isinstance(error, errors.SlowConsumerError) else logging.DEBUG
+        logger.log(level, "NATS: %s", without_secrets(str(error)) or type(error).__name__)
+
+    def _refused(self, what: str, subject: str) -> None:
+        """The server's word that this user has no right to something; said once for each subject of the last few."""
+        self.denied += 1
+        if (what, subject) not in self._denials:
+            self._denials.append((what, subject))
+            logger.warning("%s", self.denial((what, subject)))
+
+    def denial(self, last: tuple[str, str] | None = None) -> str:
+        """What was refused last, and what to do."""
+        what, subject = last or self._denials[-1]
+        may = "publish on" if what == "publish" else "listen to"
+        user = "this user" if self._login is None else f"user {self._login.user!r}"
+        return f"NATS at {self.where}: {user} may not {may} {subject}; give it the rights of its role (roost bus permissions)"
 
     async def _on_disconnect(self) -> None:
         self._up.clear()
         if not self.closing:
-            logger.warning("lost the connection to NATS at %s; trying again until it stands", self.url)
+            logger.warning("lost the connection to NATS at %s; trying again until it stands", self.where)
 
     async def _on_reconnect(self) -> None:
-        logger.info("connected to NATS at %s again", self.url)
+        logger.info("connected to NATS at %s again", self.where)
         self._stands()
 
     def _stands(self) -> None:
@@ -150,19 +214,25 @@ class Link:
             await self._connected_in_time()
         except TimeoutError as error:
             await self.close()
-            waited = f"within {self.config.connect_seconds} s ({self._trouble or 'no answer'})"
-            raise BusError(f"no NATS server at {self.url} {waited}; start one or correct bus.url") from error
+            trouble = without_secrets(str(self._trouble or "")) or "no answer"
+            if "authorization" in trouble.lower():
+                raise BusError(
+                    f"NATS at {self.where} refuses this user ({trouble}); correct bus.credentials_file ({self.config.credentials_file or 'it is not set'})"
+                ) from error
+            waited = f"within {self.config.connect_seconds} s ({trouble})"
+            raise BusError(f"no NATS server at {self.where} {waited}; start one or correct bus.url") from error
         except errors.Error as error:
-            raise BusError(f"{self.url!r} is no address of a NATS server ({error}); correct bus.url, e.g. nats://127.0.0.1:4222") from error
+            trouble = without_secrets(str(error))
+            raise BusError(f"{self.where!r} is no address of a NATS server ({trouble}); correct bus.url, e.g. nats://127.0.0.1:4222") from error
         if self.client.max_payload < SMALLEST_MAX_PAYLOAD:
             most = self.client.max_payload
             await self.close()
-            raise BusError(f"the NATS server at {self.url} takes messages of {most} bytes; set its max_payload to {SMALLEST_MAX_PAYLOAD} or more")
+            raise BusError(f"the NATS server at {self.where} takes messages of {most} bytes; set its max_payload to {SMALLEST_MAX_PAYLOAD} or more")
         self._up.set()
 
     async def _connected_in_time(self) -> None:
         """TimeoutError when it takes too long. nats-py tries for ever, and may forget that it was cancelled (see `whole`): it is told again."""
-        connecting = asyncio.create_task(self.client.connect(self.url, **self._options(self.client)), name="connects to NATS")
+        connecting = asyncio.create_task(self.client.connect(list(self.config.servers), **self._options(self.client)), name="connects to NATS")
         try:
             await asyncio.wait([connecting], timeout=self.config.connect_seconds)
         finally:
@@ -176,8 +246,8 @@ class Link:
     async def _reopen(self) -> None:
         """nats-py gives up after some errors the server sends (revoked rights, say). We do not."""
         while True:
-            self.client = client = Client()
-            await client.connect(self.url, **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
+            self.client = client = _Client()
+            await client.connect(list(self.config.servers), **self._options(client) | {"reconnect_time_wait": self.config.reconnect_most_seconds})
             with suppress(errors.Error):  # broken again before everything was in place: begin anew
                 for feed in list(self._feeds):
                     await feed.attach(client)
@@ -186,7 +256,7 @@ class Link:
             await client.close()
             await asyncio.sleep(self.config.reconnect_most_seconds)
         self._reopener = None
-        logger.info("a new connection to NATS at %s stands", self.url)
+        logger.info("a new connection to NATS at %s stands", self.where)
         self._stands()
 
     @property
@@ -205,6 +275,7 @@ class Link:
     async def until_done(self, what: str, seconds: float, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat an exchange that may be repeated until it succeeds. StoreFull at once; BusError when that takes longer, or cannot succeed."""
         trouble: BaseException | None = None
+        denied = self.denied
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -215,6 +286,8 @@ class Link:
                         if is_full(error):
                             raise StoreFull(f"{what}: {because(error)}") from error
                         trouble = error
+                    if self.denied > denied:  # by a server that answers nothing to who has no right: waiting does not help
+                        raise BusError(f"{what}: {self.denial()}") from trouble
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError as error:
             raise BusError(f"{what}: not done within {seconds} s: {because(trouble)}") from error
@@ -236,6 +309,8 @@ class Link:
         """A subscription that survives reconnects."""
         feed = _Feed(subject, hear, queue)
         await self.standing()
+        with suppress(ValueError):  # what was refused before may be allowed by now
+            self._denials.remove(("subscription", subject.lower()))
         await feed.attach(self.client)
         self._feeds.add(feed)
         try:
@@ -255,8 +330,12 @@ class Link:
         await self.until_done(f"listening on {subject}", self.config.request_seconds, enter)
 
     async def settled(self) -> None:
-        """Return when the server has heard everything sent so far, subscriptions included."""
+        """Return when the server has heard everything sent so far, subscriptions included. BusError when it refused one of them."""
         await self.until_done("subscribing", self.config.record_seconds, self._round_trips)
+        for feed in self._feeds:
+            refused = ("subscription", feed.subject.lower())
+            if refused in self._denials:
+                raise BusError(self.denial(refused))
 
     async def _round_trips(self) -> None:
         """Two: nats-py writes a ping at once, ahead of commands that still wait for its flusher; the second is behind them."""
@@ -273,7 +352,7 @@ class Link:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self.client.close()
         except TimeoutError:
-            logger.warning("NATS at %s did not take the last messages in %s s; they are dropped", self.url, CLOSE_SECONDS)
+            logger.warning("NATS at %s did not take the last messages in %s s; they are dropped", self.where, CLOSE_SECONDS)
             # nats-py has no way to give up what it could not send: without this the socket would stay open.
             writer: asyncio.StreamWriter | None = getattr(self.client._transport, "_io_writer", None)
             if writer is not None:

@@ -39,6 +39,7 @@ EVERYTHING = 1 << 62
 
 WRONG_REVISION = (10071, 10164)
 EXISTS_OTHERWISE = 10058
+TOO_FEW_SERVERS = (10005, 10074)
 """JetStream's error codes."""
 
 
@@ -95,6 +96,7 @@ class Storage:
         self._subjects = subjects.stored
         self._link = link
         self._config = link.config
+        self._warned: set[str] = set()
 
     @property
     def _js(self) -> JetStreamContext:
@@ -105,28 +107,54 @@ class Storage:
         subjects it lacks, so that older and newer versions can live side by side."""
         config, js = self._config, self._js
         limits = {"max_bytes": config.stream_bytes, "max_age": config.stream_seconds, "max_msgs_per_subject": config.stream_messages_per_subject}
-        stored = api.StreamConfig(name=self.stream, subjects=list(self._subjects), storage=api.StorageType.FILE, **limits)  # type: ignore[arg-type]
-        if not await self._made(self.stream, js.add_stream(stored)):
-            await self._extend(js)
-        claims = api.KeyValueConfig(bucket=self.claims, max_bytes=config.claims_bytes, storage=api.StorageType.FILE, direct=False)
-        await self._made(self.claims, js.create_key_value(claims))
+        stored = api.StreamConfig(
+            name=self.stream,
+            subjects=list(self._subjects),
+            storage=api.StorageType.FILE,
+            num_replicas=config.replicas,
+            **limits,  # type: ignore[arg-type]
+        )
+        if (present := await self._present(self.stream)) is not None:
+            await self._extend(js, present)
+        else:
+            await self._made(self.stream, lambda: js.add_stream(stored))
+        if await self._present(f"KV_{self.claims}") is None:
+            claims = api.KeyValueConfig(bucket=self.claims, max_bytes=config.claims_bytes, storage=api.StorageType.FILE, direct=False, replicas=config.replicas)
+            await self._made(self.claims, lambda: js.create_key_value(claims))
         for name, size, seconds in ((self.blobs, config.blobs_bytes, None), (self.parcels, config.parcels_bytes, config.parcels_seconds)):
-            bucket = api.ObjectStoreConfig(max_bytes=size, ttl=seconds, storage=api.StorageType.FILE)
-            await self._made(name, js.create_object_store(name, bucket))
+            if await self._present(f"OBJ_{name}") is None:
+                bucket = api.ObjectStoreConfig(max_bytes=size, ttl=seconds, storage=api.StorageType.FILE, replicas=config.replicas)
+                await self._made(name, lambda name=name, bucket=bucket: js.create_object_store(name, bucket))  # type: ignore[misc]
 
-    async def _made(self, name: str, making: Awaitable[object]) -> bool:
-        """Whether it exists as wanted now; False: it existed otherwise."""
+    async def _present(self, stream: str) -> api.StreamConfig | None:
+        """The configuration of a stream that exists already; whoever wants more replicas of it hears how to get them."""
         try:
-            await making
-        except js_errors.BadRequestError as error:
+            present = (await self._js.stream_info(stream)).config
+        except js_errors.NotFoundError:
+            return None
+        if (present.num_replicas or 1) < self._config.replicas and stream not in self._warned:
+            self._warned.add(stream)
+            logger.warning(
+                "%s was made with %d replicas and bus.replicas is %d; raise it with: nats stream edit %s --replicas %d",
+                *(stream, present.num_replicas or 1, self._config.replicas, stream, self._config.replicas),
+            )
+        return present
+
+    async def _made(self, name: str, making: Callable[[], Awaitable[object]]) -> None:
+        """Make it. BusError when the cluster is too small for the replicas; made by another meanwhile, and otherwise, it is used as it is."""
+        try:
+            await making()
+        except js_errors.APIError as error:
+            if error.err_code in TOO_FEW_SERVERS and self._config.replicas > 1:
+                raise BusError(
+                    f"{name} cannot be kept {self._config.replicas} times ({error.description}): this NATS cluster has too few JetStream servers; "
+                    "start more of them, or lower bus.replicas"
+                ) from error
             if error.err_code != EXISTS_OTHERWISE:
                 raise
             logger.info("%s exists with other settings; it is used as it is", name)
-            return False
-        return True
 
-    async def _extend(self, js: JetStreamContext) -> None:
-        present = (await js.stream_info(self.stream)).config
+    async def _extend(self, js: JetStreamContext, present: api.StreamConfig) -> None:
         known = present.subjects or []
         lacking = [subject for subject in self._subjects if subject not in known]
         if lacking:

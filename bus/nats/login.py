@@ -1,0 +1,64 @@
+"""Who we are to a NATS server, and how we know it: credentials and certificates from files."""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from bus import BusError
+from bus.config import BusConfig
+
+DEFAULT_PREFIX = "_INBOX"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Login:
+    """A user of the server; never printed."""
+
+    user: str
+    password: str
+    inbox_prefix: str
+    """first tokens of the subjects to which this user's answers come, and to which nobody else may listen"""
+
+
+class _File(msgspec.Struct):
+    user: str
+    password: str
+    inbox_prefix: str = ""
+
+
+def read_login(file: Path) -> Login:
+    """The login in a credentials file. BusError when it cannot be read; the text never repeats its contents."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise BusError(f"bus.credentials_file {file} cannot be read: {error.strerror or error}") from error
+    if raw.lstrip().startswith(b"-----BEGIN NATS"):
+        raise BusError(f'bus.credentials_file {file} is a NATS .creds file; Roost takes JSON with a user and a password: {{"user": "...", "password": "..."}}')
+    try:
+        found = msgspec.json.decode(raw, type=_File)
+    except msgspec.DecodeError:  # its text might quote the file
+        raise BusError(f'bus.credentials_file {file} must hold JSON of this form: {{"user": "...", "password": "..."}}') from None
+    return Login(found.user, found.password, found.inbox_prefix or inbox_prefix(found.user))
+
+
+def inbox_prefix(user: str) -> str:
+    """Where answers to a user go when its credentials file names no place: a subject of its own, so that permissions can keep others out."""
+    return f"{DEFAULT_PREFIX}.{user}"
+
+
+def tls_context(config: BusConfig) -> ssl.SSLContext | None:
+    """How the server's certificate is checked; None: no TLS of our own asking. BusError names the file that cannot be used."""
+    if not config.uses_tls:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=None if config.tls_ca is None else str(config.tls_ca))
+    except (OSError, ssl.SSLError) as error:
+        raise BusError(f"bus.tls_ca {config.tls_ca} cannot be used: {error}") from error
+    if config.tls_cert is not None and config.tls_key is not None:
+        try:
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise BusError(f"bus.tls_cert {config.tls_cert} and bus.tls_key {config.tls_key} cannot be used: {error}") from error
+    return context
