@@ -93,7 +93,7 @@ def router(
         return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
 
     part = settings.part(RouterConfig)
-    bus = None if part.backends and not names_bus(settings) else settings.part(BusConfig)
+    bus = None if (part.backends or part.named_backends) and not names_bus(settings) else settings.part(BusConfig)
     if part.processes > 1:
         set_up_logging(settings.part(UpConfig).log_level)
         raise typer.Exit(run_process(_several_routers(settings, read, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))

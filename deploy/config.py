@@ -4,6 +4,10 @@ Later wins: the defaults of each part's config dataclass, the file (--config, or
 ROOST_<SECTION>_<KEY>, the command's flags. An unknown key, an unknown section and a wrong type are errors that name the
 place and the nearest known name. A value in the environment is text: lists are split at commas, nothing at all means
 "unset" where a key may be unset.
+
+A field of a part's dataclass with the metadata {"sections": "backends"} is filled from any number of sections [backends.NAME], each a
+dataclass of its own whose field with the metadata {"section": True} takes NAME. The file makes such sections; variables
+(ROOST_BACKENDS_<NAME>_<KEY>) change keys of those that the file has.
 """
 
 import dataclasses
@@ -31,6 +35,7 @@ Part = TypeVar("Part")
 Key = tuple[str, str]
 """(section, key)"""
 
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TABLE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?")
 
 
@@ -55,10 +60,19 @@ class Configuration:
 
     def part(self, kind: type[Part]) -> Part:
         """The config dataclass of one section. ConfigError when the dataclass refuses its values."""
-        name = next(section for section, known in self._sections.items() if known is kind)
+        return self._built(next(section for section, known in self._sections.items() if known is kind), kind)
+
+    def _built(self, name: str, kind: type[Part]) -> Part:
         chosen = {key: setting for (section, key), setting in self._settings.items() if section == name}
+        values = {key: setting.value for key, setting in chosen.items()}
+        for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+            if "sections" in field.metadata:
+                family = f"{field.metadata['sections']}."
+                values[field.name] = tuple(self._built(one, of) for one, of in self._sections.items() if one.startswith(family))
+            elif "section" in field.metadata:
+                values[field.name] = name.partition(".")[2]
         try:
-            return kind(**{key: setting.value for key, setting in chosen.items()})
+            return kind(**values)
         except ValueError as error:
             places = ", ".join(f"{key} from {setting.source}" for key, setting in chosen.items() if setting.source != "default")
             raise ConfigError(f"[{name}] {error}" + (f" ({places})" if places else "")) from error
@@ -103,11 +117,15 @@ def load(
     defaults: beat those of the dataclasses. ConfigError for a file that cannot be read or parsed, and for every key and
     variable that is unknown or of a wrong type.
     """
+    path = _chosen_file(file, environment, directory)
+    text, tables = ("", {}) if path is None else _read(path)
+    if path is not None:
+        tables, named = _named_sections(sections, tables, path, text)
+        sections = {**sections, **named}
     settings = dict(_defaults(sections))
     settings.update({key: Setting(value, "default") for key, value in (defaults or {}).items()})
-    path = _chosen_file(file, environment, directory)
     if path is not None:
-        settings.update(_from_file(sections, path))
+        settings.update(_from_file(sections, tables, path, text))
     settings.update(_from_environment(sections, environment))
     return Configuration(sections, settings)
 
@@ -119,11 +137,16 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _defaults(sections: Mapping[str, type]) -> Iterator[tuple[Key, Setting]]:
     for section, kind in sections.items():
-        for field in dataclasses.fields(kind):
+        for field in _settable(kind):
             value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
             if value is dataclasses.MISSING:
                 raise TypeError(f"{kind.__name__}.{field.name} needs a default: roost.toml may be empty")
             yield (section, field.name), Setting(value, "default")
+
+
+def _settable(kind: type) -> "list[dataclasses.Field[Any]]":
+    """The keys of a section: all fields but those that whole sections, or their names, are put into."""
+    return [field for field in dataclasses.fields(kind) if not {"sections", "section"} & field.metadata.keys()]
 
 
 def _chosen_file(file: Path | None, environment: Mapping[str, str], directory: Path) -> Path | None:
@@ -134,20 +157,40 @@ def _chosen_file(file: Path | None, environment: Mapping[str, str], directory: P
     return directory / FILE if (directory / FILE).is_file() else None
 
 
-def _from_file(sections: Mapping[str, type], path: Path) -> dict[Key, Setting]:
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        return text, tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _named_sections(sections: Mapping[str, type], tables: dict[str, Any], path: Path, text: str) -> tuple[dict[str, Any], dict[str, type]]:
+    """The tables with each [FAMILY.NAME] as one of its own, and the dataclasses of these sections."""
+    families: dict[str, type] = {}
+    for kind in sections.values():
+        for field in dataclasses.fields(kind):
+            if "sections" in field.metadata:
+                families[field.metadata["sections"]] = typing.get_args(typing.get_type_hints(kind)[field.name])[0]
+    flat, named = {section: table for section, table in tables.items() if section not in families}, {}
+    for family, kind in families.items():
+        for name, table in tables.get(family, {}).items() if isinstance(tables.get(family, {}), dict) else [("", None)]:
+            if not isinstance(table, dict) or not _NAME.fullmatch(name):
+                place = _place(path, text, family, name or None)
+                raise ConfigError(f"{place}: {family} are sections of their own, written [{family}.NAME], NAME of letters, digits, - and _")
+            flat[f"{family}.{name}"], named[f"{family}.{name}"] = table, kind
+    return flat, named
+
+
+def _from_file(sections: Mapping[str, type], tables: Mapping[str, Any], path: Path, text: str) -> dict[Key, Setting]:
     found: dict[Key, Setting] = {}
     for section, table in tables.items():
         _known(section, sections, f"{_place(path, text, section, None)}: no section [{section}]")
         if not isinstance(table, dict):
             raise ConfigError(f"{_place(path, text, '', section)}: {section} must be a section, written [{section}]")
-        hints = typing.get_type_hints(sections[section])
+        hints = {field.name: typing.get_type_hints(sections[section])[field.name] for field in _settable(sections[section])}
         for key, value in table.items():
             place = _place(path, text, section, key)
             _known(key, hints, f"{place}: no key {key!r} in [{section}]")
@@ -156,7 +199,11 @@ def _from_file(sections: Mapping[str, type], path: Path) -> dict[Key, Setting]:
 
 
 def _from_environment(sections: Mapping[str, type], environment: Mapping[str, str]) -> dict[Key, Setting]:
-    names = {f"{PREFIX}{section}_{field.name}".upper(): (section, field.name) for section, kind in sections.items() for field in dataclasses.fields(kind)}
+    names = {
+        f"{PREFIX}{section}_{field.name}".upper().replace(".", "_").replace("-", "_"): (section, field.name)
+        for section, kind in sections.items()
+        for field in _settable(kind)
+    }
     found: dict[Key, Setting] = {}
     for variable, text in sorted(environment.items()):
         if variable.startswith(PREFIX) and variable != FILE_VARIABLE:

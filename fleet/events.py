@@ -32,12 +32,23 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """takes `cache_salt`, and shares KV only among requests of the same salt. False, also of older engines: tenants share its KV cache"""
 
 
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several names under which an engine serves: an alias, or an adapter on the same base model."""
+
+    name: str
+    max_context: int
+    """tokens, prompt and completion together"""
+
+
 class EngineJoined(Event, frozen=True, kw_only=True):
     """An engine serves from now on. Stored; also the answer to a `DescribeEngine` request."""
 
     engine: str
     worker_id: int
     model: str
+    """its base model, where it serves several"""
+    models: tuple[ServedModel, ...] = ()
+    """all it serves, the base model included; empty: the base model alone. Its ranks, their load and limits are the same for all"""
     node: str
     urls: tuple[str, ...]
     """base URL of each rank's HTTP face, index = rank; one URL for an engine that is one target"""
@@ -52,6 +63,8 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     """tokens, prompt and completion together"""
     max_batch_tokens: int
     """tokens one rank computes in one step"""
+    max_requests: int | None = None
+    """requests that one rank is given at once; None: the router's own limit"""
     layout: Layout | None = None
     shape: ModelShape | None = None
     """None: the engine says nothing of experts"""

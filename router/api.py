@@ -140,6 +140,10 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
 
 
 def _model(service: RouterService, name: str) -> dict[str, Any]:
+    """A static backend's entry as it came (root, parent, permission, created, max_model_len), else Roost's own."""
+    card = service.backends.card(name)
+    if card is not None:
+        return card
     return {"id": name, "object": "model", "created": service.started_at, "owned_by": "roost", "max_model_len": service.view.roster(name).largest_context}
 
 

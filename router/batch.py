@@ -262,7 +262,7 @@ def gathered(decisions: Sequence[Decision], load: Amounts, limits: Limits, facto
         blocks=-(-(prompts + outputs)[:, None] // roster.block_size),
         steps=outputs,
         seeds=np.array([decision.ask.seed for decision in decisions]),
-        most_requests=np.full(shape[1], limits.requests),
+        most_requests=limits.most_requests(roster),
         most_prefill=limits.queue_seconds / np.maximum(roster.prefill_token_s, _LEAST_SECONDS),
         most_blocks=limits.blocks(roster),
     )

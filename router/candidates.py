@@ -21,9 +21,14 @@ class Limits(NamedTuple):
     """What makes a rank saturated."""
 
     requests: int
+    """that a rank is given at once, unless it names fewer itself"""
     queue_seconds: float
     kv_share: float = 1.0
     """of its KV blocks; 1: never for this reason"""
+
+    def most_requests(self, roster: Roster) -> NDArray[np.int64]:
+        """int64 [targets]: requests with which each rank is saturated."""
+        return np.minimum(roster.max_requests, self.requests)
 
     def blocks(self, roster: Roster) -> NDArray[np.float64]:
         """float64 [targets]: KV blocks held beyond which each rank is saturated; inf: never."""
@@ -94,7 +99,7 @@ def candidates(
 def saturated(roster: Roster, load: Amounts, limits: Limits, said_busy: frozenset[RankKey] = frozenset()) -> NDArray[np.bool_]:
     """bool [targets]: which ranks take no more requests. load: int64 [AMOUNTS, targets]."""
     queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
-    busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.requests) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
+    busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.most_requests(roster)) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
     busy[[roster.index[key] for key in said_busy if key in roster.index]] = True
     return busy
 
@@ -105,7 +110,7 @@ def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:
         return True
     most: NDArray[np.int64] = np.maximum.reduce(load, axis=1)
     return bool(
-        most[SEQUENCES] < limits.requests
+        most[SEQUENCES] < min(limits.requests, roster.fewest_requests)
         and most[PREFILL] * roster.slowest_prefill_s <= limits.queue_seconds
         and (limits.kv_share >= 1 or most[BLOCKS] <= limits.kv_share * roster.fewest_kv_blocks)
     )
@@ -138,8 +143,9 @@ def _told(
 def _reason(roster: Roster, load: Amounts, needed_context: int, limits: Limits, at: int) -> str:
     if roster.max_context[at] < needed_context:
         return f"its context of {roster.max_context[at]} tokens is too small for {needed_context}"
-    if load[SEQUENCES, at] >= limits.requests:
-        return f"saturated: {load[SEQUENCES, at]} requests of at most {limits.requests}"
+    most = min(limits.requests, int(roster.max_requests[at]))
+    if load[SEQUENCES, at] >= most:
+        return f"saturated: {load[SEQUENCES, at]} requests of at most {most}"
     if load[BLOCKS, at] > limits.blocks(roster)[at]:
         return f"saturated: {load[BLOCKS, at]} of {roster.kv_blocks[at]:.0f} KV blocks are held by requests, more than a share of {limits.kv_share:g}"
     return f"saturated: {load[PREFILL, at]} prompt tokens wait, more than {limits.queue_seconds:g} s of work"

@@ -1,10 +1,11 @@
 """Secrets of the router, read from the files that its settings name: at its start, and again at each reload."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet.completions import ApiError
-from router.config import RouterConfig
+from router.config import RouterConfig, base_url
 from router.keys import TRUSTED, Caller, ClientKeys, parse_keys
 
 
@@ -14,14 +15,21 @@ class Credentials:
 
     clients: ClientKeys | None
     backend_key: str | None = field(repr=False)
+    named_backend_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """of the [backends.NAME] with a key file of their own, by base URL"""
 
     @classmethod
     def read(cls, config: RouterConfig) -> "Credentials":
         """OSError, or ValueError that names the file, when one of them cannot be used."""
         return cls(
             None if config.api_key_file is None else _client_keys(config.api_key_file, config),
-            None if config.backend_key_file is None else config.backend_key_file.read_text(encoding="utf-8").split("\n")[0].strip(),
+            None if config.backend_key_file is None else _first_line(config.backend_key_file),
+            {base_url(backend.url): _first_line(backend.key_file) for backend in config.named_backends if backend.key_file is not None},
         )
+
+    def backend_key_of(self, url: str) -> str | None:
+        """What the server of a base URL wants as `Authorization: Bearer`; None: nothing."""
+        return self.named_backend_keys.get(url, self.backend_key)
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller that presents this header. ApiError 401 without a valid key."""
@@ -34,6 +42,10 @@ class Credentials:
         """Rights of the caller that presents this header; none without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         return frozenset() if found is None else found.rights
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8").split("\n")[0].strip()
 
 
 def _client_keys(path: Path, config: RouterConfig) -> ClientKeys:

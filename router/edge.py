@@ -168,7 +168,7 @@ class Edge:
         exchange.body_bytes = len(body)
         roster = await self.service.waiting.live_roster(exchange, request.model)
         if roster.dialect == "text":
-            prompt = TextPrompt(prompt_bytes(request))
+            prompt = TextPrompt(prompt_bytes(request), request.model)
             await Relay(self.service, exchange, reply, headers, body, prompt, self._expected(request)).run()
             return
         settings = sampling(request, self.service.config.max_choices)
@@ -222,7 +222,7 @@ class Edge:
         roster = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         if roster.dialect == "text":
-            return Need(request.model, TextPrompt(prompt_bytes(request)), 0, self._expected(request), None, exchange.request_id, keys)
+            return Need(request.model, TextPrompt(prompt_bytes(request), request.model), 0, self._expected(request), None, exchange.request_id, keys)
         settings = sampling(request, self.service.config.max_choices)
         prompt_ids = await self._tokenise(request, self._tokenizer(roster), size)
         course = self._courses(request, settings, roster, prompt_ids)[0]

@@ -229,11 +229,12 @@ class Hindsight:
         return int(decision.roster.rows[decision.at[decision.chosen]])
 
     def _ranks(self) -> Iterator[RankNow]:
-        """Every rank that can be chosen, as it stands."""
+        """Every rank that can be chosen, as it stands, once: under its base model where it serves several."""
         now = self._clock()
         for model in self._view.models(live=True):
             roster = self._view.roster(model)
             loads = self._picker.reservations.load(roster.rows, now).T.tolist()
             factors = self._picker.speeds.factors(roster.rows).T.tolist()
             for target, load, (prefill, decode) in zip(roster.targets, loads, factors, strict=True):
-                yield RankNow(model, *target.key, tuple(load), prefill, decode)
+                if target.engine.model == model:
+                    yield RankNow(model, *target.key, tuple(load), prefill, decode)

@@ -16,7 +16,7 @@ from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed
 from router.homes import Settled
 from router.locality import Locality, Prices
-from router.roster import Dialect, Excluded, RankKey, Roster, Target
+from router.roster import MOST_REQUESTS, Dialect, Excluded, RankKey, Roster, Target
 
 _DEFAULT_SPEED = EngineSpeed()
 Cells = NDArray[np.float64]
@@ -66,6 +66,11 @@ class EngineState:
             self.homes = old.homes
             if (old.layout, old.nodes, old.joined.shape, old.joined.model) == (self.layout, self.nodes, self.joined.shape, self.joined.model):
                 self.locality, self.priced_epoch = old.locality, old.priced_epoch
+
+    @property
+    def contexts(self) -> dict[str, int]:
+        """Tokens that a request may have, by the name of each model that is served."""
+        return {one.name: one.max_context for one in self.joined.models} or {self.joined.model: self.joined.max_context}
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -150,7 +155,7 @@ class PriceList:
 
 def build(model: str, engines: list[EngineState]) -> Roster:
     """Keep the engines that can serve the model in one dialect and one tokenizer; ids win over text, the first joined over later ones."""
-    serving = [state for state in engines if state.joined.model == model and state.obstacle is None]
+    serving = [state for state in engines if model in state.contexts and state.obstacle is None]
     dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
     tokenizer = next((state.joined.tokenizer for state in serving if state.dialect == "ids"), None)
     kept: list[EngineState] = []
@@ -165,8 +170,8 @@ def build(model: str, engines: list[EngineState]) -> Roster:
 
 
 def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | None) -> str | None:
-    if state.joined.model != model:
-        return f"serves another model: {state.joined.model}"
+    if model not in state.contexts:
+        return f"serves another model: {', '.join(state.contexts)}"
     if state.obstacle is not None:
         return state.obstacle
     if state.dialect != dialect:
@@ -183,8 +188,9 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
     engine, first = np.repeat(np.arange(len(engines)), members), np.cumsum(members) - members
     targets = tuple(_target(state, rank) for state, rank in ranks)
     sizes = [state.joined.block_size for state, _ in ranks]
-    contexts = [state.joined.max_context for state, _ in ranks]
+    contexts = [state.contexts[model] for state, _ in ranks]
     kv_blocks = [state.joined.kv_blocks or inf for state, _ in ranks]
+    requests = [state.joined.max_requests or MOST_REQUESTS for state, _ in ranks]
     return Roster(
         model=model,
         dialect=dialect,
@@ -195,6 +201,7 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         rows=np.array([state.rows[rank] for state, rank in ranks], np.intp),
         block_size=np.array(sizes, np.int64),
         max_context=np.array(contexts, np.int64),
+        max_requests=np.array(requests, np.int64),
         prefill_token_s=column(speed.prefill_token for speed in speeds),
         prefill_pair_s=column(speed.prefill_pair for speed in speeds),
         step_s=column(speed.step for speed in speeds),
@@ -221,6 +228,7 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         smallest_context=min(contexts, default=0),
         kv_blocks=np.array(kv_blocks, np.float64),
         fewest_kv_blocks=min(kv_blocks, default=inf),
+        fewest_requests=min(requests, default=MOST_REQUESTS),
         slowest_prefill_s=max((speed.prefill_token for speed in speeds), default=0.0),
     )
 

@@ -164,7 +164,7 @@ class Picker:
         if not roster.targets:
             return None
         load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
-        free = np.where(saturated(roster, load, self._limits, self._busy_by_their_word(now)), 0, self._limits.requests - load[SEQUENCES])
+        free = np.where(saturated(roster, load, self._limits, self._busy_by_their_word(now)), 0, self._limits.most_requests(roster) - load[SEQUENCES])
         for barred in (bars.every, bars.hard):
             allowed = np.ones(len(free), np.bool_)
             allowed[[roster.index[key] for key in barred if key in roster.index]] = False

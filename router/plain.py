@@ -9,14 +9,17 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
 
 from fleet.completions import ApiError
-from fleet.events import Capabilities, EngineJoined
+from fleet.events import Capabilities, EngineJoined, ServedModel
+from fleet.timing import EngineSpeed
+from router.config import BackendConfig, RouterConfig, base_url
 from router.proxy import Upstream
 from router.view import View
 
@@ -27,26 +30,34 @@ MISSES = 3
 _LIST_BYTES = 1024 * 1024
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
 _UNKNOWN_CONTEXT = 2**31 - 1
-_BLOCK_SIZE = 64
-"""Tokens, or 256 bytes of text: what is cached there is a guess from prompts sent, and finer blocks would cost more than they tell."""
+_SEQUENCE_SHARE = 0.01
+"""of a step: what each further stream adds, where nobody states it"""
+
+Card = dict[str, Any]
+"""A model's entry in a server's `GET /v1/models`, as it came."""
 
 
 class _Model(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
+    parent: str | None = None
+    """the base model of an adapter"""
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: tuple[_Model, ...]
+    data: tuple[Card, ...]
 
 
 @dataclass(slots=True)
 class _Server:
     """One server and what its probes found."""
 
+    settings: BackendConfig
     url: str
-    served: set[int] = field(default_factory=set)
-    """worker_ids of its models"""
+    worker_id: int
+    """the same each time, so that a server comes back as itself"""
+    cards: tuple[Card, ...] = ()
+    """of its models, as it listed them last"""
     misses: int = 0
     """failed probes since the last sign of life"""
     missing: bool = False
@@ -56,55 +67,79 @@ class _Server:
 
 
 class PlainBackends:
-    """Each server's models become engines of one rank, one per model. A server that stops answering is left out until it answers again."""
+    """Each server becomes an engine of one rank that serves all of its models: they share its load, its limits and its breaker. A server
+    that stops answering is left out until it answers again."""
 
-    def __init__(self, urls: tuple[str, ...], key: Callable[[], str | None], view: View, clock: Callable[[], float], forget: Callable[[int], None]) -> None:
-        unique = dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)
-        self._servers = [_Server(url) for url in unique]
+    def __init__(
+        self, config: RouterConfig, key: Callable[[str], str | None], view: View, clock: Callable[[], float], forget: Callable[[int], None]
+    ) -> None:
+        """key: what the server of a base URL wants as `Authorization: Bearer` now; None: nothing."""
+        urls = dict.fromkeys(base_url(url) for url in config.backends)
+        settings = [*(BackendConfig(name=_name(url), url=url) for url in urls), *config.named_backends]
+        self._servers = {server.worker_id: server for server in map(_server, settings)}
+        self._block_size = config.backend_block_tokens
         self._key = key
         self._view = view
         self._clock = clock
         self._forget = forget
-        self._server_of: dict[int, _Server] = {}
 
     def probes(self, worker_id: int) -> bool:
         """Whether an engine is one of these, whose liveness their probes decide."""
-        return worker_id in self._server_of
+        return worker_id in self._servers
+
+    def card(self, model: str) -> Card | None:
+        """A model's entry as the first live server that serves it listed it last; None: no server of these serves it."""
+        for worker_id, server in self._servers.items():
+            state = self._view.engine(worker_id)
+            if state is not None and state.obstacle is None:
+                for card in server.cards:
+                    if card["id"] == model:
+                        return card
+        return None
 
     def served(self, worker_id: int) -> None:
         """Note a token or an answer of a server. It outweighs missed probes, but not a refused connection: a server that is stopping
         finishes its open streams while it refuses new ones."""
-        server = self._server_of.get(worker_id)
+        server = self._servers.get(worker_id)
         if server is not None and (server.misses or server.missing):
             server.misses = 0
             if server.missing:
                 server.missing = False
-                self._alive(server)
+                self._view.heard(worker_id, self._clock())
 
     async def run(self, upstream: Upstream, probe_seconds: float, timeout_seconds: float) -> None:
         """Probe until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for server in self._servers:
+            for server in self._servers.values():
                 tasks.create_task(self._watch(upstream, server, probe_seconds, timeout_seconds), name=f"probes {server.url}")
 
     async def _watch(self, upstream: Upstream, server: _Server, probe_seconds: float, timeout_seconds: float) -> None:
         while True:
             try:
-                key = self._key()
+                key = self._key(server.url)
                 headers = {} if key is None else {"authorization": f"Bearer {key}"}
                 body = await upstream.get(server.url, "/v1/models", headers, seconds=timeout_seconds, most_bytes=_LIST_BYTES)
-                models = msgspec.json.decode(body, type=_Models)
+                cards = msgspec.json.decode(body, type=_Models).data
+                models = msgspec.convert(cards, tuple[_Model, ...])
             except (OSError, TimeoutError, ValueError, RecursionError, ApiError) as error:
                 self._missed(server, error, timeout_seconds)
             else:
-                self._answered(server, models)
+                self._answered(server, cards, models)
             await asyncio.sleep(probe_seconds)
 
-    def _answered(self, server: _Server, models: _Models) -> None:
+    def _answered(self, server: _Server, cards: tuple[Card, ...], models: tuple[_Model, ...]) -> None:
         if not server.reported:
-            log.info("backend %s serves %s", server.url, ", ".join(model.id for model in models.data) or "no model")
-        server.misses, server.missing, server.reported = 0, False, True
-        self._present(server, models)
+            log.info("backend %s serves %s", server.url, ", ".join(model.id for model in models) or "no model")
+        server.misses, server.missing, server.reported, server.cards = 0, False, True, cards
+        known = self._view.engine(server.worker_id)
+        if not models:
+            if known is not None:
+                self._forget(server.worker_id)
+            return
+        joined = _as_engine(server, models, self._block_size)
+        if known is None or known.joined != joined:
+            self._view.join(joined, self._clock(), probed=True)
+        self._view.heard(server.worker_id, self._clock())
 
     def _missed(self, server: _Server, error: Exception, timeout_seconds: float) -> None:
         reason = str(error) or f"no answer within {timeout_seconds:g} s"
@@ -116,27 +151,7 @@ class PlainBackends:
         if server.reported is not False:
             log.warning("backend %s does not answer: %s", server.url, reason)
         server.reported, server.missing = False, not refused
-        for worker_id in server.served:
-            self._view.unreachable(worker_id)
-
-    def _present(self, server: _Server, models: _Models) -> None:
-        served: set[int] = set()
-        for model in models.data:
-            joined = _as_engine(server.url, model)
-            known = self._view.engine(joined.worker_id)
-            if known is None or known.joined != joined:
-                self._view.join(joined, self._clock(), probed=True)
-            served.add(joined.worker_id)
-            self._server_of[joined.worker_id] = server
-        for gone in server.served - served:
-            del self._server_of[gone]
-            self._forget(gone)
-        server.served = served
-        self._alive(server)
-
-    def _alive(self, server: _Server) -> None:
-        for worker_id in server.served:
-            self._view.heard(worker_id, self._clock())
+        self._view.unreachable(server.worker_id)
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -144,18 +159,43 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error))
 
 
-def _as_engine(url: str, model: _Model) -> EngineJoined:
-    """A server's model as an engine that can report nothing. Its worker_id is the same each time, so that it comes back as itself."""
-    name = f"{urlsplit(url).netloc}#{model.id}"
+def _name(url: str) -> str:
+    """A server's name where no [backends.NAME] gives one: host, port and path; a name holds no slash."""
+    parts = urlsplit(url)
+    return f"{parts.hostname or ''}{'' if parts.port is None else f':{parts.port}'}{parts.path.replace('/', '~')}"
+
+
+def _server(settings: BackendConfig) -> _Server:
+    url = base_url(settings.url)
+    return _Server(settings, url, xxhash.xxh3_64_intdigest(url.encode()))
+
+
+def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> EngineJoined:
+    """A server as an engine that can report nothing. Its base model is the first that is no adapter."""
+    contexts = {model.id: model.max_model_len or _UNKNOWN_CONTEXT for model in models}
+    base = next((model.id for model in models if model.parent is None), models[0].id)
     return EngineJoined(
-        engine=name,
-        worker_id=xxhash.xxh3_64_intdigest(f"{url}#{model.id}".encode()),
-        model=model.id,
-        node=urlsplit(url).hostname or url,
-        urls=(url,),
-        block_size=_BLOCK_SIZE,
+        engine=server.settings.name,
+        worker_id=server.worker_id,
+        model=base,
+        models=tuple(ServedModel(name=name, max_context=context) for name, context in contexts.items()) if len(contexts) > 1 else (),
+        node=urlsplit(server.url).hostname or server.url,
+        urls=(server.url,),
+        block_size=block_size,
         kv_blocks=0,
-        max_context=model.max_model_len or _UNKNOWN_CONTEXT,
+        max_context=contexts[base],
         max_batch_tokens=_UNKNOWN_CONTEXT,
+        max_requests=server.settings.max_requests,
+        speed=_stated_speed(server.settings),
         capabilities=_NOTHING,
     )
+
+
+def _stated_speed(settings: BackendConfig) -> EngineSpeed | None:
+    """What the settings say of a server's speed; None: nothing, so that it is learnt."""
+    if settings.prompt_tokens_per_second is None or settings.output_tokens_per_second is None:
+        return None
+    alone = 1.0 / settings.output_tokens_per_second
+    sequence = _SEQUENCE_SHARE * alone if settings.sequence_ms is None else settings.sequence_ms / 1000.0
+    step = max(alone - sequence, 0.0)
+    return EngineSpeed(prefill_token=1.0 / settings.prompt_tokens_per_second, step=step, decode_sequence=sequence, decode_block=0.0)

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+import xxhash
+
 from fleet.blocks import words
 from router.chain import Chain
 
@@ -66,9 +68,11 @@ class TokenPrompt(_Blocked):
 class TextPrompt(_Blocked):
     """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, model: str) -> None:
+        """model: a server that serves several shares no prefix between them: its blocks are kept by model."""
         super().__init__()
         self._text = text
+        self._scope = xxhash.xxh3_64_digest(model.encode())
 
     @property
     def ids(self) -> Sequence[int]:
@@ -79,5 +83,5 @@ class TextPrompt(_Blocked):
         return max(1, len(self._text) // BYTES_PER_TOKEN)
 
     def _chain(self, block_size: int) -> Chain:
-        text, width = self._text, block_size * BYTES_PER_TOKEN
+        text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN
         return Chain(lambda start, stop: text[start * width : stop * width], width, len(text) // width)

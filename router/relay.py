@@ -94,7 +94,7 @@ class Relay:
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = {**(self._exchange.pass_on if span is None else span.headers), "x-request-id": self._exchange.request_id}
         headers[DECISION_HEADER] = decision.id
-        if (key := self._service.credentials.backend_key) is not None:
+        if (key := self._service.credentials.backend_key_of(decision.target.url)) is not None:
             headers["authorization"] = f"Bearer {key}"
         async with self._service.upstream.call(decision.target.url, self._exchange.path, self._body, headers) as call:
             passing = self._stream if call.content_type.startswith("text/event-stream") else self._whole

@@ -15,6 +15,9 @@ Dialect = Literal["ids", "text"]
 
 _Kind = TypeVar("_Kind", bound=np.generic)
 
+MOST_REQUESTS = 2**62
+"""Beyond any limit."""
+
 RankKey = tuple[int, int]
 """(worker_id, rank): the identity of a target; a worker_id is one incarnation of an engine."""
 
@@ -65,6 +68,8 @@ class Roster:
     """columns of the load tables"""
     block_size: NDArray[np.int64]
     max_context: NDArray[np.int64]
+    max_requests: NDArray[np.int64]
+    """requests that each rank is given at once, by its own word; MOST_REQUESTS: it says nothing"""
     prefill_token_s: NDArray[np.float64]
     """this and the next: `EngineSpeed`"""
     prefill_pair_s: NDArray[np.float64]
@@ -107,3 +112,5 @@ class Roster:
     """KV blocks of each rank; inf where it does not say"""
     fewest_kv_blocks: float
     slowest_prefill_s: float
+    fewest_requests: int
+    """least of `max_requests`"""

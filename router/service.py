@@ -108,7 +108,7 @@ class RouterService:
         self.warmup = Warmup(self.view, self.feeds, self.peers)
         self._audible_since = -inf
         """engines on the bus can be heard since then"""
-        self._backends = PlainBackends(config.backends, lambda: self.credentials.backend_key, self.view, clock, self.forget_worker)
+        self.backends = PlainBackends(config, lambda url: self.credentials.backend_key_of(url), self.view, clock, self.forget_worker)
 
     @property
     def ready(self) -> bool:
@@ -141,8 +141,8 @@ class RouterService:
                 tasks.create_task(self._outcomes.run(), name="tells the tracker what became of requests")
             if self._foreign is not None:
                 tasks.create_task(self._foreign.run(), name="tells the tracker what foreign engines activated")
-            if self.config.backends:
-                tasks.create_task(self._backends.run(self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds), name="probes plain backends")
+            if self.config.backends or self.config.named_backends:
+                tasks.create_task(self.backends.run(self.upstream, self.config.probe_seconds, self.config.probe_timeout_seconds), name="probes plain backends")
             tasks.create_task(self.hindsight.run(), name="measures engines and regrets")
             tasks.create_task(self._sweep(), name="declares silent engines dead")
 
@@ -242,7 +242,7 @@ class RouterService:
         """Whoever serves a token lives, whatever its probes find."""
         worker_id = self.hindsight.worker(booking)
         if worker_id is not None:
-            self._backends.served(worker_id)
+            self.backends.served(worker_id)
 
     def release(self, booking: Booking) -> None:
         self.picker.reservations.release(booking)
@@ -287,7 +287,7 @@ class RouterService:
     def finished(self, decision: Decision, booking: Booking, prompt: Prompt, *, reported: bool = False) -> None:
         """A choice was answered to its end by this decision's rank; `prompt` is what was decided on. reported: the answer named its experts."""
         self.picker.health.answered(booking, self.clock())
-        self._backends.served(decision.target.key[0])
+        self.backends.served(decision.target.key[0])
         if self._outcomes is not None:
             self._outcomes.note(decision, prompt, reported=reported)
 
@@ -384,7 +384,7 @@ class RouterService:
     def _doubt_failures(self, now: float) -> None:
         """While nobody can say that he is back, one failed connection keeps no engine out; breakers do, for as long as it goes on failing."""
         for state in self.view.engines():
-            if state.standing is Standing.UNREACHABLE and not self._backends.probes(state.joined.worker_id):
+            if state.standing is Standing.UNREACHABLE and not self.backends.probes(state.joined.worker_id):
                 self.view.heard(state.joined.worker_id, now)
 
     def _expire(self, now: float) -> None:
@@ -400,5 +400,6 @@ class RouterService:
         """Outliers are left alone, or let go; and metrics hear who is left alone now."""
         health = self.picker.health
         rosters = [self.view.roster(model) for model in self.view.models(live=True)]
-        health.judge([[target.key for target in roster.targets] for roster in rosters], now)
+        groups = dict.fromkeys(tuple(target.key for target in roster.targets) for roster in rosters)  # several names of the same ranks are one
+        health.judge(list(groups), now)
         self.metrics.left_alone({(roster.model, *key): kind.value for roster in rosters for key, kind in health.bars(roster, now).kinds.items()})

@@ -126,7 +126,7 @@ class View:
 
     def keep_clusters(self) -> set[str]:
         """Let go of the clusters of models that no engine serves, dead or alive; returns the models that are left."""
-        models = {state.joined.model for state in self._engines.values()}
+        models = set(self.models(live=False))
         self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
         return models
 
@@ -138,7 +138,7 @@ class View:
         if state is None or settled is None or settled is state.homes:
             return False
         state.homes = settled
-        self._prices.pop(state.joined.model, None)
+        self._drop_prices(state)
         self.version += 1
         return True
 
@@ -152,7 +152,7 @@ class View:
         state.locality, state.priced_epoch, state.homes = found, epoch, state.homes.reaching(epoch)
         if note(state) == said:
             self.version += 1
-            self._prices.pop(state.joined.model, None)
+            self._drop_prices(state)
         else:
             self._changed()
 
@@ -166,10 +166,11 @@ class View:
         if state is None:
             return
         state.distinct = added
-        found, roster = self._prices.get(state.joined.model), self._rosters.get(state.joined.model)
-        at = None if roster is None else roster.index.get((worker_id, 0))
-        if found is not None and roster is not None and at is not None:
-            found.distinct[roster.engine[at]] = added if len(added) == found.clusters else 0.0
+        for model in state.contexts:
+            found, roster = self._prices.get(model), self._rosters.get(model)
+            at = None if roster is None else roster.index.get((worker_id, 0))
+            if found is not None and roster is not None and at is not None:
+                found.distinct[roster.engine[at]] = added if len(added) == found.clusters else 0.0
 
     def handing_over(self, worker_id: int, seconds: float) -> None:
         """What a migration or layout switch in progress costs a request that comes now; 0: there is none. ValueError when that cannot be."""
@@ -200,7 +201,7 @@ class View:
 
     def models(self, *, live: bool) -> list[str]:
         """Names of models, sorted: those of live engines, or of all engines not yet forgotten."""
-        return sorted({state.joined.model for state in self._engines.values() if not live or state.obstacle is None})
+        return sorted({model for state in self._engines.values() if not live or state.obstacle is None for model in state.contexts})
 
     def roster(self, model: str) -> Roster:
         """The ranks that may serve a model now; empty when there is none."""
@@ -218,6 +219,10 @@ class View:
                 return found
             self._prices[model] = found
         return self._prices[model]
+
+    def _drop_prices(self, state: EngineState) -> None:
+        for model in state.contexts:
+            self._prices.pop(model, None)
 
     def _stand(self, worker_id: int, standing: Standing) -> bool:
         state = self._engines.get(worker_id)

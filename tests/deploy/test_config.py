@@ -1,9 +1,10 @@
 """One effective configuration: precedence, sources, and errors that name the place."""
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -147,3 +148,55 @@ def test_what_is_printed_reads_back_as_the_same_configuration(host: str, backend
 
 def test_children_do_not_inherit_settings_that_would_beat_their_file() -> None:
     assert without_settings({"ROOST_DOOR_PORT": "1", "ROOST_CONFIG": "x", "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    name: str = field(default="", metadata={"section": True})
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width must be above 0, not {self.width}")
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    colour: str = "red"
+    windows: tuple[Window, ...] = field(default=(), metadata={"sections": "windows"})
+
+
+def read_house(tmp_path: Path, text: str, **environment: str) -> Configuration:
+    (tmp_path / "roost.toml").write_text(text)
+    return load({"house": House, "bell": Bell}, file=None, environment=environment, directory=tmp_path)
+
+
+def test_any_number_of_named_sections_go_into_one_part_each_with_its_name(tmp_path: Path) -> None:
+    text = '[windows.north]\nwidth = 3\n[house]\ncolour = "blue"\n[windows.south-2]\n'
+    configuration = read_house(tmp_path, text, ROOST_WINDOWS_SOUTH_2_WIDTH="7")
+    assert configuration.part(House) == House("blue", (Window("north", 3), Window("south-2", 7)))
+    assert sources(configuration)["windows.north.width"].endswith("roost.toml:2")
+    assert sources(configuration)["windows.south-2.width"] == "ROOST_WINDOWS_SOUTH_2_WIDTH"
+
+
+def test_named_sections_outlive_being_written_and_read_again(tmp_path: Path) -> None:
+    first = read_house(tmp_path, "[windows.north]\nwidth = 3\n")
+    assert read_house(tmp_path, first.as_toml()).part(House) == first.part(House)
+    assert json.loads(first.as_json())["windows.north"]["width"]["value"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[windows.north]\nwidht = 3\n", "no key 'widht' in [windows.north]; did you mean width"),
+        ("[windows.north]\nname = 'x'\n", "no key 'name' in [windows.north]"),
+        ("[windows.north]\nwidth = 0\n", "[windows.north] width must be above 0, not 0"),
+        ("[windows]\nnorth = 3\n", "written [windows.NAME]"),
+        ('[windows."a/b"]\nwidth = 3\n', "NAME of letters, digits, - and _"),
+        ("windows = 3\n", "written [windows.NAME]"),
+        ("[house]\nwindows = []\n", "no key 'windows' in [house]"),
+    ],
+)
+def test_what_is_wrong_in_a_named_section_is_refused_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        read_house(tmp_path, text).check()

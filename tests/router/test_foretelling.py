@@ -321,7 +321,7 @@ async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_
 
 async def test_a_prompt_known_as_text_only_is_foretold_by_who_asks_alone(house: House) -> None:
     joined = await house.join("text", ["http://h:1", "http://h:2"], None, capabilities=Capabilities(kv_events=False, token_ids=False))
-    text = TextPrompt(b"a text of some length, long enough for blocks" * 4)
+    text = TextPrompt(b"a text of some length, long enough for blocks" * 4, "demo")
     keys = keys_of("s", None, "demo", CHAT)
     await teach(house, blocks=dict.fromkeys(text.chained(4), ((0.1, 0.9), 99.0)), sessions={keys.session: ((0.9, 0.1), 500.0)}, tokens=np.ones((3, 2)))
     decision = house.service.decide(Need("demo", text, 0, 10, None, keys=keys), "d")

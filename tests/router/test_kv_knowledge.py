@@ -277,11 +277,16 @@ def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts
 
 def test_text_blocks_stand_in_for_tokens() -> None:
     text = b"The same beginning, over and over. " * 20
-    one, two = TextPrompt(text + b"first"), TextPrompt(text + b"second")
+    one, two = TextPrompt(text + b"first", "demo"), TextPrompt(text + b"second", "demo")
     assert one.tokens == len(text + b"first") // BYTES_PER_TOKEN
     same = [a == b for a, b in zip(one.chained(16), two.chained(16), strict=False)]
-    assert sum(same) == len(text) // 64
-    assert len(TextPrompt(b"").chained(16)) == len(TextPrompt(b"short").chained(16)) == 0
+    assert sum(same) == (8 + len(text)) // 64
+    assert len(TextPrompt(b"", "demo").chained(16)) == len(TextPrompt(b"short", "demo").chained(16)) == 0
+
+
+def test_models_of_one_server_share_no_text_blocks() -> None:
+    text = b"The same beginning, over and over. " * 20
+    assert not set(TextPrompt(text, "base").chained(16)) & set(TextPrompt(text, "adapter").chained(16))
 
 
 def test_the_chain_of_a_token_prompt_is_made_per_block_size() -> None:

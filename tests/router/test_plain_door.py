@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from fleet.events import Capabilities
+from router.config import BackendConfig, RouterConfig
 from tests.conftest import free_port
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, engine_joined, served_web, until
 
@@ -55,7 +57,12 @@ class Foreign:
         if self.listed is not None:
             await self.listed.wait()
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
-        return web.json_response({"object": "list", "data": [{"id": model, "max_model_len": 100} for model in self.models]})
+        return web.json_response({"object": "list", "data": [{"id": model, "max_model_len": 100, **self.card(model)} for model in self.models]})
+
+    def card(self, model: str) -> dict[str, Any]:
+        """What else is said of a model; as vLLM says it, with another time in each answer."""
+        parent = self.models[0] if model != self.models[0] else None
+        return {"created": 1_700_000_000 + self.lists, "root": f"/models/{model}", "parent": parent, "permission": [{"allow_sampling": True}]}
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         body = await http.read()
@@ -271,3 +278,108 @@ async def test_when_engines_with_ids_serve_the_model_those_without_are_left_out(
     await until(lambda: any(out.engine == "foreign" and "no token ids" in out.reason for out in house.service.view.roster("demo").excluded))
     assert (await house.post(CHAT, chat())).status == 200
     assert not servers[0].bodies
+
+
+async def held(house: House, server: Foreign, **body: Any) -> aiohttp.ClientResponse:
+    """A stream that a server has begun and does not end."""
+    server.hold = True
+    response = await house.http.post(house.url + CHAT, json=chat(stream=True, **body))
+    await response.content.readany()
+    return response
+
+
+async def test_the_models_of_one_server_share_its_load(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    servers[0].models = ("demo", "adapter")
+    house = await opened(open_house, servers[:1])
+    stream = await held(house, servers[0], model="demo")
+    other = (await house.post("/v1/route", chat(model="adapter"))).json["candidates"][0]
+    assert other["load"]["requests"] == 1
+    stream.close()
+
+
+async def test_the_limit_of_a_named_server_holds_for_all_its_models_together(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    servers[0].models = ("demo", "adapter")
+    gpu = BackendConfig(name="gpu", url=servers[0].url + "/v1", max_requests=1)
+    house = await open_house(bus=False, named_backends=(gpu,), queue_requests=0)
+    await until(lambda: house.service.view.models(live=True) == ["adapter", "demo"])
+    assert (await house.post("/v1/route", chat(model="adapter"))).json["chosen"] == "gpu/0"
+    stream = await held(house, servers[0], model="demo")
+    refused = await house.post(CHAT, chat(model="adapter"))
+    assert (refused.status, refused.json["error"]["code"]) == (429, "saturated")
+    stream.close()
+
+
+async def test_failures_with_one_model_open_the_breaker_for_the_others_of_the_server(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    for server in servers:
+        server.models = ("demo", "adapter")
+    house = await opened(open_house, servers, breaker_failures=1, breaker_seconds=60.0)
+    servers[0].status = 500
+    assert [(await house.post(CHAT, chat(f"q{number}"))).status for number in range(6)] == [200] * 6
+    left_out = (await house.post("/v1/route", chat(model="adapter"))).json["excluded"]
+    assert ["breaker" in out["reason"] for out in left_out] == [True]
+
+
+async def test_the_list_of_models_keeps_what_the_server_says_of_each(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    servers[0].models = ("demo", "adapter")
+    house = await opened(open_house, servers[:1])
+    base, adapter = sorted((await house.get("/v1/models")).json["data"], key=lambda card: card["parent"] or "")
+    assert (base["id"], base["root"], base["parent"], base["max_model_len"]) == ("demo", "/models/demo", None, 100)
+    assert (adapter["id"], adapter["root"], adapter["parent"]) == ("adapter", "/models/adapter", "demo")
+    assert adapter["permission"] == [{"allow_sampling": True}]
+    assert adapter["created"] > 1_700_000_000
+    assert (await house.get("/v1/models/adapter")).json["root"] == "/models/adapter"
+
+
+async def test_a_list_whose_times_differ_with_each_probe_changes_nothing(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    version, lists = house.service.view.version, servers[0].lists
+    await until(lambda: servers[0].lists >= lists + 3)
+    assert house.service.view.version == version
+
+
+async def test_a_prefix_of_one_model_is_no_prefix_of_another_on_the_same_server(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    servers[0].models = ("demo", "adapter")
+    house = await opened(open_house, servers[:1])
+    await house.post(CHAT, chat("A long story that both of us know by heart. " * 10))
+    cached = []
+    for model in ("demo", "adapter"):
+        record = (await house.post("/v1/route", chat("A long story that both of us know by heart. " * 10, model=model))).json
+        cached.append(record["candidates"][0]["overlap_blocks"])
+    assert cached[0] > 0
+    assert cached[1] == 0
+
+
+async def test_a_prefix_of_two_hundred_bytes_is_seen(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    await house.post(CHAT, chat("0123456789" * 20 + "one question"))
+    record = (await house.post("/v1/route", chat("0123456789" * 20 + "and another"))).json
+    assert record["candidates"][0]["overlap_blocks"] > 0
+
+
+async def test_a_named_server_has_a_key_of_its_own(open_house: OpenHouse, servers: list[Foreign], tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("own-secret\n")
+    (tmp_path / "general").write_text("general-secret\n")
+    named = BackendConfig(name="gpu", url=servers[0].url, key_file=tmp_path / "own")
+    house = await open_house(bus=False, backends=(servers[1].url,), named_backends=(named,), policy="round_robin", backend_key_file=tmp_path / "general")
+    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+    assert {(await house.post(CHAT, chat())).json["id"] for _ in range(4)} == {"one", "two"}
+    assert [{headers["authorization"] for headers in server.headers} for server in servers] == [{"Bearer own-secret"}, {"Bearer general-secret"}]
+
+
+@pytest.mark.parametrize(
+    ("about", "complaint"),
+    [
+        ({"url": "host:8000"}, "url: 'host:8000' must start with http"),
+        ({"max_requests": 0}, "max_requests must be above 0, not 0"),
+        ({"prompt_tokens_per_second": 1e4}, "set both, or neither"),
+        ({"sequence_ms": 1.0}, "sequence_ms needs"),
+    ],
+)
+def test_settings_of_a_named_server_that_make_no_sense_are_refused(about: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        BackendConfig(**{"name": "gpu", "url": "http://host:8000", **about})
+
+
+def test_a_server_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="http://host:8000 is named twice"):
+        RouterConfig(backends=("http://host:8000/v1",), named_backends=(BackendConfig(name="gpu", url="http://host:8000/"),))

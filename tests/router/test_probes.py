@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
+from router.config import RouterConfig
 from router.muster import Standing
 from router.plain import MISSES, PlainBackends
 from router.proxy import Upstream
@@ -51,7 +52,7 @@ class Rig:
         self.view = View(Reservations(settle_seconds=0.1, stale_seconds=5.0))
         self.now = 0.0
         self.upstream = Scripted()
-        self.backends = PlainBackends((URL,), None, self.view, lambda: self.now, self.view.forget)
+        self.backends = PlainBackends(RouterConfig(backends=(URL,)), lambda _: None, self.view, lambda: self.now, self.view.forget)
 
     @property
     def worker(self) -> int:

@@ -55,7 +55,7 @@ class Front:
     async def admit(self, name: str, priority: str = "normal", *, begun: bool = False, context: int = 0, timeout: float | None = None) -> Exchange:
         """Get a place, and keep it until `release`."""
         exchange = self.exchange(name, priority, timeout)
-        need = Need("demo", TextPrompt(name.encode() * 8), context, 10, None, name)
+        need = Need("demo", TextPrompt(name.encode() * 8, "demo"), context, 10, None, name)
         decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=begun)
         self.order.append(name)
         assert name not in self.targets
@@ -303,7 +303,7 @@ async def test_a_stopping_router_refuses_those_who_wait_and_those_who_come(opene
 async def test_what_cannot_be_decided_is_told_to_the_request_it_is_about(opened: Opened) -> None:
     front = opened()
     await front.admit("running")
-    wrong = Need("demo", TextPrompt(b"x"), 0, 10, "another tokenizer")
+    wrong = Need("demo", TextPrompt(b"x", "demo"), 0, 10, "another tokenizer")
     exchange = front.exchange("wrong")
     task = asyncio.create_task(front.service.waiting.admit(exchange, wrong, "", FIRST_TRY, begun=True))
     await settled()
@@ -514,7 +514,7 @@ async def test_who_does_not_want_to_wait_passes_nobody_who_does(opened: Opened) 
     waiting = front.begin("b")
     await settled()
     front.service.picker.reservations.release(front.open["running"])  # room that nobody was told of
-    need = Need("demo", TextPrompt(b"x"), 0, 10, None)
+    need = Need("demo", TextPrompt(b"x", "demo"), 0, 10, None)
     for priority, code in (("normal", "saturated"), ("low", "saturated")):
         asked = front.service.waiting.admit(front.exchange("now", priority), need, "", FIRST_TRY, begun=False, wait=False)
         assert await refusal(asked) == (code, 429)
