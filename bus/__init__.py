@@ -16,6 +16,10 @@ Message = AnyEvent | KvMetrics | tuple[RoutedKvEvent, ...]
 """What one envelope carries. A batch of KV events is Dynamo's array; everything else is one value."""
 
 
+ALARMING = 0.9
+"""Share of a store that refuses what finds no room from which on it is an alarm."""
+
+
 class BusError(Exception):
     """The bus could not do what was asked; the text says why and what to do."""
 
@@ -55,6 +59,22 @@ class Received:
     published_at: float
     """sender's wall clock, seconds; for display only"""
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """How full one of the server's stores is. Bytes."""
+
+    store: str
+    """one of `bus.stores.STORES`"""
+    used: int
+    most: int
+    refuses: bool
+    """what finds no room is refused; False: the oldest makes room"""
+
+    @property
+    def alarming(self) -> bool:
+        return self.refuses and 0 < self.most <= self.used / ALARMING
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +167,15 @@ class Bus(Protocol):
     @property
     def rejected(self) -> Mapping[str, int]:
         """How many arriving messages were refused since the start, by reason (`bus.codec.Reason`)."""
+        ...
+
+    @property
+    def full(self) -> Mapping[str, int]:
+        """How often something found no room since the start, by store (`bus.stores.STORES`)."""
+        ...
+
+    async def stores(self) -> tuple[StoreUse, ...]:
+        """How full the server's stores are."""
         ...
 
     async def close(self) -> None:

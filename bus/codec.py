@@ -2,7 +2,8 @@
 
 Envelope: a msgpack map {publisher_id u64, sequence u64, published_at u64 (ms since the epoch), topic str, payload bin};
 the payload is msgpack again. Topic `kv-events` carries an array of RoutedKvEvent, `kv_metrics` a KvMetrics (both in
-Dynamo's own form), `roost-blob` a reference to a payload that lies in the blob store, everything else the tagged union.
+Dynamo's own form), `roost-blob` a reference to a payload that lies in the blob store, everything else the tagged union. Answers
+that are too large for one message go in parts (`bus.parts`): topics `roost-parts`, `roost-part-wanted`, `roost-part`, `roost-no-part`.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from enum import StrEnum
 from typing import Annotated, TypeVar
 
 import msgspec
+import xxhash
 
 from bus import BusError, Message
 from bus.subjects import KV_EVENTS, KV_METRICS
@@ -19,11 +21,21 @@ from fleet.events import AnyEvent, Event, KvMetrics, RoutedKvEvent
 BLOB_TOPIC = "roost-blob"
 """Reserved topic: the payload is a BlobReference."""
 LARGE = 512_000
-"""Bytes; a larger payload travels by the blob store."""
+"""Bytes; a larger payload travels by the blob store, or, of an answer, in parts."""
+PARTS_TOPIC = "roost-parts"
+"""Reserved topic: the payload is a PartsOffer."""
+PART_WANTED_TOPIC = "roost-part-wanted"
+"""Reserved topic: the payload is a PartWanted."""
+PART_TOPIC = "roost-part"
+"""Reserved topic: the payload is a part, as it is."""
+NO_PART_TOPIC = "roost-no-part"
+"""Reserved topic: this publisher does not keep the answer of which a part was requested."""
+PART_BYTES = LARGE
+"""Length of every part of an answer but the last."""
 WIRE_BYTES = 1_048_576
 """Largest envelope that is looked at: the servers' usual max_payload."""
 PAYLOAD_BYTES = 64 * 1024 * 1024
-"""Largest payload that may travel by the blob store."""
+"""Largest payload that may travel by the blob store or in parts."""
 
 T = TypeVar("T")
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
@@ -47,6 +59,29 @@ class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """sha256 (hex) of the payload"""
     size: Unsigned
+
+
+class PartsOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Stands for an answer that is to be fetched in parts from the publisher of the envelope."""
+
+    topic: str
+    answer: Unsigned
+    """the publisher's number for it"""
+    size: Unsigned
+    """bytes of the payload"""
+    parts: Unsigned
+    checksum: str
+    """`checksum` of the payload"""
+
+
+class PartWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for one part of an answer."""
+
+    publisher_id: Unsigned
+    """of the offer: other servers of the subject know nothing of it"""
+    answer: Unsigned
+    part: Unsigned
+    """from 0"""
 
 
 class Reason(StrEnum):
@@ -100,6 +135,7 @@ class _Tag(msgspec.Struct, frozen=True):
 
 _ENVELOPE: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
 _REFERENCE: msgspec.msgpack.Decoder[BlobReference] = msgspec.msgpack.Decoder(BlobReference)
+_OFFER: msgspec.msgpack.Decoder[PartsOffer] = msgspec.msgpack.Decoder(PartsOffer)
 _EVENT: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 _KV_EVENTS: msgspec.msgpack.Decoder[tuple[RoutedKvEvent, ...]] = msgspec.msgpack.Decoder(tuple[RoutedKvEvent, ...])
 _KV_METRICS: msgspec.msgpack.Decoder[KvMetrics] = msgspec.msgpack.Decoder(KvMetrics)
@@ -164,6 +200,23 @@ def referred(envelope: Envelope) -> BlobReference | None:
     if found.size > PAYLOAD_BYTES:
         raise Refused(Reason.OVERSIZE, f"refers to {found.size} bytes; at most {PAYLOAD_BYTES} are read")
     return found
+
+
+def checksum(payload: bytes | bytearray) -> str:
+    """Shows damage, not forgery: whoever sends parts could as well send another answer."""
+    return xxhash.xxh3_128_hexdigest(payload)
+
+
+def parts_offered(envelope: Envelope) -> PartsOffer | None:
+    """The offer in an answer, or None when it carries its own payload. Refused when it is malformed or too large."""
+    if envelope.topic != PARTS_TOPIC:
+        return None
+    offer = _read(_OFFER, envelope.payload, Reason.PAYLOAD)
+    if offer.size > PAYLOAD_BYTES:
+        raise Refused(Reason.OVERSIZE, f"offers {offer.size} bytes; at most {PAYLOAD_BYTES} are read")
+    if offer.parts != -(-offer.size // PART_BYTES):
+        raise Refused(Reason.PAYLOAD, f"offers {offer.size} bytes in {offer.parts} parts of {PART_BYTES}")
+    return offer
 
 
 def decode(topic: str, payload: bytes) -> Message:

@@ -56,8 +56,12 @@ class BusConfig:
     blobs_bytes: int = 512 * 1024 * 1024
     """tokenizers, plans under way, stored messages too large for an envelope: kept until this is reached; then storing another is refused"""
     parcels_bytes: int = 128 * 1024 * 1024
-    parcels_seconds: float = 600.0
-    """how long the content of a telemetry message too large for an envelope is kept"""
+    parcels_seconds: float = 30.0
+    """how long the content of a telemetry message too large for an envelope is kept; its readers fetch it at once"""
+    answers_bytes: int = 256 * 1024 * 1024
+    """memory for answers too large for one message, which askers fetch in parts; further ones are refused while all of it is being fetched"""
+    answers_seconds: float = 10.0
+    """how long such an answer is kept after the last part that was fetched"""
 
     def __post_init__(self) -> None:
         check_token("bus.namespace", self.namespace)

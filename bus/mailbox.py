@@ -11,8 +11,33 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from bus import BlobLost, BusError, Declined, Message, Received
-from bus.codec import BLOB_TOPIC, LARGE, Reason, Refused, Rejected, decode, encode, reference, referred, seal, topic_of, unseal
+import msgspec
+
+from bus import BlobLost, BusError, Declined, Message, Received, StoreFull
+from bus.codec import (
+    BLOB_TOPIC,
+    LARGE,
+    NO_PART_TOPIC,
+    PART_TOPIC,
+    PART_WANTED_TOPIC,
+    PARTS_TOPIC,
+    PAYLOAD_BYTES,
+    Envelope,
+    PartWanted,
+    Reason,
+    Refused,
+    Rejected,
+    decode,
+    encode,
+    parts_offered,
+    reference,
+    referred,
+    seal,
+    topic_of,
+    unseal,
+)
+from bus.parts import Answers, Exchange, fetch_parts, wanted_part
+from bus.stores import FullStores
 from bus.subjects import check_subject, matches
 from fleet.events import STORED, RequestRefused
 
@@ -84,6 +109,14 @@ class Outbox:
             payload, topic = reference(topic, await self._keep(payload), payload), BLOB_TOPIC
         return seal(self.publisher_id, number, self._wall_clock(), topic, payload)
 
+    def plain(self, topic: str, payload: bytes) -> bytes:
+        """The next envelope around a payload that fits."""
+        return seal(self.publisher_id, self.number(), self._wall_clock(), topic, payload)
+
+    def asking_for(self, wanted: PartWanted) -> bytes:
+        """A request for a part of an answer."""
+        return self.plain(PART_WANTED_TOPIC, msgspec.msgpack.encode(wanted))
+
 
 class Speaker(Outbox):
     """A publisher on one subject. What cannot be sent now is dropped, and the sequence shows it."""
@@ -111,25 +144,38 @@ class Speaker(Outbox):
 
 async def opened(subject: str, raw: bytes, fetch: Fetch) -> Received:
     """The message in what arrived. Refused when there is none; BusError when its content cannot be fetched at present."""
-    envelope = unseal(raw)
+    return await _opened(subject, unseal(raw), fetch)
+
+
+async def _opened(subject: str, envelope: Envelope, fetch: Fetch) -> Received:
     found = referred(envelope)
     if found is None:
-        message = decode(envelope.topic, envelope.payload)
-    else:
-        try:
-            content = await fetch(found.digest)
-        except BlobLost as error:
-            raise Refused(Reason.BLOB, str(error)) from error
-        if len(content) != found.size:
-            raise Refused(Reason.BLOB, f"content {found.digest} has {len(content)} bytes, announced were {found.size}")
-        message = decode(found.topic, content)
+        return _received(subject, envelope, decode(envelope.topic, envelope.payload))
+    try:
+        content = await fetch(found.digest)
+    except BlobLost as error:
+        raise Refused(Reason.BLOB, str(error)) from error
+    if len(content) != found.size:
+        raise Refused(Reason.BLOB, f"content {found.digest} has {len(content)} bytes, announced were {found.size}")
+    return _received(subject, envelope, decode(found.topic, content))
+
+
+def _received(subject: str, envelope: Envelope, message: Message) -> Received:
     return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
 
 
-async def answered(subject: str, raw: bytes, fetch: Fetch) -> Message:
-    """The answer in what came back. Declined with the reason of a RequestRefused; BusError when it cannot be read."""
+async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: Outbox, fetch: Fetch, seconds: float) -> Message:
+    """The answer to a request, in one message or in parts. Declined with the reason of a RequestRefused; BusError when it cannot be read.
+
+    seconds: for the first message, and again for each part.
+    """
     try:
-        message = (await opened(subject, raw, fetch)).message
+        envelope = unseal(await exchange(raw, seconds))
+        offer = parts_offered(envelope)
+        if offer is None:
+            message = (await _opened(subject, envelope, fetch)).message
+        else:
+            message = decode(offer.topic, await fetch_parts(offer, envelope.publisher_id, exchange, outbox.asking_for, seconds))
     except Refused as refusal:
         raise BusError(f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?") from refusal
     if isinstance(message, RequestRefused):
@@ -212,12 +258,17 @@ class Inbox:
 class Desk:
     """Answers the requests on one subject, several at a time, while `run` runs."""
 
-    def __init__(self, subject: str, answer: Answer, outbox: Outbox, fetch: Fetch, rejected: Rejected) -> None:
+    def __init__(
+        self, subject: str, answer: Answer, outbox: Outbox, answers: Answers, fetch: Fetch, rejected: Rejected, full: FullStores
+    ) -> None:
         self.subject = sendable(subject)
+        self._topic = topic_of(subject)
         self._answer = answer
         self._outbox = outbox
+        self._answers = answers
         self._fetch = fetch
         self._rejected = rejected
+        self._full = full
         self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], Awaitable[None]]]] = asyncio.Queue(QUEUED_REQUESTS)
 
     def submit(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
@@ -248,20 +299,46 @@ class Desk:
             await asyncio.wait([task], timeout=STOP_SECONDS)
 
     async def _respond(self, raw: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
-        answer = await self._considered(raw)
         try:
-            sealed = await self._outbox.sealed(self.subject, answer)
-        except BusError as error:
-            logger.warning("%s: an answer cannot be sent: %s", self.subject, error)
-            sealed = await self._outbox.sealed(self.subject, RequestRefused(reason=f"the answer cannot be sent: {error}"))
-        await reply(sealed)
-
-    async def _considered(self, raw: bytes) -> Message:
-        try:
-            request = await opened(self.subject, raw, self._fetch)
+            envelope = unseal(raw)
+            if envelope.topic == PART_WANTED_TOPIC:
+                sealed = self._part(wanted_part(envelope))
+            else:
+                sealed = self._enclosed(await self._considered(envelope))
         except Refused as refusal:
             self._rejected.count(refusal.reason)
-            return RequestRefused(reason=f"the request cannot be read: {refusal}")
+            sealed = self._refusal(f"the request cannot be read: {refusal}")
+        except StoreFull as error:
+            self._full.note("answers", error)
+            sealed = self._refusal(str(error))
+        except BusError as error:
+            logger.warning("%s: an answer cannot be sent: %s", self.subject, error)
+            sealed = self._refusal(f"the answer cannot be sent: {error}")
+        await reply(sealed)
+
+    def _part(self, wanted: PartWanted) -> bytes:
+        part = self._answers.part(wanted) if wanted.publisher_id == self._outbox.publisher_id else None
+        return self._outbox.plain(NO_PART_TOPIC, b"") if part is None else self._outbox.plain(PART_TOPIC, part)
+
+    def _enclosed(self, answer: Message) -> bytes:
+        """The answer, or where it is large an offer of its parts. BusError when it cannot be encoded or kept."""
+        offer = self._answers.offered(answer)
+        if offer is None:
+            payload = encode(self._topic, answer)
+            if len(payload) <= LARGE:
+                return self._outbox.plain(self._topic, payload)
+            if len(payload) > PAYLOAD_BYTES:
+                raise BusError(f"an answer of {len(payload)} bytes: at most {PAYLOAD_BYTES} can be sent")
+            offer = self._answers.keep(answer, self._topic, payload)
+        return self._outbox.plain(PARTS_TOPIC, msgspec.msgpack.encode(offer))
+
+    def _refusal(self, reason: str) -> bytes:
+        return self._outbox.plain(self._topic, encode(self._topic, RequestRefused(reason=reason[:REASON_LENGTH])))
+
+    async def _considered(self, envelope: Envelope) -> Message:
+        """The answer to a request. Refused when it cannot be read."""
+        try:
+            request = await _opened(self.subject, envelope, self._fetch)
         except BusError as error:
             self._rejected.count(Reason.BLOB)
             return RequestRefused(reason=f"the request's content cannot be fetched: {error}")

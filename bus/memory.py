@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, NobodyThere, Received, StoreFull
+from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, NobodyThere, Received, StoreFull, StoreUse
 from bus.codec import Refused, Rejected
 from bus.config import BusConfig
-from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
+from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, asked, audible, check_stored, opened, sendable
+from bus.parts import Answers
+from bus.stores import FullStores
 from bus.subjects import Subjects, check_key, matches
 
 
@@ -34,14 +36,15 @@ class Stored:
 class MemoryBroker:
     """What a NATS server does: passes on, stores, arbitrates. Share one among the MemoryBus clients of a process.
 
-    `reachable` may be set to False to play a broken connection of all clients, and back to True. `deliver` puts raw bytes on
-    a subject, as a stranger would.
+    `reachable` may be set to False to play a broken connection of all clients, and back to True. `loses` may be set to say which
+    answers get lost on their way. `deliver` puts raw bytes on a subject, as a stranger would.
     """
 
     def __init__(self, subjects: Subjects | None = None, config: BusConfig | None = None, clock: Callable[[], float] = time.time) -> None:
         self.subjects = subjects or Subjects()
         self.config = config or BusConfig()
         self.clock = clock
+        self.loses: Callable[[bytes], bool] = lambda _: False
         self.blobs: dict[str, bytes] = {}
         self.parcels: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._log: list[Stored] = []
@@ -154,6 +157,15 @@ class MemoryBroker:
         desks.append(desks.pop(0))
         return desks[-1]
 
+    def stores(self) -> tuple[StoreUse, ...]:
+        config, claims = self.config, sum(len(claim.value) for claim in self._claims.values())
+        return (
+            StoreUse("log", sum(len(entry.raw) for entry in self._log), config.stream_bytes, refuses=False),
+            StoreUse("claims", claims, config.claims_bytes, refuses=True),
+            StoreUse("blobs", sum(map(len, self.blobs.values())), config.blobs_bytes, refuses=True),
+            StoreUse("parcels", sum(len(held) for _, held in self.parcels.values()), config.parcels_bytes, refuses=False),
+        )
+
     # Claims
 
     def claimed(self, key: str) -> Claim | None:
@@ -183,12 +195,14 @@ class MemoryBus:
         self.broker = broker or MemoryBroker()
         self._config = self.broker.config
         self._rejected = Rejected()
+        self._full = FullStores()
         self._inboxes: set[Inbox] = set()
         self._awaited: set[asyncio.Event] = set()
         """set when the bus is closed"""
         self._closed = False
         self._voice = Outbox(self._keep_parcel)
         self._recorder = Outbox(self.put_blob)
+        self._answers = Answers(self._config.answers_bytes, self._config.answers_seconds)
 
     @property
     def connected(self) -> bool:
@@ -197,6 +211,14 @@ class MemoryBus:
     @property
     def rejected(self) -> Rejected:
         return self._rejected
+
+    @property
+    def full(self) -> FullStores:
+        return self._full
+
+    async def stores(self) -> tuple[StoreUse, ...]:
+        await self._standing(self._config.request_seconds)
+        return self.broker.stores()
 
     def publisher(self, subject: str) -> Speaker:
         return Speaker(subject, self._send, self._keep_parcel, lambda: self.connected)
@@ -220,10 +242,14 @@ class MemoryBus:
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
         raw = await self._voice.sealed(sendable(subject), message)
+        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._voice, self._content, seconds)
+
+    async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
+        """The first answer to a request."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         async def reply(sealed: bytes) -> None:
-            if not answer.done():
+            if not answer.done() and not self.broker.loses(sealed):
                 answer.set_result(sealed)
 
         try:
@@ -233,14 +259,13 @@ class MemoryBus:
                 if desk is None:
                     raise NobodyThere(f"nobody serves {subject!r}")
                 desk.submit(raw, reply)
-                back = await answer
+                return await answer
         except TimeoutError as error:
             raise BusTimeout(f"no answer on {subject!r} within {seconds} s") from error
-        return await answered(subject, back, self._content)
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = Desk(subject, answer, self._voice, self._content, self._rejected)
+        desk = Desk(subject, answer, self._voice, self._answers, self._content, self._rejected, self._full)
         await self._standing(self._config.request_seconds)
         async with desk.open():
             with self.broker.serving(desk):
@@ -313,7 +338,9 @@ class MemoryBus:
         digest = hashlib.sha256(content).hexdigest()
         blobs = self.broker.blobs
         if digest not in blobs and sum(map(len, blobs.values())) + len(content) > self._config.blobs_bytes:
-            raise StoreFull(f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes")
+            full = StoreFull(f"the blob store is full ({self._config.blobs_bytes} bytes); raise bus.blobs_bytes")
+            self._full.note("blobs", full)
+            raise full
         blobs[digest] = content
         return digest
 
@@ -366,6 +393,7 @@ class MemoryBus:
             inbox.close()
         for event in self._awaited:
             event.set()
+        self._answers.clear()
 
 
 def _verified(digest: str, content: bytes) -> bytes:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from bus import Bus, BusError
+from bus import Bus, BusError, StoreUse
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, fail, in_json, printable, show
@@ -18,6 +18,14 @@ from fleet.events import KvMetrics, LoopDescribed, LoopFigures
 
 HEIGHT = 40
 """lines of a screen"""
+MIB = 2**20
+REMEDIES = {
+    "log": "raise max_bytes of the stream on the NATS server",
+    "claims": "raise max_bytes of the bucket on the NATS server; names and leases can no longer be claimed",
+    "blobs": "raise max_bytes of the bucket on the NATS server; new tokenizers and plans can no longer be stored",
+    "parcels": "raise max_bytes or lower max_age of the bucket on the NATS server; large messages are dropped meanwhile",
+}
+"""by store, what to do about a full one"""
 MOST_RANKS = 16
 """of an engine that have a line each; of larger ones the whole engine has one"""
 Telling = Literal["whole", "brief", "rows"]
@@ -33,20 +41,30 @@ Loop = LoopDescribed | NotTold
 def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, *, as_json: bool) -> None:
     """All of the fleet, or of one engine; and where each of several router processes can be asked how it is."""
 
-    async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop]:
-        return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects))
+    async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
+        return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects), bus.stores())
 
-    (engines, rejected), loop = on_bus(bus_config, ask)
+    (engines, rejected), loop, stores = on_bus(bus_config, ask)
     if engine is not None:
         engines, loop = only(engine, engines, loop)
     if as_json:
         said = {"nats": bus_config.where, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
-        show(in_json({**said, "routers": list(routers), **loop_record(loop)}))
+        show(in_json({**said, "routers": list(routers), "stores": stores, **loop_record(loop)}))
         return
     lines = [Text(f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
+    lines += alarms(stores)
     if routers:
         lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
     say([*lines, *fitting(engines, loop, time.time(), HEIGHT - len(lines))])
+
+
+def alarms(stores: Iterable[StoreUse]) -> list[Text]:
+    """A line for each store of the bus that is (nearly) full and refuses what finds no room."""
+    return [
+        Text(f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.most / MIB:.1f} MiB; {REMEDIES[one.store]}", "bold red")
+        for one in stores
+        if one.alarming
+    ]
 
 
 async def loop_of(bus: Bus, subjects: Subjects) -> Loop:

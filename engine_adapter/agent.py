@@ -39,6 +39,8 @@ from fleet.events import (
 from fleet.popularity import ExpertCounts
 
 log = logging.getLogger(__name__)
+SNAPSHOT_SECONDS = 0.5
+"""A snapshot of the KV cache answers everybody who asks within this time and has not missed a later message."""
 _LOOK_UP_SECONDS = 300.0
 """pause between two looks whether the join is still stored"""
 _NO_WAYS = Staging()
@@ -77,6 +79,8 @@ class Agent:
         self._mirror = KvMirror(self._about.kv_blocks)
         self._event_id = 0
         self._kv_turn = asyncio.Lock()  # a snapshot sees the mirror and the sequence number of one moment
+        self._snapshot: KvSnapshot | None = None
+        """of the last moment: many routers ask at once, and one object is encoded once (`bus.parts`)"""
         self._tokenizer: str | None = None
         self._load: Load | None = None
         self._load_at = float("-inf")
@@ -214,13 +218,23 @@ class Agent:
         if not isinstance(request, KvSnapshotRequested):
             raise TypeError(f"expected KvSnapshotRequested, got {type(request).__name__}")
         async with self._kv_turn:
-            return KvSnapshot(
-                worker_id=self._identity.worker_id,
-                rank=self._about.rank,
-                publisher_id=self._kv.publisher_id,
-                sequence=self._kv.sequence - 1,
-                events=self._mirror.snapshot(self._about.rank),
-            )
+            if self._snapshot is None or request.after is None or self._snapshot.sequence < request.after:
+                self._snapshot = self._snapshot_now()
+                asyncio.get_running_loop().call_later(SNAPSHOT_SECONDS, self._forget_snapshot, self._snapshot)
+            return self._snapshot
+
+    def _snapshot_now(self) -> KvSnapshot:
+        return KvSnapshot(
+            worker_id=self._identity.worker_id,
+            rank=self._about.rank,
+            publisher_id=self._kv.publisher_id,
+            sequence=self._kv.sequence - 1,
+            events=self._mirror.snapshot(self._about.rank),
+        )
+
+    def _forget_snapshot(self, snapshot: KvSnapshot) -> None:
+        if self._snapshot is snapshot:
+            self._snapshot = None
 
     # what rank 0 says for all
 

@@ -262,7 +262,8 @@ class TablesPublished(Event, frozen=True, kw_only=True):
     model: str
     version: int
     base: int | None = None
-    """version this is a change to; None: whole. A reader whose version is another asks for the whole"""
+    """version this is a change to; None: whole. A reader whose version is another asks for the whole; so does every reader of a change to itself
+    (base = version), by which new whole tables are announced that are too large to be published"""
     clusters: int
     """version of the cluster model"""
     shares: bytes
@@ -1056,6 +1057,8 @@ class KvSnapshotRequested(Event, frozen=True, kw_only=True):
 
     worker_id: int
     rank: int
+    after: int | None = None
+    """a snapshot of a moment ago will do if it contains the kv-events message of this number (-1: any); None: as of now"""
 
 
 class KvBlock(msgspec.Struct, frozen=True):

@@ -253,6 +253,7 @@ class Autopilot:
 
     def _expose(self, now: float) -> None:
         self._metrics.stored_bytes.set(self._watch.stored_bytes)
+        self._metrics.bus_full(self._bus.full)
         self._metrics.paused(self._remembering.memory.paused)
         for engine, pilot in self._pilots.items():
             entry = self._ledger.engines()[engine]

@@ -1,6 +1,6 @@
 """The migration service's Prometheus families."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -41,6 +41,7 @@ class MigrationMetrics:
                 ("local_share", "Share of (token, k) pairs served where their request lives, of the placement that is served"),
             )
         }
+        self._full = Gauge("roost_planner_bus_store_full", "Times that something found no room, by store", ["store"], registry=registry)
         self.stored_bytes = Gauge("roost_planner_stored_bytes", "What is kept of demand", registry=registry)
         self._layers = {
             name: Gauge(f"roost_loop_layer_{name}", text, ["engine", "layer"], registry=registry)
@@ -88,6 +89,10 @@ class MigrationMetrics:
         }
         self._cells = Gauge("roost_migration_cells", "Cells of expert memory that serve nothing, of all ranks", ["engine", "state"], registry=registry)
         self._oldest = Gauge("roost_migration_cells_oldest_seconds", "Age of the oldest cell that drains or is in quarantine", ["engine"], registry=registry)
+
+    def bus_full(self, counts: Mapping[str, int]) -> None:
+        for store, count in counts.items():
+            self._full.labels(store).set(count)
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(reason).inc()

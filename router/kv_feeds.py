@@ -48,6 +48,11 @@ class _Feed:
     blocks: int = 0
     pause: float = _FIRST_PAUSE_SECONDS
 
+    @property
+    def missed(self) -> int:
+        """The message before the first one that waits: a snapshot must contain it. -1: none waits."""
+        return self.late[0][1] - 1 if self.late else -1
+
 
 class KvFeeds:
     """One feed per rank that reports KV events."""
@@ -166,7 +171,7 @@ class KvFeeds:
 
     async def _snapshot(self, rank: RankKey, feed: _Feed) -> None:
         """BusError when it cannot be had; OrphanBlock or BadKvEvent when it is inconsistent."""
-        request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1])
+        request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1], after=feed.missed)
         answer = await self._bus.request(self._subjects.kv_snapshot(*rank), request, _SNAPSHOT_SECONDS)
         if not isinstance(answer, KvSnapshot) or (answer.worker_id, answer.rank) != rank:
             raise BusError(f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of something else")

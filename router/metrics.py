@@ -137,6 +137,7 @@ class RouterMetrics:
         self.kv_snapshots = self._counter("kv_snapshots", "Snapshots asked for, by reason", "reason")
         self.bus_refused = self._counter("bus_messages_refused", "Messages that made no sense to the router")
         self.bus_dropped = self._gauge("bus_messages_dropped", "Messages dropped because the router read too slowly")
+        self.bus_full = self._gauge("bus_store_full", "Times that something found no room, by store", "store")
         self.outcomes_published = self._counter("outcomes_published", "Finished requests told to the tracker")
         self.outcomes_dropped = self._counter("outcomes_dropped", "Finished requests that could not be told")
         self._routings = self._counter("foreign_routings", "Answers of engines that named their experts, by what became of it", "outcome")

@@ -27,6 +27,7 @@ class TrackerMetrics:
         self.ranks = Gauge("roost_tracker_ranks", "Ranks whose demand is followed", registry=registry)
         self.window_bytes = Gauge("roost_tracker_window_bytes", "Bytes of all windows and placements", registry=registry)
         self._bus = Gauge("roost_tracker_bus_rejected", "Messages the bus could not read, by reason", ["reason"], registry=registry)
+        self._full = Gauge("roost_tracker_bus_store_full", "Times that something found no room, by store", ["store"], registry=registry)
         self.dropped = Gauge("roost_tracker_bus_dropped", "Messages dropped because the tracker read too slowly", registry=registry)
         self._by_model = {
             name: Gauge(f"roost_tracker_{name}", text, ["model"], registry=registry)
@@ -53,6 +54,9 @@ class TrackerMetrics:
 
     def bus_rejected(self, reason: str, count: int) -> None:
         self._bus.labels(reason).set(count)
+
+    def bus_full(self, store: str, count: int) -> None:
+        self._full.labels(store).set(count)
 
     def models(self, values: Mapping[str, Mapping[str, float | None]]) -> None:
         """Values of the families by model; what is None, or no longer there, has no series."""

@@ -8,7 +8,10 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from bus import Bus, BusError, Message, Received, Subscription
+from bus.codec import LARGE
 from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
@@ -23,6 +26,7 @@ from fleet.events import (
     EngineJoined,
     EngineLeft,
     ExpertsActivated,
+    KeyedRows,
     PlacementCommitted,
     PopularityShifted,
     ProfilePublished,
@@ -50,6 +54,21 @@ WARN_SECONDS = 60.0
 """A reason to refuse something is logged so often at most."""
 STOP_SECONDS = 5.0
 """for the state to be written at the end"""
+WHOLE_SECONDS = 5.0
+"""A model's whole tables answer everybody who asks within this time, and before the next version."""
+
+
+def announced(tables: TablesPublished) -> TablesPublished:
+    """What is published of new tables: changes and small tables as they are; of large whole ones only that there is a new version.
+
+    That is a change to itself without rows. A router that has not got this version finds a gap, and asks for the whole, which comes in parts.
+    """
+    keyed = (tables.blocks, tables.sessions, tables.tenants)
+    size = len(tables.token_rows) + len(tables.token_ratios) + sum(len(part.keys) + len(part.rows) for part in keyed)
+    if tables.base is not None or size <= LARGE // 2:
+        return tables
+    nothing = {"token_rows": b"", "token_ratios": b"", "blocks": KeyedRows(), "sessions": KeyedRows(), "tenants": KeyedRows()}
+    return msgspec.structs.replace(tables, base=tables.version, **nothing)
 
 
 class TrackerService:
@@ -80,6 +99,10 @@ class TrackerService:
         self._knows = Knowledge(config, clock, time.time_ns() // 1000, learning, fitting)
         self._sequences = Sequences(limit=4 * config.most_ranks)
         self._learnt: dict[str, Learnt] = {}
+        self._whole: dict[str, TablesPublished] = {}
+        """tables as they are published at present, by model, for as long as routers ask for them"""
+        self._versions: dict[str, int] = {}
+        """of the tables that were published last, by model"""
         self._warned: dict[Fault, float] = {}
         """when the log last told of a refusal"""
         self.reports = 0
@@ -245,6 +268,10 @@ class TrackerService:
         while True:
             await self._knows.follow()
             for message in await self._knows.learning(self._knows.lessons.news):
+                if isinstance(message, TablesPublished):
+                    self._versions[message.model] = message.version
+                    self._whole.pop(message.model, None)
+                    message = announced(message)
                 await self._say(message)
             self._learnt = await self._knows.learning(self._knows.lessons.all_learnt)
             await asyncio.sleep(self._config.publish_seconds)
@@ -271,6 +298,8 @@ class TrackerService:
         self.metrics.dropped.set(dropped)
         for reason, count in self._bus.rejected.items():
             self.metrics.bus_rejected(reason, count)
+        for store, count in self._bus.full.items():
+            self.metrics.bus_full(store, count)
 
     # Answering
 
@@ -282,13 +311,27 @@ class TrackerService:
             case DescribeClusters(model=name):
                 answer = await knows.asked(knows.lessons.clusters, name)
             case DescribeTables(model=name):
-                answer = await knows.asked(knows.lessons.tables, name)
+                answer = await self._tables(name)
             case DescribePopularity(model=name):
                 answer = await knows.popularity(name)
             case other:
                 wanted = "DescribeProfile, DescribeClusters, DescribeTables or DescribePopularity"
                 return RequestRefused(reason=f"expected {wanted}, got {type(other).__name__}")
         return answer or RequestRefused(reason=f"no engine with model {name!r} has joined or reported; ask again when one has")
+
+    async def _tables(self, name: str) -> TablesPublished | None:
+        """One object for everybody who asks before the next version, so that it is encoded and kept once."""
+        if name in self._whole:
+            return self._whole[name]
+        tables = await self._knows.asked(self._knows.lessons.tables, name)
+        if tables is not None and tables.version == self._versions.get(name):
+            self._whole[name] = tables
+            asyncio.get_running_loop().call_later(WHOLE_SECONDS, self._forget_whole, tables)
+        return tables
+
+    def _forget_whole(self, tables: TablesPublished) -> None:
+        if self._whole.get(tables.model) is tables:
+            del self._whole[tables.model]
 
     # Keeping what is known across restarts
 

@@ -9,12 +9,14 @@ from datetime import UTC, datetime, timedelta
 from nats import errors
 from nats.aio.msg import Msg
 
-from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received
+from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received, StoreUse
 from bus.codec import Refused, Rejected
 from bus.config import BusConfig
-from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, answered, audible, check_stored, opened, sendable
+from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, asked, audible, check_stored, opened, sendable
 from bus.nats.link import Link, because, whole
 from bus.nats.storage import Storage
+from bus.parts import Answers
+from bus.stores import FullStores
 from bus.subjects import Subjects
 
 
@@ -30,6 +32,7 @@ class NatsBus:
         self._inboxes: set[Inbox] = set()
         self._voice = Outbox(self._keep_parcel)
         self._recorder = Outbox(self.put_blob)
+        self._answers = Answers(link.config.answers_bytes, link.config.answers_seconds)
 
     @classmethod
     async def connect(cls, servers: str | Sequence[str], subjects: Subjects, config: BusConfig | None = None, *, name: str = "roost") -> "NatsBus":
@@ -60,6 +63,13 @@ class NatsBus:
     def rejected(self) -> Rejected:
         return self._rejected
 
+    @property
+    def full(self) -> FullStores:
+        return self._storage.full
+
+    async def stores(self) -> tuple[StoreUse, ...]:
+        return await self._storage.uses()
+
     def publisher(self, subject: str) -> Speaker:
         return Speaker(subject, self._link.send, self._keep_parcel, lambda: self.connected)
 
@@ -84,6 +94,10 @@ class NatsBus:
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
         raw = await self._voice.sealed(sendable(subject), message)
+        return await asked(subject, raw, lambda sent, wait: self._exchange(subject, sent, wait), self._voice, self._content, seconds)
+
+    async def _exchange(self, subject: str, raw: bytes, seconds: float) -> bytes:
+        """The first answer to a request."""
         denied = self._link.denied
         try:
             async with asyncio.timeout(seconds):
@@ -97,16 +111,16 @@ class NatsBus:
             raise BusTimeout(f"no answer on {subject!r} within {seconds} s" + ("" if self.connected else "; not connected to NATS")) from error
         except errors.Error as error:
             raise BusError(f"asking on {subject!r}: {because(error)}") from error
-        return await answered(subject, answer.data, self._content)
+        return answer.data
 
     @asynccontextmanager
     async def serve(self, subject: str, answer: Answer) -> AsyncIterator[None]:
-        desk = Desk(subject, answer, self._voice, self._content, self._rejected)
+        desk = Desk(subject, answer, self._voice, self._answers, self._content, self._rejected, self._storage.full)
 
         async def hear(message: Msg) -> None:
             async def reply(raw: bytes) -> None:
                 if message.reply:
-                    await self._link.send(message.reply, raw)
+                    await self._link.answer(message.reply, raw)
 
             desk.submit(message.data, reply)
 
@@ -190,4 +204,5 @@ class NatsBus:
     async def close(self) -> None:
         for inbox in self._inboxes:
             inbox.close()
+        self._answers.clear()
         await self._link.close()

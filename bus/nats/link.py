@@ -29,6 +29,9 @@ SMALLEST_MAX_PAYLOAD = LARGE + 64 * 1024
 """Bytes a server must accept in one message: the largest payload that travels in an envelope, and the envelope."""
 RETRY_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
+DRAIN_SECONDS = 2.0
+"""An answer waits for earlier ones to be written for at most this time; then it is dropped, and requested again."""
+DRAIN_LOOK_SECONDS = 0.005
 UNANSWERED_PINGS = 2
 FULL = 10077
 """JetStream's error code for "maximum bytes exceeded" (sent as service unavailable, but waiting does not help)."""
@@ -303,6 +306,13 @@ class Link:
             await client.publish(subject, raw)
         except errors.Error as error:
             logger.debug("dropped a message on %s: %s", subject, error)
+
+    async def answer(self, subject: str, raw: bytes) -> None:
+        """Hand an answer to the connection once what waits there has been written, so that many large ones do not drop one another."""
+        until = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        while self.client.pending_data_size + len(raw) > self.config.unsent_bytes and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110 nats-py has no event for it
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+        await self.send(subject, raw)
 
     @asynccontextmanager
     async def feed(self, subject: str, hear: Callable[[Msg], Awaitable[None]], queue: str = "") -> AsyncIterator[None]:

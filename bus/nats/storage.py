@@ -23,8 +23,9 @@ from nats.js import errors as js_errors
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
-from bus import BlobLost, BusError, Claim, ClaimLost
+from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
 from bus.nats.link import GONE, Link, because, is_full, whole
+from bus.stores import FullStores
 from bus.subjects import Subjects, check_key
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Storage:
         self.claims = f"{subjects.namespace}-claims"
         self.blobs = f"{subjects.namespace}-blobs"
         self.parcels = f"{subjects.namespace}-parcels"
+        self.full = FullStores()
         self._subjects = subjects.stored
         self._link = link
         self._config = link.config
@@ -173,11 +175,28 @@ class Storage:
 
         return await self._link.until_done(what, self._config.record_seconds, furnished)
 
+    async def uses(self) -> tuple[StoreUse, ...]:
+        """How full each store is; those that do not exist are left out."""
+        streams = {"log": self.stream, "claims": f"KV_{self.claims}", "blobs": f"OBJ_{self.blobs}", "parcels": f"OBJ_{self.parcels}"}
+
+        async def look() -> tuple[StoreUse, ...]:
+            found = [(store, await self._js.stream_info(stream)) for store, stream in streams.items()]
+            return tuple(
+                StoreUse(store, info.state.bytes, info.config.max_bytes or -1, refuses=info.config.discard == api.DiscardPolicy.NEW)
+                for store, info in found
+            )
+
+        return await self.done("looking at the stores", look)
+
     # The log
 
     async def append(self, subject: str, raw: bytes, identity: str) -> None:
         """Store bytes in the log. The server forgets repetitions of one identity, so asking again after a lost answer is safe."""
-        await self.done(f"recording on {subject}", lambda: self._js.publish(subject, raw, stream=self.stream, headers={api.Header.MSG_ID: identity}))
+        try:
+            await self.done(f"recording on {subject}", lambda: self._js.publish(subject, raw, stream=self.stream, headers={api.Header.MSG_ID: identity}))
+        except StoreFull as error:
+            self.full.note("log", error)
+            raise
 
     async def last(self) -> int:
         """Sequence of the newest message of the log; 0 before the first."""
@@ -312,6 +331,8 @@ class Storage:
         except js_errors.APIError as error:
             if isinstance(error, js_errors.KeyWrongLastSequenceError) or error.err_code in WRONG_REVISION:
                 raise _lost(key, revision) from error
+            if is_full(error):
+                self.full.note("claims", error)
             raise BusError(f"claiming {key!r}: {because(error)}") from error
         except (TimeoutError, OSError, errors.Error) as error:
             raise BusError(f"claiming {key!r}: no answer, so it may or may not be ours; read it to find out ({because(error)})") from error
@@ -329,7 +350,11 @@ class Storage:
             except js_errors.ObjectNotFoundError:
                 await store.put(digest, content)
 
-        await self.done(f"storing {len(content)} bytes in {bucket}", keep)
+        try:
+            await self.done(f"storing {len(content)} bytes in {bucket}", keep)
+        except StoreFull as error:
+            self.full.note("blobs" if bucket == self.blobs else "parcels", error)
+            raise
         return digest
 
     async def drop(self, bucket: str, digest: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from bus import Bus
 from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
+from bus.nats.link import Link
 from bus.subjects import Subjects
 
 CONFIG = BusConfig(
@@ -49,6 +50,14 @@ class House(Protocol):
         """Change the stored content of a blob or parcel."""
         ...
 
+    def lose(self, loses: Callable[[bytes], bool]) -> None:
+        """From now on answers of which `loses` is true get lost on their way."""
+        ...
+
+    async def parcels(self) -> int:
+        """How many messages, or pieces of them, lie in the bucket for passing messages."""
+        ...
+
     async def fail(self) -> None:
         """Take the broker away; returns when every client has noticed."""
         ...
@@ -81,6 +90,12 @@ class MemoryHouse:
             when, content = self._broker.parcels[digest]
             self._broker.parcels[digest] = (when, b"?" + content[1:])
 
+    def lose(self, loses: Callable[[bytes], bool]) -> None:
+        self._broker.loses = loses
+
+    async def parcels(self) -> int:
+        return len(self._broker.parcels)
+
     async def fail(self) -> None:
         self._broker.reachable = False
 
@@ -99,6 +114,7 @@ class NatsHouse:
         self.server = server
         self.url = url
         self._clients: list[NatsBus] = []
+        self._patch = pytest.MonkeyPatch()
 
     async def client(self, config: BusConfig = CONFIG) -> Bus:
         bus = await NatsBus.connect(self.url, self.subjects, config)
@@ -132,6 +148,19 @@ class NatsHouse:
                 await js.purge_stream(f"OBJ_{bucket}", subject=chunks)
                 await js.publish(chunks, b"?" * info.size if info.size < 1_000_000 else b"?")
 
+    def lose(self, loses: Callable[[bytes], bool]) -> None:
+        send = Link.send
+
+        async def lossy(link: Link, subject: str, raw: bytes) -> None:
+            if not (subject.startswith("_INBOX") and loses(raw)):
+                await send(link, subject, raw)
+
+        self._patch.setattr(Link, "send", lossy)
+
+    async def parcels(self) -> int:
+        async with self.stranger() as connection:
+            return int((await connection.jetstream().stream_info(f"OBJ_{self.subjects.namespace}-parcels")).state.messages)
+
     async def fail(self) -> None:
         self.server.stop(signal.SIGKILL)
         await self._until(False)
@@ -146,6 +175,7 @@ class NatsHouse:
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None:
+        self._patch.undo()
         for client in self._clients:
             await client.close()
 

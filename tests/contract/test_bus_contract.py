@@ -1,6 +1,7 @@
 """One contract over both implementations of the bus: every sentence of the port."""
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -9,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from bus import BlobLost, Bus, BusError, BusTimeout, ClaimLost, Message, NobodyThere, Received, StoreFull
-from bus.codec import BLOB_TOPIC, LARGE, BlobReference, seal
+from bus import BlobLost, Bus, BusError, BusTimeout, ClaimLost, Declined, Message, NobodyThere, Received, StoreFull
+from bus.codec import BLOB_TOPIC, LARGE, PART_TOPIC, PART_WANTED_TOPIC, PARTS_TOPIC, BlobReference, PartWanted, seal, unseal
 from fleet.events import DescribeProfile, EngineHeartbeat, EngineLeft, KvMetrics, ProfilePublished, RequestRefused
 from fleet.popularity import ExpertTable
 
@@ -28,6 +29,11 @@ GARBAGE = (
     seal(1, 4, 0.0, BLOB_TOPIC, msgspec.msgpack.encode(BlobReference(topic="heartbeat", digest="0" * 64, size=10))),
     seal(1, 5, 0.0, BLOB_TOPIC, msgspec.msgpack.encode(BlobReference(topic="heartbeat", digest="../../etc", size=1 << 62))),
     seal(1, 6, 0.0, "heartbeat", b"\x91" * 100_000),
+)
+PART_GARBAGE = (
+    seal(1, 7, 0.0, PART_WANTED_TOPIC, b"\xc1"),
+    seal(1, 8, 0.0, PART_WANTED_TOPIC, msgspec.msgpack.encode({"publisher_id": 1, "answer": -1, "part": 0})),
+    seal(1, 9, 0.0, PART_WANTED_TOPIC, msgspec.msgpack.encode(PartWanted(publisher_id=1, answer=1 << 63, part=1 << 63))),
 )
 """Raw bytes a stranger may send; each must be refused and counted, none may be fatal."""
 
@@ -301,14 +307,108 @@ async def test_a_refusal_and_an_exception_of_the_server_reach_the_asker_with_the
         await bus.request(house.subjects.describe_profile, DescribeProfile(model="fine"))
 
 
+def profile_of(length: int, fill: bytes = b"\0") -> ProfilePublished:
+    """An answer of some more than `length` bytes."""
+    return ProfilePublished(model="m", version=1, tokens=1.0, profile=ExpertTable(layers=1, experts=length // 4, values=fill * (length // 4 * 4)))
+
+
+@pytest.mark.parametrize("length", [LARGE - 200, LARGE + 4, 3_000_000, 20_000_000])
+async def test_an_answer_of_any_size_arrives_whole_and_lies_in_no_bucket(house: Any, length: int) -> None:
+    asker, server = await house.client(), await house.client()
+
+    async def large(_: Message) -> Message:
+        return profile_of(length, b"\x3f")
+
+    async with server.serve(house.subjects.describe_profile, large):
+        assert await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))) == profile_of(length, b"\x3f")
+    assert await house.parcels() == 0
+
+
+async def test_a_part_of_an_answer_that_gets_lost_is_asked_for_again(house: Any) -> None:
+    asker, server = await house.client(), await house.client()
+    lost: list[int] = []
+
+    def loses(raw: bytes) -> bool:
+        """The third part that is sent, once."""
+        if unseal(raw).topic == PART_TOPIC:
+            lost.append(len(raw))
+        return len(lost) == 3
+
+    async def large(_: Message) -> Message:
+        return profile_of(3_000_000, b"\x3f")
+
+    house.lose(loses)
+    async with server.serve(house.subjects.describe_profile, large):
+        assert await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))) == profile_of(3_000_000, b"\x3f")
+    assert len(lost) == -(-3_000_000 // LARGE) + 1, "every part once, and the lost one once more"
+
+
+async def test_an_answer_whose_parts_never_come_ends_in_time(house: Any) -> None:
+    bus = await house.client()
+
+    async def large(_: Message) -> Message:
+        return profile_of(1_000_000)
+
+    house.lose(lambda raw: unseal(raw).topic == PART_TOPIC)
+    async with bus.serve(house.subjects.describe_profile, large):
+        with pytest.raises(BusTimeout, match="part"):
+            await soon(bus.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2), seconds=3.0)
+
+
+async def test_parts_come_from_the_server_that_answered_though_others_serve_the_subject(house: Any) -> None:
+    asker, servers = await house.client(), [await house.client() for _ in range(3)]
+    async with contextlib.AsyncExitStack() as stack:
+        for number, server in enumerate(servers):
+
+            async def large(_: Message, fill: bytes = bytes([number])) -> Message:
+                return profile_of(2_000_000, fill)
+
+            await stack.enter_async_context(server.serve(house.subjects.describe_profile, large))
+        answers = [await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"))) for _ in range(6)]
+    assert {bytes(answer.profile.values) for answer in answers} <= {bytes([number]) * 2_000_000 for number in range(3)}
+
+
+async def test_one_message_that_answers_many_is_kept_once(house: Any) -> None:
+    config = replace(house.config, answers_bytes=2_500_000)
+    asker, server = await house.client(config), await house.client(config)
+    same = profile_of(2_000_000)
+
+    async def large(_: Message) -> Message:
+        return same
+
+    async with server.serve(house.subjects.describe_profile, large):
+        ask = [asker.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=10) for _ in range(8)]
+        assert await soon(asyncio.gather(*ask), seconds=20) == [same] * 8
+
+
+async def test_answers_that_find_no_room_are_refused_with_a_word_and_counted(house: Any) -> None:
+    config = replace(house.config, answers_bytes=2_500_000)
+    asker, server = await house.client(config), await house.client(config)
+
+    async def large(_: Message) -> Message:
+        return profile_of(2_000_000)
+
+    async with server.serve(house.subjects.describe_profile, large):
+        for _ in range(3):
+            await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m")))
+        house.lose(lambda raw: unseal(raw).topic == PARTS_TOPIC)
+        with pytest.raises(BusTimeout):
+            await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m"), seconds=0.2))
+        house.lose(lambda raw: False)
+        with pytest.raises(Declined, match=r"ask again.*answers_bytes"):
+            await soon(asker.request(house.subjects.describe_profile, DescribeProfile(model="m")))
+    assert server.full["answers"] == 1
+    assert asker.full["answers"] == 0
+
+
 async def test_garbage_for_a_server_is_counted_and_it_serves_on(house: Any) -> None:
     bus = await house.client()
     async with bus.serve(house.subjects.describe_profile, empty_profile):
-        for raw in GARBAGE:
+        for raw in (*GARBAGE, *PART_GARBAGE):
             await house.disturb(house.subjects.describe_profile, raw)
         await bus.request(house.subjects.describe_profile, DescribeProfile(model="m"))
         async with asyncio.timeout(5):
-            while sum(bus.rejected.values()) < len(GARBAGE):  # noqa: ASYNC110 counters have no event
+            while sum(bus.rejected.values()) < len(GARBAGE) + 2:  # noqa: ASYNC110 counters have no event
                 await asyncio.sleep(0.01)
 
 
@@ -527,8 +627,22 @@ async def test_damage_to_a_blob_is_noticed_and_putting_it_again_repairs_it(house
 
 async def test_a_full_blob_store_says_so(house: Any) -> None:
     bus = await house.client(replace(house.config, blobs_bytes=1_000_000))
+    assert bus.full["blobs"] == 0
     with pytest.raises(StoreFull, match="full"):
         await bus.put_blob(b"x" * 2_000_000)
+    assert dict(bus.full) == {"log": 0, "claims": 0, "blobs": 1, "parcels": 0, "answers": 0}
+
+
+async def test_how_full_a_store_is_can_be_seen_and_a_nearly_full_one_is_alarming(house: Any) -> None:
+    bus = await house.client(replace(house.config, blobs_bytes=1_000_000))
+    before = {use.store: use for use in await bus.stores()}
+    assert set(before) == {"log", "claims", "blobs", "parcels"}
+    assert not any(use.alarming for use in before.values())
+    await bus.put_blob(b"x" * 950_000)
+    blobs = {use.store: use for use in await bus.stores()}["blobs"]
+    assert blobs.alarming
+    assert blobs.most == 1_000_000
+    assert 950_000 <= blobs.used <= 1_000_000
 
 
 async def test_a_blob_that_was_dropped_is_unknown_gives_its_room_back_and_may_be_put_again(house: Any) -> None:

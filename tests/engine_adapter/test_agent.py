@@ -200,6 +200,27 @@ async def test_kv_changes_of_one_look_are_one_message_numbered_from_one(broker: 
     assert [(event.event.event_id, event.event.data) for event in events] == [(1, first), (2, gone), (3, "cleared")]
 
 
+async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later(broker: MemoryBroker) -> None:
+    bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
+    subject = SUBJECTS.kv_snapshot(WORKER, 1)
+
+    async def sequence_for(after: int | None) -> int:
+        answer = await bus.request(subject, KvSnapshotRequested(worker_id=WORKER, rank=1, after=after))
+        assert isinstance(answer, KvSnapshot)
+        return answer.sequence
+
+    async with bus.subscribe(SUBJECTS.kv_events) as heard, running(broker, engine, identity(ranks=2)):
+        assert await sequence_for(-1) == -1
+        engine.did(stored(1, 2, 3))
+        await next_of(heard, tuple)
+        assert await sequence_for(-1) == -1, "of a moment ago"
+        assert await sequence_for(0) == 0, "message 0 must be contained"
+        assert await sequence_for(-1) == 0
+        engine.did(stored(4))
+        await next_of(heard, tuple)
+        assert await sequence_for(None) == 1
+
+
 async def test_a_snapshot_holds_what_the_last_published_message_left(broker: MemoryBroker) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
     request, subject = KvSnapshotRequested(worker_id=WORKER, rank=1), SUBJECTS.kv_snapshot(WORKER, 1)

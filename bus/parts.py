@@ -1,0 +1,199 @@
+"""Answers too large for one message: kept for a moment by the side that answers, fetched part by part by the side that asked.
+
+The first answer is an offer (`codec.PartsOffer`). The asker then requests each part on the subject it asked before; a part that
+does not arrive is requested again. Every message is an answer to one request, so the asker sets the pace, no store of the server
+is involved, and an answer goes to the inbox of its asker alone.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from bus import BusError, BusTimeout, Message, NobodyThere, StoreFull
+from bus.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, Reason, Refused, checksum, unseal
+
+PART_SECONDS = 1.0
+"""A part that has not come after this time is requested again."""
+WINDOW = 4
+"""Parts of one answer that are on their way at once."""
+ELSEWHERE_SECONDS = 0.002
+"""Pause after another server of the same subject received the request for a part."""
+AWAY_SECONDS = 0.1
+"""Pause while nobody serves the subject; the server may be connecting again."""
+IN_USE_SECONDS = 3.0
+"""An answer of which a part was fetched within this time, and not yet every part by everybody, is not dropped to make room."""
+
+Exchange = Callable[[bytes, float], Awaitable[bytes]]
+"""One request, as bytes, and the first answer to it. BusTimeout after the given seconds."""
+Sealed = Callable[[PartWanted], bytes]
+
+
+@dataclass(slots=True)
+class _Kept:
+    message: Message
+    offer: PartsOffer
+    content: bytes
+    touched: float
+    """seconds on the loop's clock"""
+    owed: int
+    """parts that those to whom it was offered have not fetched yet"""
+
+
+class Answers:
+    """Large answers that may be fetched: at most `most_bytes`, each until nothing of it was fetched for `seconds`.
+
+    The same message object answers several requests with one offer: it is encoded and kept once.
+    """
+
+    def __init__(self, most_bytes: int, seconds: float) -> None:
+        self._most_bytes = most_bytes
+        self._seconds = seconds
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._by_message: dict[int, int] = {}
+        self._number = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(len(kept.content) for kept in self._kept.values())
+
+    def offered(self, message: Message) -> PartsOffer | None:
+        """The offer of a message that is kept already."""
+        number = self._by_message.get(id(message))
+        if number is None:
+            return None
+        kept = self._touched(number)
+        kept.owed += kept.offer.parts
+        return kept.offer
+
+    def keep(self, message: Message, topic: str, payload: bytes) -> PartsOffer:
+        """Offer a payload. StoreFull while answers that are being fetched leave no room."""
+        self._make_room(len(payload))
+        self._number += 1
+        parts = -(-len(payload) // PART_BYTES)
+        offer = PartsOffer(topic=topic, answer=self._number, size=len(payload), parts=parts, checksum=checksum(payload))
+        self._kept[self._number] = _Kept(message, offer, payload, self._now(), parts)
+        self._by_message[id(message)] = self._number
+        self._watch()
+        return offer
+
+    def part(self, wanted: PartWanted) -> bytes | None:
+        """Up to PART_BYTES of an answer; None when it is not kept (any more), or has no such part."""
+        if wanted.answer not in self._kept:
+            return None
+        kept = self._touched(wanted.answer)
+        kept.owed -= 1
+        return kept.content[wanted.part * PART_BYTES : (wanted.part + 1) * PART_BYTES] or None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self._by_message.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _touched(self, number: int) -> _Kept:
+        kept = self._kept[number]
+        kept.touched = self._now()
+        self._kept.move_to_end(number)
+        return kept
+
+    def _make_room(self, size: int) -> None:
+        while self.stored_bytes + size > self._most_bytes:
+            done = next((number for number, kept in self._kept.items() if kept.owed <= 0 or self._idle(kept) > IN_USE_SECONDS), None)
+            if done is None:
+                raise StoreFull(
+                    f"an answer of {size} bytes finds no room beside {len(self._kept)} others that are being fetched ({self.stored_bytes} of "
+                    f"{self._most_bytes} bytes); ask again in a moment, or raise bus.answers_bytes"
+                )
+            self._drop(done)
+
+    def _idle(self, kept: _Kept) -> float:
+        return self._now() - kept.touched
+
+    def _drop(self, number: int) -> None:
+        del self._by_message[id(self._kept.pop(number).message)]
+
+    def _watch(self) -> None:
+        if self._timer is None and self._kept:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        while self._kept and self._idle(next(iter(self._kept.values()))) >= self._seconds:
+            self._drop(next(iter(self._kept)))
+        self._watch()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def fetch_parts(offer: PartsOffer, publisher_id: int, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
+    """All of an offered answer, WINDOW parts at a time.
+
+    publisher_id: of the offer. BusTimeout when a part does not come within `seconds`; BusError when the answer is not kept any more, or damaged.
+    """
+    content = bytearray(offer.size)
+    numbers = iter(range(offer.parts))
+
+    async def fetch_some() -> None:
+        for number in numbers:
+            part = await _fetched(PartWanted(publisher_id=publisher_id, answer=offer.answer, part=number), exchange, sealed, seconds)
+            at = number * PART_BYTES
+            if len(part) != min(PART_BYTES, offer.size - at):
+                raise BusError(f"part {number} of an answer of {offer.size} bytes has {len(part)}; ask again")
+            content[at : at + len(part)] = part
+
+    try:
+        async with asyncio.TaskGroup() as fetching:
+            for _ in range(min(WINDOW, offer.parts)):
+                fetching.create_task(fetch_some(), name="fetches parts of an answer")
+    except* BusError as failures:
+        failure: BaseException = failures.exceptions[0]
+    else:
+        if checksum(content) != offer.checksum:
+            raise BusError(f"an answer of {offer.size} bytes came damaged; ask again")
+        return bytes(content)
+    raise failure
+
+
+async def _fetched(wanted: PartWanted, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
+    """One part, requested until it comes."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + seconds
+    while True:
+        left = until - clock()
+        if left <= 0:
+            raise BusTimeout(f"part {wanted.part} of an answer did not come within {seconds} s, though requested again")
+        try:
+            envelope = _read(await exchange(sealed(wanted), min(left, PART_SECONDS)))
+        except NobodyThere:
+            await asyncio.sleep(min(left, AWAY_SECONDS))
+            continue
+        except BusTimeout:
+            continue
+        if envelope.topic == PART_TOPIC:
+            return envelope.payload
+        if envelope.publisher_id == wanted.publisher_id:
+            raise BusError("the answer was dropped before all of it was fetched; ask again")
+        await asyncio.sleep(ELSEWHERE_SECONDS)
+
+
+def _read(raw: bytes) -> Envelope:
+    try:
+        return unseal(raw)
+    except Refused as refusal:
+        raise BusError(f"a part of an answer cannot be read: {refusal}") from refusal
+
+
+def wanted_part(envelope: Envelope) -> PartWanted:
+    """What an envelope of PART_WANTED_TOPIC asks for. Refused when it is malformed."""
+    try:
+        return msgspec.msgpack.decode(envelope.payload, type=PartWanted)
+    except (ValueError, RecursionError) as error:
+        raise Refused(Reason.PAYLOAD, str(error)) from error
