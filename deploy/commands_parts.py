@@ -168,20 +168,20 @@ def worker(
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Run one engine that joins the fleet on NATS."""
+    """Run one engine that joins the fleet on NATS.
+
+    SIGHUP: its ranks read the file of the fleet's secret again (not --engine openai).
+    """
     own = engine is not EngineKind.openai
     checkpoint = Path(model) if model is not None and own else None
-    settings = settings_from(
-        config,
-        {
-            **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
-            ("worker", "name"): ("--name", name),
-            ("worker", "host"): ("--host", host),
-            **bus_flags(nats),
-            ("tracing", "spans"): ("--spans", spans and spans.absolute()),
-        },
-        *(WorkerConfig, BusConfig, AgentConfig, UpConfig),
-    )
+    flags: Flags = {
+        **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
+        ("worker", "name"): ("--name", name),
+        ("worker", "host"): ("--host", host),
+        **bus_flags(nats),
+        ("tracing", "spans"): ("--spans", spans and spans.absolute()),
+    }
+    settings = settings_from(config, flags, WorkerConfig, BusConfig, AgentConfig, UpConfig)
     if not own:
         if model_shape is not None:
             fail("--model-shape belongs to --engine simulated", USAGE)
@@ -191,7 +191,11 @@ def worker(
             fail(f"{option} belongs to --engine openai", USAGE)
     check(settings, SimulatedConfig if settings.part(WorkerConfig).engine == "simulated" else EmbeddedConfig)
     set_up_logging(settings.part(UpConfig).log_level)
-    raise typer.Exit(run_process(_own_worker(settings), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
+
+    def read() -> Configuration:
+        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+
+    raise typer.Exit(run_process(_own_worker(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
 
 
 def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
@@ -219,13 +223,13 @@ async def _several_routers(settings: Configuration, read: Read, *, bus: bool) ->
             await serve_and_reload(fleet, read)
 
 
-async def _own_worker(settings: Configuration) -> None:
+async def _own_worker(settings: Configuration, read: Read) -> None:
     out = console()
     with run_directory(home(os.environ)) as run:
         out.print(f"[dim]starting; logs are in {run.path}[/dim]")
         async with Fleet(settings, run, os.environ, lambda text: out.print(f"  {text}", markup=False)) as fleet:
             await fleet.start_engine()
-            await fleet.serve()
+            await serve_and_reload(fleet, read)
 
 
 def _end_with(part: str, settings: Configuration, *arguments: Any) -> NoReturn:

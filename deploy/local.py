@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.redaction import without_secrets
 from bus.subjects import Subjects
-from deploy.config import ConfigError, Configuration, without_settings
+from deploy.config import ConfigError, Configuration, Key, without_settings
 from deploy.doors import HttpError, listen, probe, url_of
 from deploy.natsd import NatsServer, greet
 from deploy.orders import Order, PartName, RankOrder
@@ -38,6 +39,8 @@ from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from fleet.events import ConfigChanged
 
 LOOK_SECONDS = 0.02
+FLEET_SECRET = "fleet.secret"
+"""file in the run directory with the secret that routers present to ranks"""
 TRACKER_STATE = "tracker.state"
 """file in the run directory where a tracker that is started again finds what it knew"""
 LOG_CARE_SECONDS = 30.0
@@ -182,6 +185,8 @@ class Fleet:
         self._run = run
         self._environment = environment
         self._say = say
+        self._secret_files: dict[Key, Path] = {}
+        """settings that name the fleet's secret, where it is made here"""
         self.reading_units: list[Unit] = []
         """are told when settings change"""
         self._phases: list[list[Unit]] = []
@@ -194,6 +199,7 @@ class Fleet:
         UnitFailed, CannotListen, NoNats and OSError say what could not be.
         """
         up = self._settings.part(UpConfig)
+        self._make_fleet_secret()
         self.nats_url = up.nats or await self._start_nats()
         await _reach_nats(self.nats_url)
         ground = self._ground()
@@ -253,7 +259,7 @@ class Fleet:
             self._settings = before
             self._say(f"new settings cannot be written down: {error}")
             return
-        self._say("settings were read again; router and planner are told")
+        self._say("settings were read again; routers, planner and engines are told")
         async with asyncio.TaskGroup() as tasks:  # who is being started again keeps nobody else waiting
             for unit in self.reading_units:
                 tasks.create_task(_tell_to_read(unit), name=f"tell {unit.name} to read its settings")
@@ -286,9 +292,23 @@ class Fleet:
         await self._all_ready()
         return server.url
 
+    def _make_fleet_secret(self) -> None:
+        """A random fleet secret in the run directory, for routers and ranks whose settings name none."""
+        unset = [(section, "fleet_secret_file") for section in ("router", "worker")]
+        unset = [key for key in unset if dict(self._settings.items())[key].value is None]
+        file = self._run.path / FLEET_SECRET
+        if len(unset) == 1:
+            (section, name) = unset[0]
+            raise UnitFailed(f"{section}.{name} is not set, and its counterpart is: routers and ranks need the same secret; set both, or neither")
+        if unset:
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+                out.write(f"{secrets.token_urlsafe(32)}\n")
+            self._secret_files = dict.fromkeys(unset, file.absolute())
+
     def _ground(self) -> Ground:
         kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
-        where = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
+        where: dict[Key, Any] = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
+        where |= self._secret_files
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
         file = self._run.path / SETTINGS
         draft = file.with_suffix(".new")
@@ -327,6 +347,7 @@ class Fleet:
         self.engines.append(launcher)
         unit = Unit(name, launcher.launch, self._policy, self._say)
         self.engine_units.append(unit)
+        self.reading_units.append(unit)
         return unit
 
     async def add(self, *units: Unit) -> None:

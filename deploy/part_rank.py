@@ -12,7 +12,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.orders import RankOrder, tell
-from deploy.process import alongside, first_failure, until_ready
+from deploy.process import alongside, first_failure, on_hangup, until_ready
 from deploy.resuming import agree
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
@@ -21,6 +21,7 @@ from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
 from engine_adapter.handover import Staging
+from engine_adapter.rank.admission import Admission, NoSecret
 from engine_adapter.rank.server import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 from engine_adapter.transfer import TransferError
@@ -28,7 +29,7 @@ from engine_adapter.transfer.agents import agent_name
 from engine_adapter.transfer.choice import open_transfers
 
 EXPECTED = (BusError, EngineFailed)
-FINAL = (NameTaken, TransferError)
+FINAL = (NameTaken, NoSecret, TransferError)
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +56,9 @@ async def serve(
         await engine.start()
         agent = Agent(bus, subjects, engine, who, agent_config, await _staging(stack, engine, who, order.rank, transfer))
         stepping = await stack.enter_async_context(alongside(_run(engine, agent), f"steps of {name}"))
-        app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model))
+        admission = Admission(worker.fleet_secret_file)
+        stack.enter_context(on_hangup(admission.reload))
+        app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), admission)
         face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds))
         serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP face of {name}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))

@@ -16,7 +16,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.orders import RankOrder, tell
-from deploy.process import alongside, until_ready
+from deploy.process import alongside, on_hangup, until_ready
 from deploy.resuming import last_life
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
@@ -24,6 +24,7 @@ from engine_adapter.agent import Agent, Identity
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
 from engine_adapter.handover import Staging
+from engine_adapter.rank.admission import Admission, NoSecret
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.door import SimulatedDoor
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
@@ -32,8 +33,9 @@ from engine_adapter.tracing import EngineTracing, HandoverTracing
 from fleet.placement import Placement, PlacementRecord
 
 EXPECTED = (BusError, EngineFailed)
-FINAL = (NameTaken,)
+FINAL = (NameTaken, NoSecret)
 TRANSFER = TransferConfig()
+OPEN = Admission(None)
 log = logging.getLogger(__name__)
 
 
@@ -81,6 +83,7 @@ async def hosted(
     placement: Placement | None = None,
     last: PlacementRecord | None = None,
     transfer: TransferConfig = TRANSFER,
+    admission: Admission = OPEN,
 ) -> AsyncIterator[Host]:
     """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
     (perhaps in a group) when that is impossible. placement, last: see `SimulatedEngine`."""
@@ -98,7 +101,7 @@ async def hosted(
             stack.push_async_callback(rank.transfer.close)
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
-        app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings)
+        app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
         face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds))
         serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP faces of {who.engine}")))
         speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
@@ -129,14 +132,18 @@ async def serve(
         nodes=nodes(order.engine, config),
         replaces=order.replaces,
     )
+    admission = Admission(worker.fleet_secret_file)
     bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=order.engine)
+    drain = worker.drain_seconds
     try:
         last = await last_life(bus, subjects, order.engine) if worker.resume else None
-        async with hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=worker.drain_seconds, last=last, transfer=transfer) as host:
-            host.engine.at_death = _end_this_process
-            log.info("%s serves on %s", order.engine, " ".join(order.urls))
-            tell(ready)
-            await host.failed()
+        serving = hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=drain, last=last, transfer=transfer, admission=admission)
+        with on_hangup(admission.reload):
+            async with serving as host:
+                host.engine.at_death = _end_this_process
+                log.info("%s serves on %s", order.engine, " ".join(order.urls))
+                tell(ready)
+                await host.failed()
     finally:
         await bus.close()
 

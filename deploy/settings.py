@@ -30,6 +30,8 @@ class WorkerConfig:
     """embedded: our own, as [engine] says; simulated: without weights, as [simulated] says"""
     host: str = "127.0.0.1"
     """address that the ranks' HTTP faces listen on, and that routers are told"""
+    fleet_secret_file: Path | None = None
+    """file of the secret that routers must present, the same for all ranks and routers; two lines while it is changed; unset: ranks answer anyone"""
     resume: bool = True
     """a new life goes on with the placement and the epoch that the last one had; false: it begins as [engine] or [simulated] says"""
     drain_seconds: float = 3.0

@@ -82,7 +82,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
-    """file of keys that clients may present as `Authorization: Bearer`, one per line; unset: no key is asked for"""
+    """file of the keys that clients may present as `Authorization: Bearer`, as `roost key new` writes it; unset: no key is asked for"""
     backends: tuple[str, ...] = ()
     """base URLs of plain OpenAI-compatible servers; they need neither a bus nor agents"""
     named_backends: tuple[BackendConfig, ...] = field(default=(), metadata={"sections": "backends"})
@@ -92,6 +92,8 @@ class RouterConfig:
     backend_block_tokens: int = 32
     """blocks, each of four bytes of text per token, by which the prompts sent to backends are remembered; a shorter shared prefix is not seen.
     Half as many cost twice the time of noting a prompt: 0.2 ms for 8 kB with 32, 6 ms for 400 kB (10 with 16)"""
+    fleet_secret_file: Path | None = None
+    """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
     probe_seconds: float = 2.0
     """pause between two probes of a backend, its /v1/models"""
     probe_timeout_seconds: float = 10.0

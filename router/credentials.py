@@ -5,16 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet.completions import ApiError
+from fleet.shared_secret import SharedSecret
 from router.config import RouterConfig, base_url
 from router.keys import TRUSTED, Caller, ClientKeys, parse_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """clients: None, no key is needed. backend_key: sent to plain servers. No secret is in its text form."""
+    """clients: None, no key is needed. backend_key: sent to plain servers; fleet: to Roost's own ranks. No secret is in its text form."""
 
     clients: ClientKeys | None
     backend_key: str | None = field(repr=False)
+    fleet: SharedSecret | None = None
     named_backend_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """of the [backends.NAME] with a key file of their own, by base URL"""
 
@@ -24,6 +26,7 @@ class Credentials:
         return cls(
             None if config.api_key_file is None else _client_keys(config.api_key_file, config),
             None if config.backend_key_file is None else _first_line(config.backend_key_file),
+            None if config.fleet_secret_file is None else _fleet_secret(config.fleet_secret_file),
             {base_url(backend.url): _first_line(backend.key_file) for backend in config.named_backends if backend.key_file is not None},
         )
 
@@ -38,14 +41,39 @@ class Credentials:
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
         return found
 
+    @property
+    def for_ranks(self) -> dict[str, str]:
+        """Headers that Roost's own ranks want to see."""
+        return {} if self.fleet is None else {"authorization": self.fleet.authorization}
+
     def rights(self, authorization: str | None) -> frozenset[str]:
         """Rights of the caller that presents this header; none without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         return frozenset() if found is None else found.rights
 
+    def changes(self, new: "Credentials") -> dict[str, tuple[str, str]]:
+        """By setting, what its file held and what it holds in `new`, where that differs; without any secret."""
+        changed = {}
+        if self.clients is not None and new.clients is not None and self.clients != new.clients:
+            changed["api_key_file contents"] = (str(self.clients), f"{new.clients}: {new.clients.compared(self.clients)}")
+        if self.backend_key != new.backend_key:
+            changed["backend_key_file contents"] = ("a key", "another key")
+        if self.named_backend_keys != new.named_backend_keys:
+            changed["key files of [backends.NAME]"] = (f"{len(self.named_backend_keys)} keys", f"{len(new.named_backend_keys)} keys, not the same")
+        if self.fleet != new.fleet:
+            changed["fleet_secret_file contents"] = (str(self.fleet), f"{new.fleet}, not the same")
+        return changed
+
 
 def _first_line(path: Path) -> str:
     return path.read_text(encoding="utf-8").split("\n")[0].strip()
+
+
+def _fleet_secret(path: Path) -> SharedSecret:
+    try:
+        return SharedSecret.parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _client_keys(path: Path, config: RouterConfig) -> ClientKeys:

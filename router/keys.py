@@ -88,11 +88,20 @@ class ClientKeys:
             return None
         return self._callers.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest())
 
-    def __len__(self) -> int:
-        return len(self._callers)
+    def compared(self, old: "ClientKeys") -> str:
+        """How many keys were added, removed or given other words since."""
+        mine, before = self._callers, old._callers
+        other = sum(mine[digest] != before[digest] for digest in mine.keys() & before.keys())
+        return f"{len(mine.keys() - before.keys())} added, {len(before.keys() - mine.keys())} removed, {other} changed"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClientKeys) and self._callers == other._callers
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._callers))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} keys)"
+        return f"{len(self._callers)} keys of {len({caller.tenant for caller in self._callers.values()})} tenants"
 
 
 def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientKeys:

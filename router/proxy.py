@@ -160,7 +160,8 @@ class Call:
         if status >= 500:
             raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
         if status in (401, 403):
-            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the server refused the router's key; set backend_key_file")
+            remedy = "set backend_key_file, or fleet_secret_file for Roost's own ranks"
+            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the server refused the router's key; {remedy}")
         raise refused
 
     async def _error_body(self) -> bytes:

@@ -149,8 +149,14 @@ class RouterService:
     # Settings that change while it runs
 
     def reconfigure(self, new: RouterConfig) -> ConfigChanged:
-        """Use other settings from the next decision on: all of them, or, when one needs a restart, none; the answer says which."""
+        """Use other settings, and the files of keys as they are now, from the next request on: all of them, or, when one needs a restart, none;
+        the answer says which. OSError or ValueError when a file of keys cannot be used: nothing is changed."""
         said = reloaded(self.config, new, self.instance)
+        if said.refused is not None:
+            return said
+        credentials = Credentials.read(new)
+        said = msgspec.structs.replace(said, changed=said.changed | self.credentials.changes(credentials))
+        self.credentials = credentials
         if said.changed:
             self.config = new
             self.picker.reconfigure(new)

@@ -15,9 +15,10 @@ from typing import Any
 from bus import Bus
 from bus.subjects import Subjects
 from deploy.doors import listen, url_of
-from deploy.part_simulated import Host, hosted, nodes
+from deploy.part_simulated import OPEN, Host, hosted, nodes
 from engine_adapter.agent import Identity
 from engine_adapter.config import AgentConfig
+from engine_adapter.rank.admission import Admission
 from engine_adapter.simulated.config import SimulatedConfig
 from fleet.placement import Placement
 
@@ -35,6 +36,7 @@ async def simulated_engine(
     placement: Placement | None = None,
     agent: AgentConfig = AGENT,
     drain_seconds: float = 1.0,
+    admission: Admission = OPEN,
     **settings: Any,
 ) -> AsyncIterator[Host]:
     """An engine that has joined, until the block ends. settings: of `SimulatedConfig`; replaces: worker_id of one of the same name that died."""
@@ -42,5 +44,5 @@ async def simulated_engine(
     doors = [listen("127.0.0.1", 0) for _ in range(config.ranks)]
     urls = tuple(map(url_of, doors))
     who = Identity(engine=name, worker_id=next(_workers) << 32, node=name, urls=urls, nodes=nodes(name, config), replaces=replaces)
-    async with hosted(bus, subjects, who, doors, config, agent, drain_seconds=drain_seconds, placement=placement) as host:
+    async with hosted(bus, subjects, who, doors, config, agent, drain_seconds=drain_seconds, placement=placement, admission=admission) as host:
         yield host

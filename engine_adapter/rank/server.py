@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from engine_adapter.engine import EngineDescription, EngineFailed
+from engine_adapter.rank.admission import HEALTH_PATH, Admission
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Outcome, ScoredToken
 from engine_adapter.rank.requests import check, decision_id, generation_request, parse
 from engine_adapter.rank.scheduler import Overloaded
@@ -114,14 +115,16 @@ class _Reply:
 class RankApp:
     """The ASGI application over a started engine."""
 
-    def __init__(self, engine: Served, tracing: Tracing | None = None) -> None:
+    def __init__(self, engine: Served, tracing: Tracing | None = None, admission: Admission | None = None) -> None:
+        """admission: None, the application before this one has checked who asks."""
         self._engine = engine
+        self._admission = admission
         self._tracing = tracing
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Callable[[Scope, Receive, Send], Awaitable[None]]]] = {
             "/v1/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
-            "/health": ("GET", self._health),
+            HEALTH_PATH: ("GET", self._health),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,6 +134,8 @@ class RankApp:
         if scope["type"] != "http":
             return
         try:
+            if self._admission is not None:
+                self._admission.check(scope["path"], scope["headers"])
             await self._route(scope)(scope, receive, send)
         except ApiError as error:
             await refuse(send, error)
@@ -146,9 +151,8 @@ class RankApp:
         return handler
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = self._engine.failure
-        if failure is not None:
-            raise ApiError(503, str(failure), code="engine_failed")
+        if self._engine.failure is not None:
+            raise ApiError(503, "the engine has failed; its log says why", code="engine_failed")
         await respond(send, 200, b'{"status":"ok"}')
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:

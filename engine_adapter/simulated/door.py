@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from engine_adapter.rank.admission import Admission
 from engine_adapter.rank.server import RankApp, Receive, Scope, Send, Served, Tracing, read_body, refuse, respond
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
@@ -32,9 +33,10 @@ class ConnectionCut(Exception):
 class SimulatedDoor:
     """ASGI application of all ranks of an engine; `ranks`: the rank of each port. A connection is broken by returning in mid-answer."""
 
-    def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, Tracing] | None = None) -> None:
+    def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, Tracing] | None, admission: Admission) -> None:
         self._engine = engine
         self._ranks = dict(ranks)
+        self._admission = admission
         served: list[Served] = list(engine.ranks)
         self._apps = [RankApp(one, (tracings or {}).get(rank)) for rank, one in enumerate(served)]
 
@@ -44,6 +46,7 @@ class SimulatedDoor:
             return
         rank = self._ranks[scope["server"][1]]
         try:
+            self._admission.check(scope["path"], scope["headers"])
             if scope["path"] == "/simulate":
                 await self._simulate(scope, receive, send)
             elif scope["path"] == "/v1/completions":

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from bus.memory import MemoryBroker, MemoryBus
 from router.config import RouterConfig
 from router.keys import ALL_RIGHTS, key_line
 from router.service import RouterService
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
-from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, until
+from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, served_web, until
 
 CHAT, TEXT, ROUTE, RESERVE, RELEASE = "/v1/chat/completions", "/v1/completions", "/v1/route", "/v1/route/reserve", "/v1/route/release"
 READ = {"/v1/models": "infer", "/v1/models/demo": "infer", "/v1/decisions/x": "route", "/metrics": "metrics", "/docs": "docs", "/redoc": "docs",
@@ -106,3 +107,46 @@ async def test_no_key_is_in_a_log_line_an_answer_or_what_goes_to_ranks(guarded: 
     assert not any(secret.encode() in answer.body for answer in answers)
     assert secret not in caplog.text
     assert all("authorization" not in {name.lower() for name in headers} for headers in rank.headers)
+
+
+async def test_keys_are_revoked_and_added_by_a_reload(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
+    house, _ = guarded
+    caplog.set_level("DEBUG")
+    file = house.service.config.api_key_file
+    assert file is not None
+    old, new = key_line("all", "all", None, ALL_RIGHTS), key_line("rk_new-secret", "acme", None, ALL_RIGHTS)
+    file.write_text(f"{old}\n{new}\n")
+    assert (await house.get("/metrics", headers=bearer("rk_new-secret"))).status == 401
+    assert (await house.service.reload(lambda: house.service.config)).refused is None
+    assert [(await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")] == [200, 200]  # both, while clients change
+    file.write_text(new)
+    report = await house.service.reload(lambda: house.service.config)
+    assert report.changed == {"api_key_file contents": ("2 keys of 2 tenants", "1 keys of 1 tenants: 0 added, 1 removed, 0 changed")}
+    assert [(await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")] == [401, 200]
+    for broken in ("rk_new-secret\n", ""):
+        file.write_text(broken)
+        report = await house.service.reload(lambda: house.service.config)
+        assert report.refused is not None
+        assert str(file) in report.refused
+        assert (await house.get("/metrics", headers=bearer("rk_new-secret"))).status == 200
+    assert "rk_new-secret" not in caplog.text
+
+
+async def test_the_backends_key_is_read_again_by_a_reload(open_house: OpenHouse, tmp_path: Path) -> None:  # noqa: F811
+    presented: list[str | None] = []
+
+    async def models(http: web.Request) -> web.Response:
+        presented.append(http.headers.get("authorization"))
+        return web.json_response({"object": "list", "data": [{"id": "demo", "max_model_len": 100}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    file = tmp_path / "backend"
+    file.write_text("first-key\n")
+    async with served_web(app) as url:
+        house = await open_house(bus=False, backends=(url,), backend_key_file=file, probe_seconds=0.05)
+        await until(lambda: "Bearer first-key" in presented)
+        file.write_text("second-key\n")
+        report = await house.service.reload(lambda: house.service.config)
+        assert report.changed == {"backend_key_file contents": ("a key", "another key")}
+        await until(lambda: "Bearer second-key" in presented)

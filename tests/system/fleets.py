@@ -112,6 +112,11 @@ class Fleet:
     def log_of(self, name: str) -> Path:
         return next((self.home.state / "roost").glob(f"run-*/{name}.log"))
 
+    @property
+    def to_ranks(self) -> dict[str, str]:
+        """Headers of a request that comes from the fleet."""
+        return {"authorization": f"Bearer {(self.run_directory / 'fleet.secret').read_text().strip()}"}
+
     def processes(self) -> dict[str, psutil.Process]:
         """By name: nats, router, tracker, planner, engine-0/1 ... (simulated: engine-0 ...)"""
         found: dict[str, psutil.Process] = {}

@@ -127,7 +127,8 @@ def test_a_tenth_of_all_forwards_failing_before_two_routers_loses_no_request(fle
         nonlocal begun
         for url in urls if not begun else ():
             for fault in ("error", "break_stream"):
-                assert (await asyncio.to_thread(fleet.http.post, f"{url}/simulate", json={"fault": fault, "share": 0.05})).status_code == 200
+                order = {"fault": fault, "share": 0.05}
+                assert (await asyncio.to_thread(fleet.http.post, f"{url}/simulate", json=order, headers=fleet.to_ranks)).status_code == 200
         begun = True
         await asyncio.sleep(1)
 

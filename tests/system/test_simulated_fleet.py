@@ -111,7 +111,8 @@ def test_a_simulated_fleet_starts_answers_survives_a_death_and_leaves_nothing(ho
         ask = ASK | {"model": "qwen3-235b", "max_tokens": 8}
         assert fleet.http.post("/v1/chat/completions", json=ask).status_code == 200
         url = next(line.split()[1] for line in fleet.up.output.splitlines() if line.strip().startswith("engine-1 http"))
-        assert httpx.post(f"{url}/simulate", json={"fault": "die"}, trust_env=False).status_code == 200
+        assert httpx.post(f"{url}/simulate", json={"fault": "die"}, trust_env=False).status_code == 401
+        assert httpx.post(f"{url}/simulate", json={"fault": "die"}, headers=fleet.to_ranks, trust_env=False).status_code == 200
         fleet.up.says("engine-1 serves again")
         assert fleet.http.post("/v1/chat/completions", json=ask).status_code == 200
     finally:

@@ -1,0 +1,66 @@
+"""The fleet secret: what routers present to ranks, so that ranks answer routers only. Pure.
+
+A file holds one secret, or two while it is being changed: both are accepted, the first is the one that is presented.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterator
+
+LEAST_CHARACTERS = 16
+MOST_SECRETS = 2
+
+
+class SharedSecret:
+    """One secret, or two during a rotation. Its text form shows neither."""
+
+    def __init__(self, *secrets: str) -> None:
+        """ValueError, without any secret in it, unless there are one or two of at least LEAST_CHARACTERS printable ASCII characters."""
+        if not 1 <= len(secrets) <= MOST_SECRETS:
+            raise ValueError(f"it must hold one secret, or two while it is changed; it holds {len(secrets)}")
+        for number, secret in enumerate(secrets, 1):
+            if len(secret) < LEAST_CHARACTERS or not secret.isascii() or not secret.isprintable() or " " in secret:
+                raise ValueError(f"secret {number} must be at least {LEAST_CHARACTERS} printable ASCII characters without spaces")
+        self._secrets = secrets
+        self._digests = [hashlib.sha256(secret.encode()).digest() for secret in secrets]
+
+    @classmethod
+    def parse(cls, text: str) -> "SharedSecret":
+        """The secrets of a file, one per line; empty lines and lines that begin with # are left out. ValueError as above."""
+        return cls(*_lines(text))
+
+    @property
+    def authorization(self) -> str:
+        """The header by which a router shows that it belongs to the fleet."""
+        return f"Bearer {self._secrets[0]}"
+
+    def admits(self, authorization: str | None) -> bool:
+        """True for a header that carries one of the secrets. Takes the same time whichever it is, and however much of it is right."""
+        scheme, _, secret = (authorization or "").partition(" ")
+        presented = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+        found = False
+        for digest in self._digests:
+            found |= hmac.compare_digest(digest, presented)
+        return found and scheme.lower() == "bearer"
+
+    def derive(self, *parts: str) -> bytes:
+        """A key of 32 bytes for one purpose, from the first secret: HMAC-SHA256 over the parts, each with its length before it. Equal wherever
+        the secret is, and unknown to those who do not have it."""
+        text = b"".join(len(encoded).to_bytes(8) + encoded for encoded in (part.encode("utf-8", "surrogatepass") for part in parts))
+        return hmac.digest(self._secrets[0].encode(), text, "sha256")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedSecret) and self._secrets == other._secrets
+
+    def __hash__(self) -> int:
+        return hash(self._digests[0])
+
+    def __repr__(self) -> str:
+        return "one secret" if len(self._secrets) == 1 else f"{len(self._secrets)} secrets"
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        line = line.strip()
+        if line and not line.startswith("#"):
+            yield line
