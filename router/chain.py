@@ -6,7 +6,7 @@ from typing import overload
 
 import xxhash
 
-from fleet.blocks import extend
+from fleet.blocks import SEED, extend
 
 RUN = 32
 """Blocks that are remembered together."""
@@ -17,7 +17,7 @@ MOST_RUNS = 32_768
 
 
 class Runs:
-    """Hashes of runs of RUN blocks that were made before, by what they follow and their bytes: beginnings of prompts come again and again, and
+    """Hashes of runs of RUN blocks that were made before, by what they follow, their bytes and their salt: beginnings of prompts come again and again, and
     one digest of a whole run costs less than two of each block. State: at most MOST_RUNS; those not asked for lately go first."""
 
     def __init__(self, most: int = MOST_RUNS) -> None:
@@ -43,13 +43,14 @@ class Runs:
 class Chain(Sequence[int]):
     """u64 sequence hashes of a prompt's full blocks, each made when it is first asked for, with all before it.
 
-    raw(start, stop): the bytes of some of its blocks, `width` each. A slice reaches no further than it reads.
+    raw(start, stop): the bytes of some of its blocks, `width` each. seed: of their local hashes. A slice reaches no further than it reads.
     """
 
-    __slots__ = ("_asked", "_chained", "_key", "_length", "_raw", "_run", "_width")
+    __slots__ = ("_asked", "_chained", "_key", "_length", "_raw", "_run", "_seed", "_width")
 
-    def __init__(self, raw: Callable[[int, int], bytes], width: int, length: int) -> None:
+    def __init__(self, raw: Callable[[int, int], bytes], width: int, length: int, seed: int = SEED) -> None:
         self._raw = raw
+        self._seed = seed
         self._width = width
         self._length = length
         self._chained: list[int] = []
@@ -61,7 +62,7 @@ class Chain(Sequence[int]):
         chained = self._chained
         while len(chained) < depth:
             if runs is None or depth % RUN == 1:  # one block decides whether the run behind it is worth reading
-                extend(chained, self._raw(len(chained), depth), self._width)
+                extend(chained, self._raw(len(chained), depth), self._width, self._seed)
             else:
                 self._go_on(depth, runs)
         return chained
@@ -71,12 +72,12 @@ class Chain(Sequence[int]):
         chained, width = self._chained, self._width
         start = len(chained) // RUN * RUN
         if start + RUN > self._length:
-            extend(chained, self._raw(len(chained), depth), width)
+            extend(chained, self._raw(len(chained), depth), width, self._seed)
             return
         if self._asked != start and self._take(start, runs):
             return
         stop = min(depth, start + RUN)
-        extend(chained, self._run[(len(chained) - start) * width : (stop - start) * width], width)
+        extend(chained, self._run[(len(chained) - start) * width : (stop - start) * width], width, self._seed)
         if stop == start + RUN:
             runs.put(self._key, array("Q", chained[start:]))
 
@@ -86,7 +87,7 @@ class Chain(Sequence[int]):
         ahead = AHEAD if start else 1
         for at in range(start, min(start + ahead * RUN, self._length - RUN + 1), RUN):
             self._asked, self._run = at, raw(at, at + RUN)
-            self._key = xxhash.xxh3_128_intdigest(self._run, chained[at - 1] if at else 0)
+            self._key = xxhash.xxh3_128_intdigest(self._run, (chained[at - 1] if at else 0) ^ self._seed)
             known = runs.get(self._key)
             if known is None:
                 return at > start

@@ -43,8 +43,8 @@ class Course:
         self._seed = seed
         self._model = model
 
-    def request(self) -> RankRequest:
-        """What to ask of a rank now: everything, or what is missing. At least one token is missing."""
+    def request(self, salt: str = "") -> RankRequest:
+        """What to ask of a rank now: everything, or what is missing. At least one token is missing. salt: "" for none."""
         asked = self._sampling
         return RankRequest(
             prompt=self.prompt + self.emitted if self.emitted else self.prompt,
@@ -61,6 +61,7 @@ class Course:
             stream_options=_USAGE,
             return_token_ids=True,
             emitted=len(self.emitted),
+            cache_salt=salt or None,
         )
 
     def take(self, chunk: Completion) -> Choice | None:

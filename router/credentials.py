@@ -8,6 +8,7 @@ from fleet.completions import ApiError
 from fleet.shared_secret import SharedSecret
 from router.config import RouterConfig, base_url
 from router.keys import TRUSTED, Caller, ClientKeys, parse_keys
+from router.tenancy import cache_salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class Credentials:
     def backend_key_of(self, url: str) -> str | None:
         """What the server of a base URL wants as `Authorization: Bearer`; None: nothing."""
         return self.named_backend_keys.get(url, self.backend_key)
+
+    def cache_salt(self, tenant: str, own: str | None) -> str:
+        """The salt of a tenant's request (`router.tenancy.cache_salt`). Its key comes from the fleet's secret; without one, as for an empty key."""
+        return cache_salt(b"" if self.fleet is None else self.fleet.derive("cache_salt"), tenant, own)
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller that presents this header. ApiError 401 without a valid key."""

@@ -31,6 +31,16 @@ _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Of a decision, and of each candidate's place in its columns."""
 
 
+class Owner(NamedTuple):
+    """The tenant that a request belongs to. tenant: from its key, "" without keys; salted: its KV must be kept apart from others'."""
+
+    tenant: str = ""
+    salted: bool = False
+
+
+UNKNOWN_OWNER = Owner()
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The request as far as its price goes. `output_tokens` is what is expected, not the limit."""
 
@@ -49,6 +59,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     keys: Keys = NO_KEYS
     """hashes of who asks"""
     supposed: Supposed = NOTHING
+    owner: Owner = UNKNOWN_OWNER
 
 
 class Outlook(NamedTuple):
@@ -168,6 +179,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return _COLUMN_BYTES * len(self.at)
 
     @property
+    def shared_cache(self) -> bool:
+        """Whether the request has a salt and its rank does not separate by it: tenants share that rank's KV cache."""
+        return self.ask.owner.salted and not self.target.engine.capabilities.isolates_tenants
+
+    @property
     def homecoming(self) -> Homecoming:
         """Whether the request went home."""
         if self.home is not None and self.home.at.any():
@@ -232,6 +248,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             attempt=self.ask.attempt,
             replaces=self.ask.replaces,
             cause=self.ask.cause,
+            tenant=self.ask.owner.tenant or None,
+            cache="shared" if self.shared_cache else "tenant" if self.ask.owner.salted else "common",
         )
 
     def _epochs(self) -> Epochs:

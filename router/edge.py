@@ -168,7 +168,7 @@ class Edge:
         exchange.body_bytes = len(body)
         roster = await self.service.waiting.live_roster(exchange, request.model)
         if roster.dialect == "text":
-            prompt = TextPrompt(prompt_bytes(request), request.model)
+            prompt = TextPrompt(prompt_bytes(request), request.model, exchange.block_seed)
             await Relay(self.service, exchange, reply, headers, body, prompt, self._expected(request)).run()
             return
         settings = sampling(request, self.service.config.max_choices)
@@ -222,20 +222,23 @@ class Edge:
         roster = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         if roster.dialect == "text":
-            return Need(request.model, TextPrompt(prompt_bytes(request), request.model), 0, self._expected(request), None, exchange.request_id, keys)
+            text = TextPrompt(prompt_bytes(request), request.model, exchange.block_seed)
+            return Need(request.model, text, 0, self._expected(request), None, exchange.request_id, keys, owner=exchange.owner)
         settings = sampling(request, self.service.config.max_choices)
         prompt_ids = await self._tokenise(request, self._tokenizer(roster), size)
         course = self._courses(request, settings, roster, prompt_ids)[0]
         expected = min(course.max_tokens, self.service.config.expected_output_tokens)
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
-        return Need(request.model, TokenPrompt(course.prompt), context, expected, roster.tokenizer, exchange.request_id, keys)
+        prompt = TokenPrompt(course.prompt, exchange.block_seed)
+        return Need(request.model, prompt, context, expected, roster.tokenizer, exchange.request_id, keys, owner=exchange.owner)
 
     def _note(self, exchange: Exchange, request: Request) -> None:
         exchange.model = request.model
         exchange.stream = bool(request.stream)
         exchange.session = exchange.session or request.prompt_cache_key
         exchange.tenant = exchange.tenant or request.user or request.safety_identifier
+        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, request.cache_salt)
         self._rank(exchange, request)
         if exchange.trace is not None:
             exchange.trace.asked(

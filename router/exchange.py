@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from fleet.blocks import salted_seed
 from router.course import Failure
-from router.decision import Decision
+from router.decision import Decision, Owner
 from router.foresight import Keys, keys_of
 from router.keys import TRUSTED, Caller
 from router.metrics import RouterMetrics
@@ -48,6 +49,8 @@ class Exchange:
         """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
         self.caller: Caller = TRUSTED
         """the sender, from its key"""
+        self.salt = ""
+        """its KV is shared only among requests of this salt (`router.tenancy`); "": among all that have none"""
         self.started = started
         self.asked_priority: str | None = None
         self.asked_timeout: str | None = None
@@ -79,6 +82,16 @@ class Exchange:
         self.trace: RequestTrace | None = None
         self.pass_on: dict[str, str] = {}
         """headers that go upstream as they came: the client's trace context, while this router does not trace"""
+
+    @property
+    def block_seed(self) -> int:
+        """Seed of the local hashes of its blocks."""
+        return salted_seed(self.salt)
+
+    @property
+    def owner(self) -> Owner:
+        """The tenant that it belongs to, for its decisions."""
+        return Owner(self.caller.tenant, bool(self.salt))
 
     def keys(self, path: str | None = None) -> Keys:
         """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""

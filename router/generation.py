@@ -50,6 +50,7 @@ class Generation:
         self._courses = courses
         self._digest = digest
         self._open = len(courses)
+        self._seed = exchange.block_seed
         self._per_prompt = choices
 
     async def run(self) -> None:
@@ -86,7 +87,7 @@ class Generation:
 
     async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one rank; its booking and its span end here, whatever happens."""
-        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt)
+        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt, self._seed)
         decision, booking = await self._decide(course, prompt, attempt, replaces)
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
@@ -117,6 +118,7 @@ class Generation:
             tokenizer=self._digest,
             request_id=self._exchange.request_id,
             keys=self._exchange.keys(),
+            owner=self._exchange.owner,
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
         begun = bool(course.emitted or self._reply.status)
@@ -129,7 +131,8 @@ class Generation:
     async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = self._exchange.pass_on if span is None else span.headers
         headers = {**headers, "x-request-id": self._exchange.request_id, DECISION_HEADER: decision.id, **self._service.credentials.for_ranks}
-        body = _ENCODER.encode(course.request())
+        salt = self._exchange.salt if decision.target.engine.capabilities.isolates_tenants else ""
+        body = _ENCODER.encode(course.request(salt))
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
 

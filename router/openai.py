@@ -37,6 +37,7 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = None
     priority: str | int | None = None
 
 

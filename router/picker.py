@@ -18,7 +18,7 @@ from router.batch import order_of
 from router.candidates import Candidates, Limits, candidates, saturated
 from router.config import RouterConfig
 from router.course import Failure, to_avoid
-from router.decision import NOTHING, Ask, Conditions, Decision, Outlook, decide
+from router.decision import NOTHING, UNKNOWN_OWNER, Ask, Conditions, Decision, Outlook, Owner, decide
 from router.foresight import NO_KEYS, Foresight, Keys
 from router.health import Bars, Health
 from router.kv_index import KvIndex
@@ -37,7 +37,7 @@ class Need(NamedTuple):
     """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
 
     `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
-    to be supposed, where somebody only wants to know. external: another data plane will send it.
+    to be supposed, where somebody only wants to know. `owner`: the tenant, whose salt is in the prompt's hashes. external: another data plane will send it.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Need(NamedTuple):
     request_id: str = ""
     keys: Keys = NO_KEYS
     supposed: Supposed = NOTHING
+    owner: Owner = UNKNOWN_OWNER
     external: bool = False
 
 
@@ -142,6 +143,7 @@ class Picker:
             request_id=need.request_id,
             keys=need.keys,
             supposed=need.supposed,
+            owner=need.owner,
         )
         overlap = self.kv.holders.overlap(roster, need.prompt)
         if lap is not None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import xxhash
 
-from fleet.blocks import words
+from fleet.blocks import SEED, words
 from router.chain import Chain
 
 BYTES_PER_TOKEN = 4
@@ -30,9 +30,10 @@ class Prompt(Protocol):
 
 
 class _Blocked(ABC):
-    """Chains are kept per block size."""
+    """Chains are kept per block size. seed: of local hashes, as `fleet.blocks.salted_seed` makes it of the request's salt."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._chained: dict[int, Chain] = {}
 
     def chained(self, block_size: int) -> Chain:
@@ -48,8 +49,8 @@ class _Blocked(ABC):
 class TokenPrompt(_Blocked):
     """A prompt known by its ids."""
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        super().__init__()
+    def __init__(self, ids: Sequence[int], seed: int = SEED) -> None:
+        super().__init__(seed)
         self._ids = ids
 
     @property
@@ -62,15 +63,15 @@ class TokenPrompt(_Blocked):
 
     def _chain(self, block_size: int) -> Chain:
         ids = self._ids
-        return Chain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size)
+        return Chain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size, self._seed)
 
 
 class TextPrompt(_Blocked):
     """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
 
-    def __init__(self, text: bytes, model: str) -> None:
+    def __init__(self, text: bytes, model: str, seed: int = SEED) -> None:
         """model: a server that serves several shares no prefix between them: its blocks are kept by model."""
-        super().__init__()
+        super().__init__(seed)
         self._text = text
         self._scope = xxhash.xxh3_64_digest(model.encode())
 
@@ -84,4 +85,4 @@ class TextPrompt(_Blocked):
 
     def _chain(self, block_size: int) -> Chain:
         text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN
-        return Chain(lambda start, stop: text[start * width : stop * width], width, len(text) // width)
+        return Chain(lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed)

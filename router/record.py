@@ -132,3 +132,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     replaces: str | None
     cause: str | None
+    tenant: str | None = None
+    """that the request belongs to, by its key; None: no key says so"""
+    cache: Literal["common", "tenant", "shared"] = "common"
+    """whose KV it may reuse: common, that of all requests without a salt; tenant, that of its own tenant (and `cache_salt`) alone; shared:
+    its own alone was asked for, but the chosen engine does not isolate tenants"""

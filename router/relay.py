@@ -18,6 +18,7 @@ from router.reply import Headers, Reply
 from router.reservations import Booking
 from router.roster import RankKey
 from router.service import WHOLE_EVENTS, RouterService
+from router.tenancy import with_salt
 from router.tracing import AttemptTrace
 
 _TOLD_EVERY = 16
@@ -68,7 +69,7 @@ class Relay:
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
-        need = Need(self._exchange.model, self._prompt, 0, self._output, None, self._exchange.request_id, self._exchange.keys())
+        need = Need(self._exchange.model, self._prompt, 0, self._output, None, self._exchange.request_id, self._exchange.keys(), owner=self._exchange.owner)
         suffix = f"-a{attempt}" if attempt > 1 else ""
         decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=False)
         self._exchange.decision = decision
@@ -96,7 +97,9 @@ class Relay:
         headers[DECISION_HEADER] = decision.id
         if (key := self._service.credentials.backend_key_of(decision.target.url)) is not None:
             headers["authorization"] = f"Bearer {key}"
-        async with self._service.upstream.call(decision.target.url, self._exchange.path, self._body, headers) as call:
+        salted = self._exchange.salt and decision.target.engine.capabilities.isolates_tenants
+        body = with_salt(self._body, self._exchange.salt) if salted else self._body
+        async with self._service.upstream.call(decision.target.url, self._exchange.path, body, headers) as call:
             passing = self._stream if call.content_type.startswith("text/event-stream") else self._whole
             await passing(decision, booking, call)
 

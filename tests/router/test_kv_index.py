@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fleet.blocks import extend, local_hashes, sequence_hashes
+from fleet.blocks import extend, local_hashes, salted_seed, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
 from router import holders as module
 from router.chain import Runs
 from router.holders import Holders
 from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
-from router.prompt import TokenPrompt
+from router.prompt import TextPrompt, TokenPrompt
 from router.roster import RankKey
 from tests.router.blocks import Made, cleared, overlap, removed
 from tests.router.houses import WORKER, stored
@@ -173,13 +173,24 @@ def test_a_prompt_is_hashed_little_further_than_somebody_holds_it() -> None:
     assert len(prompt.chained(16)._chained) <= 500 + 32
 
 
+def test_equal_prompts_of_two_salts_have_no_block_in_common_though_runs_are_remembered() -> None:
+    ids, runs = list(range(2_000)), Runs()
+    seeds = salted_seed(), salted_seed("ours"), salted_seed("theirs")
+    chains = [TokenPrompt(ids, seed).chained(16) for seed in (*seeds, *seeds)]
+    hashes = [chain.reach(125, runs)[:125] for chain in chains]
+    assert hashes[:3] == [sequence_hashes(local_hashes(ids, 16, seed)) for seed in seeds] == hashes[3:]
+    assert len({block for chain in hashes[:3] for block in chain}) == 3 * 125
+    texts = [TextPrompt(b"a text of some length, long enough for blocks" * 4, "m", seed).chained(4)[:] for seed in seeds]
+    assert len({block for chain in texts for block in chain}) == 3 * len(texts[0]) > 0
+
+
 def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, runs = list(range(2_000)), Runs()
     whole = sequence_hashes(local_hashes(ids))
     assert list(TokenPrompt(ids).chained(16).reach(125, runs)) == whole
     assert len(runs) == 3  # of 125 blocks, 29 are no whole run
     hashed: list[int] = []
-    monkeypatch.setattr("router.chain.extend", lambda chained, raw, width: (hashed.append(len(raw) // width), extend(chained, raw, width)))
+    monkeypatch.setattr("router.chain.extend", lambda chained, raw, width, seed: (hashed.append(len(raw) // width), extend(chained, raw, width, seed)))
     again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
     for depth in (1, 2, 33, 70, 100, 125):
         assert again.reach(depth, runs)[:100] == whole[: min(max(depth, len(again._chained)), 100)]

@@ -1,0 +1,113 @@
+"""Tenants who guess what others asked, read others' decisions, and end others' reservations."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.memory import MemoryBus
+from engine_adapter.embedded.runner import Runner
+from engine_adapter.rank.server import RankApp
+from fleet.events import Capabilities
+from fleet.timing import EngineSpeed
+from router.keys import key_line
+from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noqa: F401 a fixture
+from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
+from tests.router.houses import House, OpenHouse, served_app, until
+from tests.simulated_engines import simulated_engine
+
+TENANTS = ("acme", "rival")
+PROMPT = "{0} dollars a piece is our offer, which must stay unknown before Friday, delivered to the harbour in four weeks from today. " * 2
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+async def guarded(open_house: OpenHouse, tmp_path: Path) -> House:  # noqa: F811
+    """A router whose keys are named like their tenants."""
+    file = tmp_path / "keys"
+    rights = frozenset({"infer", "route"})
+    gateway = key_line("gateway", "gateway", None, rights | {"any_tenant"})
+    file.write_text("\n".join([*(key_line(tenant, tenant, None, rights) for tenant in TENANTS), gateway]))
+    return await open_house(api_key_file=file)
+
+
+@asynccontextmanager
+async def simulated_house(house: House) -> AsyncIterator[str]:
+    async with simulated_engine(MemoryBus(house.broker), house.subjects, "sim", ranks=1, time_scale=0.01):
+        await until(lambda: "demo" in house.service.view.models(live=True) and house.service.ready)
+        yield "demo"
+
+
+@asynccontextmanager
+async def embedded_house(house: House, checkpoint: Path, archive: bytes) -> AsyncIterator[str]:
+    async with AsyncExitStack() as stack:
+        tried = await stack.enter_async_context(embedded(checkpoint, kv_blocks=200, max_context=512, model="demo"))
+        url = await stack.enter_async_context(served_app(RankApp(tried.engine)))  # type: ignore[arg-type]
+        about = {"block_size": 16, "shape": None, "placement": None, "layout": None}
+        await house.join("embedded", [url], archive, capabilities=Capabilities(kv_events=False, isolates_tenants=True), **about)
+        yield "demo"
+
+
+@pytest.fixture(params=["simulated", "embedded"])
+async def attacked(request: pytest.FixtureRequest, guarded: House) -> AsyncIterator[House]:
+    """The router before one engine that serves "demo"."""
+    if request.param == "simulated":
+        async with simulated_house(guarded):
+            yield guarded
+        return
+    request.getfixturevalue("monkeypatch").setattr(Runner, "measure_speed", lambda _: EngineSpeed())
+    async with embedded_house(guarded, request.getfixturevalue("tiny_checkpoint"), request.getfixturevalue("byte_archive")):
+        yield guarded
+
+
+async def cached(house: House, key: str, dollars: int, headers: dict[str, str] | None = None, **more: Any) -> int:
+    """`cached_tokens` of an answer to a prompt that names a price."""
+    body = {"model": "demo", "prompt": PROMPT.format(dollars), "max_tokens": 2, **more}
+    answer = await house.post("/v1/completions", body, headers=bearer(key) | (headers or {}))
+    assert answer.status == 200, answer.body
+    return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_a_guess_of_another_tenants_prompt_reads_no_cached_tokens(attacked: House) -> None:
+    assert await cached(attacked, "acme", 41) == 0
+    known = await cached(attacked, "acme", 41)
+    assert known > 0, "else the test says nothing"
+    assert [await cached(attacked, "rival", dollars) for dollars in (41, 42, 40)] == [0, 0, 0]
+    assert await cached(attacked, "acme", 41) == known
+
+
+async def test_a_tenant_cannot_name_itself_into_anothers_cache(attacked: House) -> None:
+    """Neither by the tenant header, nor by the body's user, nor by a cache_salt."""
+    await cached(attacked, "acme", 41)
+    salts = ["acme", attacked.service.credentials.cache_salt("acme", None)]
+    guesses = [await cached(attacked, "rival", 41, cache_salt=salt, user="acme") for salt in salts]
+    assert guesses == [0, 0]
+    await cached(attacked, "acme", 77)
+    assert await cached(attacked, "rival", 77, headers={"x-tenant-id": "acme"}) == 0
+
+
+async def test_a_gateway_that_may_speak_for_a_tenant_uses_that_tenants_cache(attacked: House) -> None:
+    await cached(attacked, "acme", 41)
+    assert await cached(attacked, "gateway", 41, headers={"x-tenant-id": "acme"}) > 0
+    assert await cached(attacked, "gateway", 41) == 0
+
+
+async def test_a_price_that_is_asked_for_says_nothing_of_what_another_tenant_asked(attacked: House) -> None:
+    """`/v1/route` names the blocks that are cached: an oracle that costs no answer at all."""
+    await cached(attacked, "acme", 41)
+    await cached(attacked, "acme", 41)
+
+    async def overlap(key: str) -> int:
+        record = (await attacked.post("/v1/route", {"model": "demo", "prompt": PROMPT.format(41)}, headers=bearer(key))).json
+        return int(record["candidates"][0]["overlap_blocks"])
+
+    async with asyncio.timeout(5):
+        while not await overlap("acme"):  # noqa: ASYNC110 KV events arrive when they do
+            await asyncio.sleep(0.01)
+    assert await overlap("rival") == 0
