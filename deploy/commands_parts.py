@@ -220,7 +220,10 @@ async def _several_routers(settings: Configuration, read: Read, *, bus: bool) ->
             await fleet.start_routers(doors, bus=bus)
             out.print(f"{len(fleet.router_urls)} router processes listen on {fleet.router_url}; each alone, for /metrics and /health:")
             out.print(f"  {' '.join(fleet.router_urls)}")
-            await serve_and_reload(fleet, read)
+            try:
+                await serve_and_reload(fleet, read)
+            finally:
+                doors.close()  # the routers close theirs: new connections are refused, and do not wait in ours
 
 
 async def _own_worker(settings: Configuration, read: Read) -> None:

@@ -110,7 +110,8 @@ async def _up(settings: Configuration, read: Read) -> None:
             try:
                 await serve_and_reload(fleet, read)
             finally:
-                out.print("stopping")
+                out.print("stopping; answers under way are finished first, unless Ctrl-C comes again")
+                doors.close()  # the routers close theirs: new connections are refused, and do not wait in ours
 
 
 def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:

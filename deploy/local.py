@@ -37,6 +37,7 @@ from deploy.rundir import SETTINGS, RunDirectory, Running, private_text
 from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from fleet.events import ConfigChanged
+from router.config import RouterConfig
 
 LOOK_SECONDS = 0.02
 FLEET_SECRET = "fleet.secret"
@@ -324,23 +325,26 @@ class Fleet:
     def _routers(self, ground: Ground, doors: RouterDoors, *, bus: bool = True) -> list[Unit]:
         """Each process is a unit: when one dies, it alone is started again."""
         self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
+        router = self._settings.part(RouterConfig)
+        grace = router.pre_stop_seconds + router.drain_seconds + self._worker.grace_seconds
         units = []
         for number, url in enumerate(doors.urls):
             name = f"router-{number}" if doors.private else "router"
             ready = self._run.path / f"{name}.ready"
             order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
-            units.append(self._process(ground.ordered(name, order), ready, f"{url}/health"))
+            unit = self._process(ground.ordered(name, order), ready, f"{url}/health", replace(self._policy, grace_seconds=grace))
+            units.append(unit)
         self.reading_units.extend(units)
         return units
 
-    def _process(self, command: Command, ready: Path, health: str | None) -> Unit:
+    def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None) -> Unit:
         """One process; it serves once the file exists, and is well while the page answers."""
 
         async def launch() -> Incarnation:
             ready.unlink(missing_ok=True)  # noqa: ASYNC240 a file of one's own
             return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: _answering(health))
 
-        return Unit(command.name, launch, self._policy, self._say)
+        return Unit(command.name, launch, policy or self._policy, self._say)
 
     def _engine(self, name: str, ground: Ground) -> Unit:
         launcher = EngineLauncher(name, self._worker.engine, engine_ranks(self._settings), self._worker.host, ground)

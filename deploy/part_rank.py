@@ -11,6 +11,7 @@ from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
+from deploy.http_limits import RANK_LIMITS
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, first_failure, on_hangup, until_ready
 from deploy.resuming import agree
@@ -59,7 +60,7 @@ async def serve(
         admission = Admission(worker.fleet_secret_file)
         stack.enter_context(on_hangup(admission.reload))
         app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), admission)
-        face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds))
+        face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS))
         serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP face of {name}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
         await until_ready(agent.joined, stepping, serving, speaking)

@@ -15,6 +15,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.doors import url_of
+from deploy.http_limits import HttpLimits
 from deploy.orders import tell
 from deploy.process import alongside, first_failure, on_hangup, until_ready
 from deploy.serving import HttpFace
@@ -25,8 +26,6 @@ from router.inquiries import Inquiries
 from router.service import RouterService
 
 EXPECTED = (BusError, OSError, ValueError)
-DRAIN_SECONDS = 5.0
-"""how long open requests may go on when the router is asked to stop"""
 log = logging.getLogger(__name__)
 
 
@@ -65,10 +64,10 @@ async def serve(
             inquiries = Inquiries(bus, subjects, Decider(service))
             tasks.append(await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus")))
         if private is not None:
-            tasks.append(await _face(stack, app, private))
+            tasks.append(await _face(stack, app, private, service))
             await until_ready(service.warmup.done, *tasks)
-        tasks.append(await _face(stack, app, door))
-        stack.callback(service.waiting.close)  # who waits for a place is refused first, then the others may end
+        tasks.append(await _face(stack, app, door, service))
+        stack.push_async_callback(_begin_to_stop, service)
         log.info("the router listens on %s", url_of(door))
         await until_ready(service.warmup.done, *tasks)
         gc.collect()
@@ -85,6 +84,32 @@ async def _reload(service: RouterService, read: Callable[[], RouterConfig], hang
         await service.reload(read)
 
 
-async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket) -> "asyncio.Task[None]":
-    face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=DRAIN_SECONDS))
+async def _begin_to_stop(service: RouterService) -> None:
+    """Say that it is not ready any more, and take requests for a while yet, if there is to be one; then the faces stop, and refuse them."""
+    service.draining = True
+    seconds = service.config.pre_stop_seconds
+    if seconds:
+        log.info("the router will stop: it is not ready any more, and takes requests for %g s yet", seconds)
+        await asyncio.sleep(seconds)
+    service.refusing = True
+    log.info("the router stops: answers under way have %g s", service.config.drain_seconds)
+
+
+async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService) -> "asyncio.Task[None]":
+    config = service.config
+    face = HttpFace(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=service.metrics.connection_cut)
+    await stack.enter_async_context(face)
     return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP face on {url_of(door)}"))
+
+
+def http_limits(config: RouterConfig) -> HttpLimits:
+    """The limits of the router's HTTP server, as its settings say."""
+    return HttpLimits(
+        head_bytes=config.max_head_bytes,
+        head_fields=config.max_head_fields,
+        url_bytes=config.max_url_bytes,
+        head_seconds=config.head_seconds,
+        body_seconds=config.body_seconds,
+        idle_seconds=config.idle_seconds,
+        write_seconds=config.write_seconds,
+    )

@@ -15,6 +15,7 @@ from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
+from deploy.http_limits import RANK_LIMITS
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, on_hangup, until_ready
 from deploy.resuming import last_life
@@ -102,7 +103,7 @@ async def hosted(
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
         app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
-        face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds))
+        face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS))
         serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP faces of {who.engine}")))
         speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
         engine.at_death = face.abort

@@ -2,54 +2,109 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from deploy.doors import BACKLOG, url_of
-from deploy.gathering import GatheringProtocol
+from deploy.http_limits import LIMITS, Count, CutConnections, HttpLimits
+from deploy.limited_protocol import LimitedProtocol, sweep
+
+SWEEP_SECONDS = 1.0
+"""How often deadlines of connections are looked at: they are kept as exactly."""
+LAST_WORDS_SECONDS = 2.0
+"""For what is broken off at the end of a stop to say so, and again for connections to send what they hold."""
+_LOOK_SECONDS = 0.01
+log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process's own handlers, and sleeps until it is to stop instead of looking ten times a second."""
+    """Leaves signals to the process's own handlers, sleeps until it is to stop, keeps deadlines, and stops in its own way."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:
         super().__init__(config)
         self.stopping = asyncio.Event()
+        self._drain_seconds = drain_seconds
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
+        self._sweep(asyncio.get_running_loop())
         await self.stopping.wait()
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        sweep(self.server_state.connections, loop.time())
+        self._sweeping = loop.call_later(SWEEP_SECONDS, self._sweep, loop)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no connection; let answers end in their time; break the rest off, so that it can say so; then cut."""
+        for server in self.servers:
+            server.close()
+        for door in sockets or []:
+            door.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        await self._until(lambda: not state.tasks, self._drain_seconds)
+        if state.tasks:
+            log.warning("%d requests are broken off: they were not over after %g s", len(state.tasks), self._drain_seconds)
+        for task in list(state.tasks):
+            task.cancel()
+        await self._until(lambda: not state.tasks, LAST_WORDS_SECONDS)
+        for connection in list(state.connections):
+            connection.transport.close()  # its answer is written, or it has asked for nothing
+        await self._until(lambda: not state.connections, LAST_WORDS_SECONDS)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await self._until(lambda: not state.tasks, LAST_WORDS_SECONDS)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await self.lifespan.shutdown()
+
+    async def _until(self, fact: Callable[[], bool], seconds: float) -> None:
+        """Wait until something is so, or the time is over. uvicorn has no event for either of ours."""
+        end = asyncio.get_running_loop().time() + seconds
+        while not fact() and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """An application that was broken off at the end of a stop is no fault of its own: uvicorn would log a traceback for each."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
 
 class HttpFace:
-    """Serves an application while its context lasts; leaving waits for open requests at most `drain_seconds`."""
+    """Serves an application while its context lasts; leaving it waits for open requests, at most `drain_seconds`.
 
-    def __init__(self, app: Any, *doors: socket.socket, drain_seconds: float) -> None:
+    count: called with the cause of each connection that was cut for exceeding `limits`.
+    """
+
+    def __init__(self, app: Any, *doors: socket.socket, drain_seconds: float, limits: HttpLimits = LIMITS, count: Count | None = None) -> None:
         self._doors = doors
         self._drain_seconds = drain_seconds
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http=GatheringProtocol,
-                ws="none",
-                lifespan="on",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                date_header=False,
-                proxy_headers=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(drain_seconds)),
-            )
+        self._cut = CutConnections(count)
+        config = uvicorn.Config(
+            app,
+            http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, self._cut.count)),
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
         )
+        self._server = _Server(config, drain_seconds)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HttpFace":
@@ -61,7 +116,7 @@ class HttpFace:
             return
         self._server.should_exit = True
         self._server.stopping.set()
-        await asyncio.wait([self._task], timeout=self._drain_seconds + 2.0)
+        await asyncio.wait([self._task], timeout=self._drain_seconds + 4 * LAST_WORDS_SECONDS)
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])

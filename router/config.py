@@ -28,6 +28,7 @@ ZERO_ALLOWED = (
     "classic_beta",
     "classic_gamma",
     "coalesce_seconds",
+    "pre_stop_seconds",
 )
 
 
@@ -191,6 +192,22 @@ class RouterConfig:
     max_choices: int = 16
     """choices of one request: prompts times n"""
 
+    max_head_bytes: int = 64 * 1024
+    """a request's line and header fields; a client that sends more is answered 431 and cut"""
+    max_head_fields: int = 100
+    max_url_bytes: int = 8 * 1024
+    head_seconds: float = 30.0
+    """a client that has not sent the head of a request by then is cut; also one that says nothing on a new connection"""
+    body_seconds: float = 60.0
+    """from a head's end to the end of its body; a client that takes longer is answered 408 and cut"""
+    idle_seconds: float = 75.0
+    """a connection on which no further request comes is kept so long"""
+    write_seconds: float = 60.0
+    """a client that does not read its answer for so long is cut, and its request ends at the rank"""
+    drain_seconds: float = 60.0
+    """how long answers may go on when the router is asked to stop; then streams end with an error event"""
+    pre_stop_seconds: float = 0.0
+    """when asked to stop, requests are still taken for so long while /ready says 503, until load balancers have noticed"""
     max_body_bytes: int = 8 * 1024 * 1024
     max_event_bytes: int = 4 * 1024 * 1024
     """one server-sent event of a rank; a plain backend's whole answer may have 16 times as much"""

@@ -108,6 +108,9 @@ class Edge:
         outcome = Outcome.FAILED
         service.metrics.in_flight.inc()
         try:
+            if service.refusing:
+                fixed.append((b"connection", b"close"))
+                raise _stopping("the router is stopping; ask again, on another connection")  # noqa: TRY301
             self._admit(exchange, headers)
             body = await read_body(scope, receive, service.config.max_body_bytes)
             self._watches.start(watch, exchange.request_id)
@@ -118,10 +121,11 @@ class Edge:
         except ClientGone:
             outcome = Outcome.CLIENT_GONE
         except asyncio.CancelledError:
-            if not watch.client_left():
+            if watch.client_left():
+                outcome = Outcome.CLIENT_GONE
+            else:
                 outcome = Outcome.CANCELLED
-                raise
-            outcome = Outcome.CLIENT_GONE
+                await _break_off(exchange, reply, fixed)
         except Exception:
             log.exception("request %s: a fault of the router", exchange.request_id)
             if await _refuse(exchange, reply, fixed, ApiError(500, "the router failed; its log says why", code="internal_error")):
@@ -306,6 +310,21 @@ class Edge:
 
 def _about(decision: Decision) -> Headers:
     return [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
+
+
+def _stopping(why: str) -> ApiError:
+    return ApiError(503, why, code="not_ready", retry_after=1.0)
+
+
+async def _break_off(exchange: Exchange, reply: Reply, headers: Headers) -> None:
+    """Answer a request whose task was cancelled: the router stops, and the time for answers under way is over.
+
+    The cancellation is taken back, as the client has its answer; a second one breaks the connection.
+    """
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+    await _refuse(exchange, reply, headers, _stopping("the router is stopping, and could not finish this answer in time; ask again"))
 
 
 async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: ApiError) -> Outcome:

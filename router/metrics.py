@@ -128,6 +128,7 @@ class RouterMetrics:
         self.in_panic = self._counter("decisions_in_panic", "Decisions that did not heed breakers and outliers because no other rank was left")
         self.breakers_opened = self._counter("breakers_opened", "Ranks left alone after failures in a row")
         self.reloads = self._counter("config_reloads", "Times that settings were read again, by what became of them", "outcome")
+        self._connections_cut = self._tally("connections_cut", "Connections of clients that exceeded a limit, by cause", "cause")
         self._left_alone = self._tally("rank_left_alone", "1: no new requests are sent to this rank, and why", *_RANK, "cause", goes_down=True)
 
     def _about_listening(self) -> None:
@@ -171,6 +172,10 @@ class RouterMetrics:
         self._tables_bytes = self._gauge("tables_bytes", "Memory of the prediction tables", "model")
 
     # What happens
+
+    def connection_cut(self, cause: str) -> None:
+        """A client's connection was cut because it exceeded a limit."""
+        self._connections_cut.values[cause,] += 1
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """One decision that was booked."""

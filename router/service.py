@@ -84,6 +84,10 @@ class RouterService:
         self.upstream = Upstream(config)
         self.credentials = Credentials.read(config)
         self._chance = random.Random() if chance is None else chance
+        self.draining = False
+        """the router is asked to stop: it is not ready any more"""
+        self.refusing = False
+        """and new requests are refused"""
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="roost-router")
         reservations = Reservations(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
         self.view = View(reservations)
@@ -113,11 +117,13 @@ class RouterService:
     @property
     def ready(self) -> bool:
         """Whether all is known that should be, and at least one engine lives and can be used."""
-        return self.warmup.over and bool(self.view.models(live=True))
+        return not self.draining and self.warmup.over and bool(self.view.models(live=True))
 
     @property
     def missing(self) -> list[str]:
         """What it is not ready for want of."""
+        if self.draining:
+            return ["nothing: it is draining, and will stop"]
         return [*self.warmup.missing(), *([] if self.view.models(live=True) else ["a live engine"])]
 
     @property

@@ -226,6 +226,11 @@ async def _read(reading: Awaitable[_Read]) -> _Read:
         raise _unavailable(error) from error
     except ValueError as error:
         raise ApiError(400, str(error)) from error
+    except asyncio.CancelledError:  # by the server, at the end of the time for open requests
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+        raise ApiError(503, "the rank is stopping", code="engine_failed", retry_after=_RETRY_SECONDS) from None
 
 
 def _unavailable(error: EngineFailed | Overloaded) -> ApiError:

@@ -51,7 +51,7 @@ async def open_house() -> AsyncIterator[OpenHouse]:
             speaker = MemoryBus(broker)
             service = RouterService(MemoryBus(broker) if bus else None, broker.subjects, config)
             await stack.enter_async_context(running(service))
-            url = await stack.enter_async_context(served_app(create_app(service, tracer_provider=tracer_provider)))
+            url = await stack.enter_async_context(served_app(create_app(service, tracer_provider=tracer_provider), config, service.metrics.connection_cut))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             return House(service, url, speaker, broker, broker.subjects, http)
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import json
-import socket
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +11,16 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import uvicorn
 from aiohttp import web
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
+from deploy.doors import listen, url_of
+from deploy.http_limits import Count
+from deploy.part_router import http_limits
+from deploy.serving import HttpFace
 from fleet.blocks import sequence_hashes
 from fleet.completions import Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage
 from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
@@ -26,6 +28,7 @@ from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
+from router.config import RouterConfig
 from router.service import RouterService
 from router.tokenizer import ModelTokenizer
 
@@ -200,37 +203,13 @@ async def served_web(app: web.Application, port: int = 0) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # the tests' own signals stay as they are
-
-    async def main_loop(self) -> None:
-        """As uvicorn's, but it ends at once and not at the next tenth of a second."""
-        await self.on_tick(0)
-        await self.stopping.wait()
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stopping = asyncio.Event()
-
-
 @contextlib.asynccontextmanager
-async def served_app(app: FastAPI) -> AsyncIterator[str]:
-    """The router's application under uvicorn on 127.0.0.1, as it runs for real."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(app, http="httptools", log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(server.serve(sockets=[listener]), name="serves the router")
-        while not server.started and not task.done():  # noqa: ASYNC110 uvicorn has no event for it
-            await asyncio.sleep(0.002)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            server.stopping.set()
-    listener.close()
+async def served_app(app: FastAPI, config: RouterConfig | None = None, count: Count | None = None) -> AsyncIterator[str]:
+    """The router's application on 127.0.0.1, as it runs for real."""
+    door = listen("127.0.0.1", 0)
+    url = url_of(door)
+    async with HttpFace(app, door, drain_seconds=1, limits=http_limits(config or RouterConfig()), count=count):
+        yield url
 
 
 async def until(fact: Callable[[], object], seconds: float = 5.0) -> None:
