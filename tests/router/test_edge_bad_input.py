@@ -156,7 +156,9 @@ async def test_api_keys_are_asked_for_where_a_file_names_them(open_house: OpenHo
     for header in (None, {"authorization": "Bearer wrong"}, {"authorization": "secret-one"}, {"authorization": "Basic secret-one"}):
         refused = await house.post(CHAT, chat(), headers=header)
         assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
-        assert (await house.get("/v1/models", headers=header)).status == 401
+        models = await house.get("/v1/models", headers=header)
+        assert (models.status, models.headers["www-authenticate"], models.headers["connection"]) == (401, "Bearer", "close")
+        assert (refused.headers["www-authenticate"], refused.headers["connection"]) == ("Bearer", "close")
         assert (await house.get("/v1/decisions/x", headers=header)).status == 401
     for key in ("secret-one", "secret-two"):
         assert (await house.post(CHAT, chat(), headers={"authorization": f"Bearer {key}"})).status == 200
