@@ -85,7 +85,7 @@ async def router(**settings: Any) -> AsyncIterator[tuple[Running, Backend]]:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         try:
             async with asyncio.timeout(10):
-                while (await http.get(f"{address}/ready")).status != 200:
+                while (await http.get(f"{address}/ready")).status != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             yield Running(address, task, http), backend
         finally:
@@ -172,7 +172,7 @@ async def test_before_it_stops_it_may_take_requests_for_a_while_though_it_is_not
         backend.end.set()
         running.stop()
         async with asyncio.timeout(5):
-            while (await _read(running.http.get(f"{running.url}/ready")))[0] != 503:
+            while (await _read(running.http.get(f"{running.url}/ready")))[0] != 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await _read(running.post()))[0] == 200
         running.stop()
@@ -189,7 +189,7 @@ async def test_a_second_signal_ends_the_process_at_once(second: signal.Signals) 
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL)
         try:
             async with asyncio.timeout(30):
-                while not await _is_ready(http, address):
+                while not await _is_ready(http, address):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             async with http.post(f"{address}/v1/chat/completions", json={"model": "demo", "stream": True, **HELLO}) as stream:
                 assert await stream.content.readexactly(len(PIECE)) == PIECE

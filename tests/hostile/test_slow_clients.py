@@ -25,7 +25,7 @@ async def test_a_head_that_trickles_is_cut_with_408(start: StartTarget) -> None:
 
 async def _trickle(client: RawClient, first: bytes, seconds: float) -> None:
     await client.push(first)
-    while await client.push(b"a"):
+    while await client.push(b"a"):  # noqa: ASYNC110
         await asyncio.sleep(seconds)
 
 
@@ -136,7 +136,7 @@ async def test_a_stream_that_is_not_read_gives_its_booking_back(quick_sweep: Non
             await client.reader.readexactly(1000)
             assert await _figure(house, "rank_sequences") == 1
             await asyncio.wait_for(left.wait(), 10)
-            while await _figure(house, "rank_sequences"):
+            while await _figure(house, "rank_sequences"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert 'roost_router_connections_cut_total{cause="unread_answer"} 1.0' in (await house.get("/metrics")).body.decode()
 
