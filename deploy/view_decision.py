@@ -19,6 +19,7 @@ LEAST_SHOWN = 0.005
 """A lighter cluster is not worth a word."""
 HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
 SCORE = HEAD.index("= score ms")
+NOT_MEASURED = "?"
 WHYS = {
     "cheapest": "the lowest score",
     "tie": "drawn among the {tied} ranks of the lowest score, by seed {seed}",
@@ -80,13 +81,16 @@ def show_decision(answer: bytes) -> None:
         out.print(
             f"supposed: {', '.join((*(f'{term} does not count' for term in record.supposed.without), *(f'{name} is gone' for name in record.supposed.gone)))}"
         )
-    cost = record.policy == "cost"
+    unmeasured = [f"{one.engine}/{one.rank}" for one in record.candidates if one.speed == "not measured"]
+    score = f"{record.policy} score" if record.policy != "cost" else "score" if unmeasured else HEAD[SCORE]
     table(
-        HEAD if cost else (*HEAD[:SCORE], f"{record.policy} score", *HEAD[SCORE + 1 :]),
+        (*HEAD[:SCORE], score, *HEAD[SCORE + 1 :]),
         (_row(record, candidate) for candidate in record.candidates[:MOST_SHOWN]),
     )
     if len(record.candidates) > MOST_SHOWN:
         out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
+    if unmeasured:
+        out.print(f"not measured ({NOT_MEASURED}): the speed of {', '.join(unmeasured)}; until streams show it, scores compare and are no times")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
     if record.home_ranks:
         out.print(f"at home on: {', '.join(record.home_ranks)}{'' if record.homes_note is None else f'; {record.homes_note}'}")
@@ -132,7 +136,7 @@ def _show_prediction(foretold: PredictionRecord) -> None:
 def _row(record: DecisionRecord, candidate: Candidate) -> tuple[str, ...]:
     name = f"{candidate.engine}/{candidate.rank}"
     mark = "chosen" if name == record.chosen else "runner-up" if name == record.runner_up else ""
-    terms = (f"{getattr(candidate.terms_ms, term):.3f}" for term in TERMS)
+    terms = (NOT_MEASURED if (value := getattr(candidate.terms_ms, term)) is None else f"{value:.3f}" for term in TERMS)
     blocks = f"{'~' * candidate.overlap_approximate}{candidate.overlap_blocks}"
     local = "-" if candidate.local_share is None else f"{candidate.local_share:.1%}"
     promised = f"{candidate.load.requests} requests, {candidate.load.prefill_tokens} tokens"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.timing import own_seconds, prefill_seconds, queue_seconds, running_seconds
-from router.candidates import Limits
+from router.candidates import Limits, QueuePrices
 from router.decision import Decision
 from router.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
 from router.roster import Roster
@@ -239,16 +239,21 @@ def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs
     return longer
 
 
-def order_of(decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None) -> list[int]:
+def order_of(
+    decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+) -> list[int]:
     """In which order to decide anew for requests that were each decided on alone, so that all of them together cost little; who would find
     no room is left out. Arguments as `gathered` takes them."""
-    return [place.request for place in route_batch(*gathered(decisions, load, limits, factors))]
+    return [place.request for place in route_batch(*gathered(decisions, load, limits, factors, prices))]
 
 
-def gathered(decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None) -> tuple[Batch, LoadPrices]:
+def gathered(
+    decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+) -> tuple[Batch, LoadPrices]:
     """Requests that were each decided on alone, at the same load, int64 [AMOUNTS, targets], and over the same roster. factors: float64
-    [2, targets], as `scoring.score` takes them."""
+    [2, targets], as `scoring.score` takes them; prices: as `candidates` takes them."""
     roster = decisions[0].roster
+    prices = prices or QueuePrices.stated(roster)
     shape = len(decisions), len(roster.targets)
     may, costs, uncached = np.zeros(shape, np.bool_), np.full(shape, _NEVER), np.ones(shape, np.int64)
     for at, decision in enumerate(decisions):
@@ -263,7 +268,7 @@ def gathered(decisions: Sequence[Decision], load: Amounts, limits: Limits, facto
         steps=outputs,
         seeds=np.array([decision.ask.seed for decision in decisions]),
         most_requests=limits.most_requests(roster),
-        most_prefill=limits.queue_seconds / np.maximum(roster.prefill_token_s, _LEAST_SECONDS),
+        most_prefill=limits.queue_seconds / np.maximum(prices.token_s, _LEAST_SECONDS),
         most_blocks=limits.blocks(roster),
     )
     return batch, LoadPrices(roster, decisions[0].weights, load, costs, uncached, prompts, outputs, factors)

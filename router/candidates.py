@@ -35,6 +35,23 @@ class Limits(NamedTuple):
         return np.full(len(roster.targets), np.inf) if self.kv_share >= 1 else np.asarray(self.kv_share * roster.kv_blocks)
 
 
+class QueuePrices(NamedTuple):
+    """Seconds of each queued prompt token by which a rank may be called saturated: float64 [targets], 0 where nobody stated or measured a
+    speed. highest: the largest of them."""
+
+    token_s: NDArray[np.float64]
+    highest: float
+
+    @classmethod
+    def of(cls, token_s: NDArray[np.float64]) -> "QueuePrices":
+        return cls(token_s, float(token_s.max(initial=0.0)))
+
+    @classmethod
+    def stated(cls, roster: Roster) -> "QueuePrices":
+        """As engines state them."""
+        return cls.of(np.where(roster.stated, roster.prefill_token_s, 0.0))
+
+
 class Reasons(Sequence[Excluded]):
     """Who was left out, put into words when somebody reads it: under load that is most ranks, with every decision."""
 
@@ -78,40 +95,45 @@ def candidates(
     avoid: frozenset[RankKey] = frozenset(),
     barred: Mapping[RankKey, str] = NOBODY,
     said_busy: frozenset[RankKey] = frozenset(),
+    prices: QueuePrices | None = None,
 ) -> Candidates:
     """Leave out ranks whose context is too small (tokens), saturated ones, also by their own word, those to avoid because this request failed
     there, and those that nobody should use now, with the reason.
 
-    load: int64 [AMOUNTS, targets].
+    load: int64 [AMOUNTS, targets]. prices: None, as engines state them.
     """
-    if not avoid and not barred and not said_busy and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits):
+    prices = prices or QueuePrices.stated(roster)
+    if not avoid and not barred and not said_busy and needed_context <= roster.smallest_context and _nobody_busy(roster, load, limits, prices):
         return Candidates(roster.all_at, roster.excluded, False, 0.0)
-    small, busy = roster.max_context < needed_context, saturated(roster, load, limits, said_busy)
+    small, busy = roster.max_context < needed_context, saturated(roster, load, limits, said_busy, prices)
     failed = np.zeros(len(small), np.bool_)
     failed[[roster.index[key] for key in {*barred, *avoid} if key in roster.index]] = True
     out = small | busy | failed
     only_busy = busy & ~small & ~failed
     excluded = Reasons(partial(_told, roster, load, needed_context, limits, avoid, barred, said_busy, np.flatnonzero(out))) if out.any() else roster.excluded
-    wait = float(queue_seconds(roster.prefill_token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
+    wait = float(queue_seconds(prices.token_s, load[PREFILL])[only_busy].min()) if only_busy.any() else 0.0
     return Candidates(np.flatnonzero(~out), excluded, bool(only_busy.any()), wait)
 
 
-def saturated(roster: Roster, load: Amounts, limits: Limits, said_busy: frozenset[RankKey] = frozenset()) -> NDArray[np.bool_]:
-    """bool [targets]: which ranks take no more requests. load: int64 [AMOUNTS, targets]."""
-    queue = queue_seconds(roster.prefill_token_s, load[PREFILL])
+def saturated(
+    roster: Roster, load: Amounts, limits: Limits, said_busy: frozenset[RankKey] = frozenset(), prices: QueuePrices | None = None
+) -> NDArray[np.bool_]:
+    """bool [targets]: which ranks take no more requests. Arguments as above."""
+    prices = prices or QueuePrices.stated(roster)
+    queue = queue_seconds(prices.token_s, load[PREFILL])
     busy: NDArray[np.bool_] = (load[SEQUENCES] >= limits.most_requests(roster)) | (queue > limits.queue_seconds) | (load[BLOCKS] > limits.blocks(roster))
     busy[[roster.index[key] for key in said_busy if key in roster.index]] = True
     return busy
 
 
-def _nobody_busy(roster: Roster, load: Amounts, limits: Limits) -> bool:
+def _nobody_busy(roster: Roster, load: Amounts, limits: Limits, prices: QueuePrices) -> bool:
     """The usual case, told by two maxima; it may say no where the answer is yes."""
     if not len(roster.targets):
         return True
     most: NDArray[np.int64] = np.maximum.reduce(load, axis=1)
     return bool(
         most[SEQUENCES] < min(limits.requests, roster.fewest_requests)
-        and most[PREFILL] * roster.slowest_prefill_s <= limits.queue_seconds
+        and most[PREFILL] * prices.highest <= limits.queue_seconds
         and (limits.kv_share >= 1 or most[BLOCKS] <= limits.kv_share * roster.fewest_kv_blocks)
     )
 

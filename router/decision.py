@@ -26,6 +26,8 @@ it has no home"""
 _COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
 """Of one candidate: place, overlap and uncached tokens; load; terms; their sum and what was promised; score; four columns of the outlook."""
 _EXPERTS = TERMS.index("experts")
+_SPEED_OF = (0, 0, 1, None, None, 1, None)
+"""By term: 0, it follows from the speed of prefill; 1, of decode; None, of neither."""
 _LEAST_GAIN = 1e-6
 _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Of a decision, and of each candidate's place in its columns."""
@@ -109,6 +111,8 @@ class Conditions(NamedTuple):
     factors: NDArray[np.float64] | None = None
     held: RankKey | None = None
     turn: int = 0
+    measured: NDArray[np.bool_] | None = None
+    """bool [2, targets]: whether predicted prefill and decode seconds are stated or measured, rather than a guess to compare by; None: all are"""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -139,6 +143,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """where the request is at home, as far as that was heeded; None: nowhere"""
     target: Target
     """the chosen rank"""
+    measured: NDArray[np.bool_] | None = None
+    """bool [2, candidates], as `Conditions.measured`"""
 
     @property
     def id(self) -> str:
@@ -172,6 +178,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The runner-up's score less the chosen one's, in `unit`."""
         other = self.runner_up
         return None if other is None else float(self.score[other] - self.score[self.chosen])
+
+    def is_measured(self, candidate: int) -> bool:
+        """Whether a candidate's terms are milliseconds that somebody stated or measured."""
+        return self.measured is None or bool(self.measured[:, candidate].all())
+
+    def terms_ms(self, candidate: int) -> list[float | None]:
+        """A candidate's terms, in the order of TERMS; None where nobody stated or measured the speed that they follow from."""
+        return self._known_terms(candidate, self.scores.terms[:, candidate].tolist())
+
+    def _known_terms(self, candidate: int, terms: list[float]) -> list[float | None]:
+        if self.measured is None:
+            return [*terms]
+        known = self.measured[:, candidate].tolist()
+        return [term if kind is None or known[kind] else None for term, kind in zip(terms, _SPEED_OF, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +246,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             prompt_tokens=self.ask.prompt_tokens,
             expected_output_tokens=self.ask.output_tokens,
             policy=self.rules.policy,
-            unit=self.unit,
+            unit=self.unit if self.measured is None or bool(self.measured.all()) else "1",
             chosen=self.target.name,
             why=self.choice.why,
             runner_up=None if other is None else self.name(other),
@@ -307,7 +327,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             rank=target.rank,
             worker_id=str(target.key[0]),
             score=score,
-            terms_ms=Terms(**dict(zip(TERMS, terms, strict=True))),
+            terms_ms=Terms(**dict(zip(TERMS, self._known_terms(at, terms), strict=True))),
+            speed="stated" if bool(self.roster.stated[self.at[at]]) else "measured" if self.is_measured(at) else "not measured",
             overlap_blocks=tokens[0],
             overlap_approximate=bool(self.roster.approximate[self.at[at]]),
             uncached_tokens=tokens[1],
@@ -356,6 +377,7 @@ def decide(
     if len(at) != len(uncached):
         scores, uncached, load, overlap_blocks = scores.of(at), uncached[at], load[:, at], overlap_blocks[at]
         outlook = None if outlook is None else outlook.of(at)
+    measured = None if conditions.measured is None else columns(conditions.measured, at)
     remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
     by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
     held = None if conditions.held is None else _place(conditions.held, roster, at)
@@ -380,6 +402,7 @@ def decide(
         outlook=outlook,
         home=home,
         target=roster.targets[int(at[choice.chosen])],
+        measured=measured,
     )
 
 

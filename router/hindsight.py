@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus
 from bus.subjects import Subjects
-from fleet.events import KvMetrics, RequestProfile, RequestsProfiled
+from fleet.events import EngineJoined, KvMetrics, RequestProfile, RequestsProfiled
 from fleet.signatures import PACKED, unpack
-from fleet.timing import EngineSpeed
 from router.decision import Decision
 from router.distinct import Share
 from router.metrics import RankNow, RouterMetrics
@@ -22,6 +21,7 @@ from router.pace import Pace, first_token, step
 from router.picker import Picker
 from router.regret import Probe, Truth, Waiting, regret_ms
 from router.reservations import Booking
+from router.roster import REFERENCE
 
 TICK_SECONDS = 0.25
 PROBE_BYTES = 16 * 1024 * 1024
@@ -31,9 +31,13 @@ PROBE_SECONDS = 120.0
 _PROFILES_WAITING = 64
 _PROFILE_PAUSE_SECONDS = 0.02
 """Between two messages of what requests activated: more than 50 a second are dropped unread."""
-_DEFAULT_SPEED = EngineSpeed()
 _A_FEW_TOKENS = 16.0
 """So many tokens' times count as one observation of a step."""
+
+
+def _pool(engine: EngineJoined) -> str | None:
+    """The base model of an engine that states no speed, which is learnt together with its like; None: it states one."""
+    return None if engine.speed is not None else engine.model
 
 
 class _Watched:
@@ -88,6 +92,12 @@ class Hindsight:
         watched = self._open.get(booking)
         return None if watched is None else watched.decision.target.key[0]
 
+    def expected_first_token(self, decision: Decision) -> float:
+        """Seconds from a decision to its first token at the chosen rank. A guess where its speed is neither stated nor measured: good
+        for saying when a prompt may count as computed, not for showing or refusing."""
+        expected, (prefill, decode) = first_token(decision, self._mixing.surcharge(decision.target.key[0])), self._factors(decision)
+        return prefill * expected.prefill + decode * expected.beside
+
     # What happens to requests
 
     def booked(self, decision: Decision, booking: Booking, *, waited: bool = False) -> None:
@@ -105,10 +115,11 @@ class Hindsight:
         decision = watched.decision
         if watched.undisturbed and self._known(decision):
             surcharge = self._mixing.surcharge(decision.target.key[0])
-            expected, observed, row = first_token(decision, surcharge), now - booking.booked_at, self._row(decision)
-            prefill, decode = self._picker.speeds.of(row)
-            self._metrics.first_token(decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed)
-            self._picker.speeds.prefilled(decision.target.key, row, expected.prefill, decode * expected.beside, observed)
+            expected, observed = first_token(decision, surcharge), now - booking.booked_at
+            prefill, decode = self._factors(decision)
+            if decision.is_measured(decision.chosen):
+                self._metrics.first_token(decision.ask.model, prefill * expected.prefill + decode * expected.beside, observed)
+            self._picker.speeds.prefilled(decision.target, self._row(decision), expected.prefill, decode * expected.beside, observed)
 
     def emitted(self, booking: Booking, tokens: int, now: float) -> None:
         """So many tokens came since this was said last. Tells the speed of engines that do not report it themselves."""
@@ -118,7 +129,8 @@ class Hindsight:
         if watched.told_at is not None and tokens > 0 and self._known(watched.decision):
             decision, seconds = watched.decision, (now - watched.told_at) / tokens
             expected = step(decision, self._mixing.surcharge(decision.target.key[0]))
-            self._picker.speeds.stepped(decision.target.key, self._row(decision), expected, seconds, min(tokens / _A_FEW_TOKENS, 1.0))
+            weight, engine = min(tokens / _A_FEW_TOKENS, 1.0), decision.target.engine
+            self._picker.speeds.stepped(decision.target.key, self._row(decision), expected, seconds, weight, pool=_pool(engine))
         watched.told_at = now
 
     def released(self, booking: Booking) -> None:
@@ -136,11 +148,11 @@ class Hindsight:
             raise ValueError(f"worker {load.worker_id} rank {load.dp_rank} reports steps of {seconds} s")
         pace = self._paces.get(load.worker_id)
         if pace is None:
-            pace = self._paces[load.worker_id] = Pace(state.joined.speed or _DEFAULT_SPEED, len(state.rows))
+            pace = self._paces[load.worker_id] = Pace(state.joined.speed or REFERENCE, len(state.rows))
         predicted = pace.reported(load.dp_rank, load.running or 0, load.active_decode_blocks or 0, self._mixing.surcharge(load.worker_id))
         if not load.running:
             return  # the steps were those of a load that is over
-        self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds)
+        self._picker.speeds.stepped((load.worker_id, load.dp_rank), state.rows[load.dp_rank], predicted, seconds, pool=_pool(state.joined))
 
     def forget_worker(self, worker_id: int) -> None:
         """An incarnation is gone for good."""
@@ -160,8 +172,8 @@ class Hindsight:
     def _look_at(self, decision: Decision, now: float) -> Probe | None:
         """None: the house has changed since it was decided. The load of ranks that were no candidates is that of now."""
         roster = decision.roster
-        if self._view.roster(decision.ask.model) is not roster:
-            return None
+        if self._view.roster(decision.ask.model) is not roster or decision.measured is not None:
+            return None  # regret is counted in milliseconds
         load = self._picker.reservations.load(roster.rows, now)
         load[:, decision.at] = decision.load
         self._picker.reservations.watch()
@@ -174,7 +186,7 @@ class Hindsight:
             self._probe = None
             rows, engine = probe.decision.roster.rows, probe.decision.target.engine
             load = (probe.load + self._picker.reservations.surprise(rows)).clip(0)
-            probe = probe._replace(load=load, factors=self._picker.speeds.factors(rows))
+            probe = probe._replace(load=load, factors=self._picker.speeds.known(probe.decision.roster).factors)
             if self._bus is not None and engine.shape is not None and engine.capabilities.experts:
                 self._waiting.add(probe)
             else:
@@ -225,6 +237,13 @@ class Hindsight:
         """Whether its engine is not forgotten yet: afterwards its row may be another's."""
         return self._view.engine(decision.target.key[0]) is not None
 
+    def _factors(self, decision: Decision) -> tuple[float, float]:
+        """Of the chosen rank's predicted prefill and decode seconds, by what is known now."""
+        roster, key = self._view.roster(decision.ask.model), decision.target.key
+        if key in roster.index:
+            return self._picker.speeds.of(roster, roster.index[key])
+        return 1.0, 1.0
+
     def _row(self, decision: Decision) -> int:
         return int(decision.roster.rows[decision.at[decision.chosen]])
 
@@ -234,7 +253,6 @@ class Hindsight:
         for model in self._view.models(live=True):
             roster = self._view.roster(model)
             loads = self._picker.reservations.load(roster.rows, now).T.tolist()
-            factors = self._picker.speeds.factors(roster.rows).T.tolist()
-            for target, load, (prefill, decode) in zip(roster.targets, loads, factors, strict=True):
+            for at, (target, load) in enumerate(zip(roster.targets, loads, strict=True)):
                 if target.engine.model == model:
-                    yield RankNow(model, *target.key, tuple(load), prefill, decode)
+                    yield RankNow(model, *target.key, tuple(load), *self._picker.speeds.of(roster, at), stated=target.engine.speed is not None)

@@ -54,6 +54,8 @@ class RankNow(NamedTuple):
     load: tuple[int, ...]
     prefill_factor: float
     decode_factor: float
+    stated: bool
+    """it states the speed that the factors correct; else they mean nothing alone"""
 
 
 class RouterMetrics:
@@ -96,7 +98,7 @@ class RouterMetrics:
         self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
         self._cached = self._tally("cached_tokens", "Prompt tokens believed cached where they were routed", "model")
         self._lost = self._tally("overlap_blocks_lost", "Cached blocks passed by because another term weighed more", "model")
-        self._terms = Sums("roost_router_term_seconds", "Price of the chosen rank, by term, weighted", "model", "term", TERMS)
+        self._terms = Sums("roost_router_term_seconds", "Price of the chosen rank, by term, weighted, where its speed is known", "model", "term", TERMS)
         self._tallies.sums.append(self._terms)
         self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
         self.tokenise = self._overhead.labels("tokenise")
@@ -188,7 +190,8 @@ class RouterMetrics:
             self._lost.values[label,] += lost
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
         self._homes.values[label, decision.homecoming] += 1
-        self._terms.add(label, decision.scores.terms[:, decision.chosen] * 1e-3)
+        if decision.is_measured(decision.chosen):
+            self._terms.add(label, decision.scores.terms[:, decision.chosen] * 1e-3)
         self.deciding.observe(seconds)
 
     def lap(self) -> Callable[[str], None] | None:
@@ -393,7 +396,8 @@ class _Ranks(Collector):
             labels = [rank.model, str(rank.worker_id), str(rank.rank)]
             for family, amount in zip(loads, rank.load, strict=True):
                 family.add_metric(labels, amount)
-            factors.add_metric([*labels, "prefill"], rank.prefill_factor)
-            factors.add_metric([*labels, "decode"], rank.decode_factor)
+            if rank.stated:
+                factors.add_metric([*labels, "prefill"], rank.prefill_factor)
+                factors.add_metric([*labels, "decode"], rank.decode_factor)
         yield from loads
         yield factors

@@ -13,12 +13,10 @@ from fleet.events import EngineJoined
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel, Weights
-from fleet.timing import EngineSpeed
 from router.homes import Settled
 from router.locality import Locality, Prices
-from router.roster import MOST_REQUESTS, Dialect, Excluded, RankKey, Roster, Target
+from router.roster import MOST_REQUESTS, REFERENCE, Dialect, Excluded, RankKey, Roster, Target
 
-_DEFAULT_SPEED = EngineSpeed()
 Cells = NDArray[np.float64]
 
 
@@ -183,7 +181,7 @@ def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | No
 
 def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> Roster:
     ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
-    speeds = [state.joined.speed or _DEFAULT_SPEED for state, _ in ranks]
+    speeds = [state.joined.speed or REFERENCE for state, _ in ranks]
     members = np.array([state.ranks for state in engines], np.intp)
     engine, first = np.repeat(np.arange(len(engines)), members), np.cumsum(members) - members
     targets = tuple(_target(state, rank) for state, rank in ranks)
@@ -202,6 +200,7 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         block_size=np.array(sizes, np.int64),
         max_context=np.array(contexts, np.int64),
         max_requests=np.array(requests, np.int64),
+        stated=np.array([state.joined.speed is not None for state, _ in ranks], np.bool_),
         prefill_token_s=column(speed.prefill_token for speed in speeds),
         prefill_pair_s=column(speed.prefill_pair for speed in speeds),
         step_s=column(speed.step for speed in speeds),
@@ -229,7 +228,6 @@ def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[
         kv_blocks=np.array(kv_blocks, np.float64),
         fewest_kv_blocks=min(kv_blocks, default=inf),
         fewest_requests=min(requests, default=MOST_REQUESTS),
-        slowest_prefill_s=max((speed.prefill_token for speed in speeds), default=0.0),
     )
 
 

@@ -6,7 +6,6 @@ from fleet.timing import EngineSpeed
 from router.decision import Decision
 from router.reservations import BLOCKS, PREFILL, SEQUENCES
 
-_DEFAULT_SPEED = EngineSpeed()
 _UNTIL_A_STEP_ENDS = 0.5
 """of a step passes on average before a request that arrives can take part in one"""
 
@@ -46,7 +45,7 @@ class FirstToken(NamedTuple):
 def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
     """Of the chosen rank, with the load that was known."""
     engine, rank = decision.target.engine, decision.target.rank
-    speed = engine.speed or _DEFAULT_SPEED
+    speed = decision.target.speed
     uncached = int(decision.uncached[decision.chosen])
     load: list[int] = decision.load[:, decision.chosen].tolist()
     tokens = uncached + load[PREFILL]
@@ -60,7 +59,7 @@ def first_token(decision: Decision, surcharge: Surcharge = NONE) -> FirstToken:
 def step(decision: Decision, surcharge: Surcharge = NONE) -> float:
     """Seconds of a decode step of the chosen rank, this request included, with the load that was known."""
     target = decision.target
-    return _step(target.engine.speed or _DEFAULT_SPEED, decision.load[:, decision.chosen].tolist(), surcharge, target.rank)
+    return _step(target.speed, decision.load[:, decision.chosen].tolist(), surcharge, target.rank)
 
 
 def _step(speed: EngineSpeed, load: list[int], surcharge: Surcharge, rank: int) -> float:

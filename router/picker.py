@@ -28,8 +28,8 @@ from router.prompt import Prompt
 from router.record import Supposed
 from router.reservations import SEQUENCES, Booking, Reservations
 from router.roster import Excluded, RankKey, Roster
-from router.speeds import Speeds
 from router.supposing import barred as supposed_gone
+from router.target_speeds import TargetSpeeds
 from router.view import View
 
 
@@ -80,7 +80,7 @@ class Picker:
         self.prefixes = prefixes
         self.foresight = Foresight(config.prediction_bytes)
         self.health = Health(config)
-        self.speeds = Speeds(config.correction_limit)
+        self.speeds = TargetSpeeds(config.correction_limit)
         self._config = config
         self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
         self._rules = Rules.of(config)
@@ -151,9 +151,9 @@ class Picker:
         outlook = self._outlook(roster, need, overlap)
         if lap is not None:
             lap("predict")
-        factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
+        known = self.speeds.known(roster)
         held = self._affinity.rank(need.keys.session, now)
-        conditions = Conditions(load, self.view.handovers(roster), factors, held, self._turns.get(need.model, 0))
+        conditions = Conditions(load, self.view.handovers(roster), known.factors, held, self._turns.get(need.model, 0), known.measured)
         rules = self._rules_for(need.supposed)
         decision = decide(ask, roster, found, overlap, conditions, rules, self.view.version, outlook)
         if lap is not None:
@@ -166,7 +166,8 @@ class Picker:
         if not roster.targets:
             return None
         load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
-        free = np.where(saturated(roster, load, self._limits, self._busy_by_their_word(now)), 0, self._limits.most_requests(roster) - load[SEQUENCES])
+        full = saturated(roster, load, self._limits, self._busy_by_their_word(now), self.speeds.known(roster).queue)
+        free = np.where(full, 0, self._limits.most_requests(roster) - load[SEQUENCES])
         for barred in (bars.every, bars.hard):
             allowed = np.ones(len(free), np.bool_)
             allowed[[roster.index[key] for key in barred if key in roster.index]] = False
@@ -180,8 +181,8 @@ class Picker:
         roster = self.view.roster(decisions[0].ask.model)
         if len(decisions) < 2 or any(decision.roster is not roster for decision in decisions):
             return list(range(len(decisions)))
-        factors = self.speeds.factors(roster.rows) if self.speeds.measured else None
-        return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, factors)
+        known = self.speeds.known(roster)
+        return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue)
 
     def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back.
@@ -251,12 +252,12 @@ class Picker:
         bars = self.health.bars(roster, now)
         if need.supposed.gone:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
-        said_busy = self._busy_by_their_word(now)
+        said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
         avoided = [failure for failure in attempt.failures if failure[1] is not Failure.BUSY]
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
             for avoid in to_avoid(avoided, roster):
-                found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy)
+                found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
                 if len(found.at):
                     return found if barred is bars.every else found._replace(ignored=_ignored(roster, bars))
                 busy = found if found.busy else busy
@@ -306,7 +307,9 @@ def _ignored(roster: Roster, bars: Bars) -> tuple[Excluded, ...]:
 
 
 def _first_token_seconds(decision: Decision) -> float | None:
-    """After how long the chosen rank's first token is expected; None where a weight of 0 hides it."""
+    """After how long the chosen rank's first token is expected; None where a weight of 0 hides it, or nobody stated or measured a speed."""
+    if not decision.is_measured(decision.chosen):
+        return None
     prefill, queue = decision.scores.terms[:2, decision.chosen].tolist()  # the first two of TERMS
     weights = decision.weights
     return (prefill / weights.prefill + queue / weights.queue) / 1000.0 if weights.prefill and weights.queue else None

@@ -10,15 +10,16 @@ from router.roster import Excluded
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Predicted milliseconds, weighted; under the policy cost their sum in this order is the score exactly. Fields: `scoring.TERMS`."""
+    """Predicted milliseconds, weighted; under the policy cost their sum in this order is the score exactly. Fields: `scoring.TERMS`.
+    None: not measured, as nobody stated or measured the speed that it follows from; the score then compares and is no time."""
 
-    prefill: float
-    queue: float
-    decode: float
-    experts: float
-    distinct: float
-    lockstep: float
-    handover: float
+    prefill: float | None
+    queue: float | None
+    decode: float | None
+    experts: float | None
+    distinct: float | None
+    lockstep: float | None
+    handover: float | None
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -41,6 +42,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """what the policy minimises, in the record's `unit`"""
     terms_ms: Terms
     """whatever the policy"""
+    speed: Literal["stated", "measured", "not measured"] = "stated"
+    """where its milliseconds come from: the engine or the settings, the router's measurements, or nowhere yet"""
     overlap_blocks: int
     overlap_approximate: bool
     uncached_tokens: int
@@ -98,7 +101,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     expected_output_tokens: int
     policy: Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
     unit: Unit
-    """of scores and margin; "1": they have none"""
+    """of scores and margin; "1": they have none, by the policy or because some candidate's speed is not measured"""
     chosen: str
     """engine/rank"""
     why: Why

@@ -9,12 +9,16 @@ from numpy.typing import NDArray
 
 from fleet.events import EngineJoined
 from fleet.experts import RankId
+from fleet.timing import EngineSpeed
 
 Dialect = Literal["ids", "text"]
 """How a model's ranks are spoken to: with token ids (a broken stream can be continued), or with the client's own text."""
 
 _Kind = TypeVar("_Kind", bound=np.generic)
 
+REFERENCE = EngineSpeed(prefill_token=5e-5, step=1.5e-2, decode_sequence=1.5e-4, decode_block=0.0)
+"""Prices what engines do that state no speed: a GPU server's proportions, by which they can be compared. Its seconds are nobody's; they are
+neither shown nor refused by, and what is measured multiplies them (`router.learnt_speeds`)."""
 MOST_REQUESTS = 2**62
 """Beyond any limit."""
 
@@ -44,6 +48,11 @@ class Target(NamedTuple):
     """why the expert term is what it is"""
 
     @property
+    def speed(self) -> EngineSpeed:
+        """As stated, or the reference."""
+        return self.engine.speed or REFERENCE
+
+    @property
     def rank_id(self) -> RankId:
         return RankId(self.engine.engine, self.rank)
 
@@ -70,6 +79,8 @@ class Roster:
     max_context: NDArray[np.int64]
     max_requests: NDArray[np.int64]
     """requests that each rank is given at once, by its own word; MOST_REQUESTS: it says nothing"""
+    stated: NDArray[np.bool_]
+    """the engine states its speed; else the next ten are those of `REFERENCE`"""
     prefill_token_s: NDArray[np.float64]
     """this and the next: `EngineSpeed`"""
     prefill_pair_s: NDArray[np.float64]
@@ -111,6 +122,5 @@ class Roster:
     kv_blocks: NDArray[np.float64]
     """KV blocks of each rank; inf where it does not say"""
     fewest_kv_blocks: float
-    slowest_prefill_s: float
     fewest_requests: int
     """least of `max_requests`"""

@@ -242,6 +242,11 @@ class RouterService:
         self.hindsight.first_token(booking, now)
         self.waiting.wake()
 
+    def expected_prefill_seconds(self, decision: Decision) -> float:
+        """Seconds after a decision at which its prompt may count as computed where no first token will be seen: an answer that comes whole.
+        By the stated or measured speed; by a guess before any is known."""
+        return self.hindsight.expected_first_token(decision)
+
     def emitted(self, booking: Booking, tokens: int) -> None:
         """So many tokens have come since this was said last. Meant for every so many tokens, not for each."""
         self.picker.reservations.emitted(booking, tokens)

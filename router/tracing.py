@@ -149,7 +149,8 @@ def _candidate_attributes(candidate: Candidate) -> dict[str, Value]:
         "roost.candidate": f"{candidate.engine}/{candidate.rank}",
         "roost.worker_id": candidate.worker_id,
         "roost.score": candidate.score,
-        **{f"roost.term.{term}_ms": getattr(candidate.terms_ms, term) for term in TERMS},
+        **{f"roost.term.{term}_ms": value for term in TERMS if (value := getattr(candidate.terms_ms, term)) is not None},
+        "roost.speed": candidate.speed,
         "roost.overlap_blocks": candidate.overlap_blocks,
         "roost.uncached_tokens": candidate.uncached_tokens,
     }

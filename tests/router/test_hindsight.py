@@ -113,7 +113,7 @@ async def test_a_restarted_engine_is_believed_anew(town: Town) -> None:
     again = await town.engine("liar", speed=SPEED, capabilities=PLAIN, worker_id=77)
     await asyncio.sleep(1.0)
     assert service.view.engine(liar.worker_id) is None
-    assert service.picker.speeds.factors(service.view.roster("demo").rows).tolist() == [[1.0], [1.0]]
+    assert service.picker.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
     assert series(service, "speed_factor", worker_id=str(liar.worker_id)) == 0.0
     assert series(service, "speed_factor", worker_id=str(again.worker_id), of="prefill") == 1.0
 
@@ -148,7 +148,7 @@ async def test_disturbed_requests_say_nothing_of_speed(town: Town, attempt: Try,
         service.first_token(booking)
         service.release(booking)
     await asyncio.sleep(TICK_SECONDS)
-    assert service.picker.speeds.of(0) == (1.0, 1.0)
+    assert service.picker.speeds.of(service.view.roster("demo"), 0) == (1.0, 1.0)
     assert terms(service, liar, "prefill", need(100)) == pytest.approx(100.0)
 
 

@@ -34,6 +34,10 @@ class Foreign:
         self.listed: asyncio.Event | None = None
         """the list of models is answered once this is set; None: at once"""
         self.lists = 0
+        self.words = 4
+        self.together = 0
+        """requests that must be here before the first one is answered"""
+        self.arrived = asyncio.Event()
         self.left = asyncio.Event()
         self.port = free_port()
         self._stack = contextlib.AsyncExitStack()
@@ -68,6 +72,9 @@ class Foreign:
         body = await http.read()
         self.bodies.append(body)
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
+        if len(self.bodies) >= self.together:
+            self.arrived.set()
+        await self.arrived.wait()
         if self.status != 200:
             return web.json_response({"error": {"message": f"{self.name} says {self.status}", "code": "c", "param": "p"}}, status=self.status)
         if not json.loads(body).get("stream"):
@@ -75,7 +82,7 @@ class Foreign:
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-secret": "not passed on"})
         await response.prepare(http)
         try:
-            for number in range(4):
+            for number in range(self.words):
                 if number == self.break_after:
                     assert http.transport is not None
                     http.transport.abort()
@@ -383,3 +390,58 @@ def test_settings_of_a_named_server_that_make_no_sense_are_refused(about: dict[s
 def test_a_server_that_is_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="http://host:8000 is named twice"):
         RouterConfig(backends=("http://host:8000/v1",), named_backends=(BackendConfig(name="gpu", url="http://host:8000/"),))
+
+
+async def test_an_idle_server_whose_speed_nobody_knows_is_given_sixty_long_prompts_at_once(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers[:1])
+    servers[0].together = 60
+    prompts = [f"{number} " * 4 * (6000 + 50 * number) for number in range(60)]
+    answers = await asyncio.gather(*[house.post(CHAT, chat(prompt[: 4 * (6000 + 50 * number)])) for number, prompt in enumerate(prompts)])
+    assert [answer.status for answer in answers] == [200] * 60
+
+
+async def test_a_stated_speed_may_refuse_what_would_wait_too_long(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    slow = BackendConfig(name="cpu", url=servers[0].url, prompt_tokens_per_second=100.0, output_tokens_per_second=10.0)
+    house = await open_house(bus=False, named_backends=(slow,), queue_requests=0, max_queue_seconds=5.0)
+    await until(lambda: len(house.service.view.roster("demo").targets) == 1)
+    servers[0].together = 2
+    first = asyncio.create_task(house.post(CHAT, chat("x " * 2000)))
+    await until(lambda: len(servers[0].bodies) == 1)
+    assert (await house.post(CHAT, chat())).status == 429
+    servers[0].arrived.set()
+    assert (await first).status == 200
+
+
+async def test_no_milliseconds_are_shown_before_anything_was_measured(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers)
+    record = (await house.post("/v1/route", chat("A long story that both of us know by heart. " * 30))).json
+    assert record["unit"] == "1"
+    for candidate in record["candidates"]:
+        assert candidate["speed"] == "not measured"
+        assert [candidate["terms_ms"][term] for term in ("prefill", "queue", "decode", "lockstep")] == [None] * 4
+    assert "roost_router_speed_factor{" not in (await house.get("/metrics")).body.decode()
+
+
+async def test_streams_tell_the_speed_of_all_servers_of_their_model(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    house = await opened(open_house, servers, policy="round_robin")
+    for server in servers:
+        server.words = 40
+    for number in range(12):
+        await house.post(CHAT, chat(f"{number} A long story that both of us know by heart. " * 400, stream=True))
+    await until(lambda: house.service.picker.speeds.known(house.service.view.roster("demo")).measured is None)
+    record = (await house.post("/v1/route", chat())).json
+    assert record["unit"] == "1"  # of the policy round_robin
+    one, two = record["candidates"]
+    assert one["speed"] == two["speed"] == "measured"
+    assert one["terms_ms"]["decode"] == two["terms_ms"]["decode"] > 0
+
+
+async def test_a_stated_speed_is_shown_in_milliseconds_at_once(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    gpu = BackendConfig(name="gpu", url=servers[0].url, prompt_tokens_per_second=20_000.0, output_tokens_per_second=50.0)
+    house = await open_house(bus=False, named_backends=(gpu,))
+    await until(lambda: len(house.service.view.roster("demo").targets) == 1)
+    record = (await house.post("/v1/route", chat("x" * 40_000, max_tokens=100))).json
+    (candidate,) = record["candidates"]
+    assert (record["unit"], candidate["speed"]) == ("ms", "stated")
+    assert candidate["terms_ms"]["prefill"] == pytest.approx(500.0, rel=0.01)
+    assert candidate["terms_ms"]["decode"] == pytest.approx(2000.0, rel=0.01)
