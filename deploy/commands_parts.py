@@ -69,7 +69,7 @@ def router(
     ] = None,
     api_key_file: ApiKeyOption = None,
     client_keys: ClientKeysOption = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8000]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8600]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
     processes: ProcessesOption = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,

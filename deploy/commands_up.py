@@ -31,9 +31,10 @@ from deploy.process import run as run_process
 from deploy.reload import Read
 from deploy.routers import RouterDoors
 from deploy.rundir import RunDirectory, home, run_directory
-from deploy.settings import SECTIONS, UpConfig, engine_ranks, read_settings, served_model
+from deploy.settings import DEMO_CHECKPOINT, SECTIONS, UpConfig, WorkerConfig, engine_ranks, read_settings, served_model
 from deploy.spans import TracingError, exporters
 from deploy.supervise import UnitFailed
+from engine_adapter.config import EmbeddedConfig
 from router.config import RouterConfig
 
 
@@ -56,7 +57,7 @@ def up(
         Path | None, typer.Option("--model", metavar="FOLDER", help="Checkpoint folder (Hugging Face Qwen3-MoE).  [default: the demo model]")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Engines are called NAME-0, NAME-1, ...  [default: engine]", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free one.  [default: 8000]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the router; 0: any free one.  [default: 8600]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address the router listens on.  [default: 127.0.0.1]", show_default=False)] = None,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="Use this NATS server instead of starting a private one.")] = NATS,
     engine: Annotated[
@@ -117,7 +118,6 @@ async def _up(settings: Configuration, read: Read) -> None:
 def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
     """What runs, and the first thing to try."""
     out, model = console(), served_model(settings)
-    body = json.dumps({"model": model, "stream": True, "max_tokens": 64, "messages": [{"role": "user", "content": "Tell me about Debian."}]})
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
     out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
     for name, place in (("router", fleet.router_url), ("NATS", without_secrets(fleet.nats_url)), ("logs", run.path)):
@@ -126,5 +126,31 @@ def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
         out.print(f"  each router process alone, for /metrics and /health: {' '.join(fleet.router_urls)}")
     for launcher in fleet.engines:
         out.print(f"  {launcher.name:7} {' '.join(launcher.urls)}")
-    out.print(f"\nTry:\n  curl -N {fleet.router_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", markup=False)
+    about, path, body = first_request(model, demo=_serves_demo_model(settings))
+    if about:
+        out.print(f"\n{about}", markup=False)
+    if router_keys := settings.part(RouterConfig).api_key_file:
+        out.print(f"\nClients need a key of {router_keys}: add -H 'authorization: Bearer KEY'", markup=False)
+    out.print(f"\nTry:\n  curl -N {fleet.router_url}{path} -H 'content-type: application/json' -d '{body}'", markup=False)
     out.print("\nCtrl-C stops everything.")
+
+
+DEMO_PROMPT = "class Parser:\n    def __init__(self"
+"""Continued as Python by the demo model: it was trained on source code and manual pages, and on no conversation."""
+
+
+def first_request(model: str, *, demo: bool) -> tuple[str, str, str]:
+    """A line about the model, and the path and JSON body of a request that shows it at its best."""
+    asked: dict[str, object] = {"model": model, "stream": True, "max_tokens": 64, "temperature": 0}
+    if demo:
+        about = (
+            "The demo model is a toy: 5 M parameters, 4 layers of 32 experts, trained on source code and manual pages.\n"
+            "It continues text and does not answer questions."
+        )
+        return about, "/v1/completions", json.dumps({**asked, "prompt": DEMO_PROMPT})
+    return "", "/v1/chat/completions", json.dumps({**asked, "messages": [{"role": "user", "content": "Tell me about Debian."}]})
+
+
+def _serves_demo_model(settings: Configuration) -> bool:
+    embedded = settings.part(WorkerConfig).engine == "embedded"
+    return embedded and settings.part(EmbeddedConfig).folder.resolve() == DEMO_CHECKPOINT.resolve()

@@ -26,10 +26,15 @@ class TracingError(Exception):
     """The tracing variables ask for something that cannot be done; the text names the variable and what is possible."""
 
 
-def exporters(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The exporters that the standard variables ask for: any of "otlp" and "console". TracingError for others.
+_OTLP = {"http/protobuf": "otlp", "grpc": "otlp_grpc"}
+"""The exporter of each protocol of OTLP; http/json is not among OpenTelemetry's for Python."""
 
-    Without OTEL_TRACES_EXPORTER an OTLP endpoint asks for "otlp"; without either there is none.
+
+def exporters(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The exporters that the standard variables ask for: any of "otlp", "otlp_grpc" and "console". TracingError for others.
+
+    Without OTEL_TRACES_EXPORTER an OTLP endpoint asks for OTLP; without either there is none. OTLP is sent over HTTP
+    unless OTEL_EXPORTER_OTLP_PROTOCOL (or ..._TRACES_PROTOCOL) says grpc.
     """
     stated = environment.get("OTEL_TRACES_EXPORTER", "").strip()
     if not stated and any(environment.get(name) for name in _ENDPOINTS):
@@ -39,9 +44,9 @@ def exporters(environment: Mapping[str, str]) -> tuple[str, ...]:
         if name not in ("otlp", "console", "none"):
             raise TracingError(f"OTEL_TRACES_EXPORTER={stated}: {name!r} is not known; use otlp, console or none")
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
-    if "otlp" in named and protocol != "http/protobuf":
-        raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: Roost sends http/protobuf only (port 4318 of most collectors)")
-    return tuple(name for name in named if name != "none")
+    if "otlp" in named and protocol not in _OTLP:
+        raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: Roost sends {' or '.join(_OTLP)}")
+    return tuple(_OTLP[protocol] if name == "otlp" else name for name in named if name != "none")
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class RouterConfig:
     """Every setting has a default; ValueError names the setting, the value and what is allowed."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = 8600
     api_key_file: Path | None = None
     """file of the keys that clients may present as `Authorization: Bearer`, as `roost key new` writes it; unset: no key is asked for"""
     backends: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ class Settings:
 
 
 def test_flags_stay_and_reloadable_settings_may_differ(read: Settings) -> None:
-    old = read("[router]\nqueue_weight = 1.0\nport = 8000\n")
+    old = read("[router]\nqueue_weight = 1.0\nport = 8600\n")
     settings = router_settings(old, read.again)
     new = read("[router]\nqueue_weight = 2.0\nport = 9000\n")
     check(old, new)

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import grpc
 import pytest
 
 from deploy.spans import TracingError, exporters
@@ -41,6 +43,7 @@ def run(spans: str, **environment: str) -> str:
         ({"OTEL_TRACES_EXPORTER": "none"}, ()),
         ({"OTEL_TRACES_EXPORTER": "console, otlp"}, ("console", "otlp")),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, ("otlp",)),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ("otlp_grpc",)),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, ()),
     ],
 )
@@ -52,7 +55,7 @@ def test_the_standard_variables_choose_the_exporters(environment: dict[str, str]
     ("environment", "says"),
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER=zipkin: 'zipkin' is not known; use otlp, console or none"),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "grpc: Roost sends http/protobuf only"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json: Roost sends http/protobuf or grpc"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(environment: dict[str, str], says: str) -> None:
@@ -115,3 +118,24 @@ def test_otlp_goes_to_the_standard_endpoint(collector: tuple[str, list[tuple[str
 @pytest.mark.timeout(30)
 def test_a_collector_that_is_away_delays_the_end_by_a_bound_only() -> None:
     assert run("", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1") == "TracerProvider True"
+
+
+def test_otlp_goes_over_grpc_when_that_is_asked_for() -> None:
+    got: list[bytes] = []
+
+    def export(request: bytes, _: grpc.ServicerContext) -> bytes:
+        got.append(request)
+        return b""
+
+    method = grpc.unary_unary_rpc_method_handler(export)
+    service = grpc.method_handlers_generic_handler("opentelemetry.proto.collector.trace.v1.TraceService", {"Export": method})
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        run("", OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{port}", OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+    finally:
+        server.stop(0).wait()
+    assert len(got) == 1
+    assert b"outer" in got[0]
+    assert b"roost-test" in got[0]

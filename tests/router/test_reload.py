@@ -36,7 +36,7 @@ def test_one_setting_that_needs_a_restart_refuses_all() -> None:
     old = RouterConfig()
     said = reloaded(old, replace(old, port=9000, queue_weight=2.0), 7)
     assert said.changed == {}
-    assert said.refused == "these settings need a restart: port (now 8000, asked for 9000); nothing was changed"
+    assert said.refused == "these settings need a restart: port (now 8600, asked for 9000); nothing was changed"
 
 
 async def recorded(house: House) -> list[ConfigChanged]:
