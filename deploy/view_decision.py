@@ -16,6 +16,8 @@ ASK_SECONDS = 30.0
 MOST_SHOWN = 16
 """Candidates of the lowest scores; all are in the JSON."""
 LEAST_SHOWN = 0.005
+SHOWN_LAYERS = 4
+"""Layers whose likely experts are listed."""
 """A lighter cluster is not worth a word."""
 HEAD = ("", "rank", *(f"{term} ms" for term in TERMS), "= score ms", "cached blocks", "uncached tokens", "local experts", "promised")
 SCORE = HEAD.index("= score ms")
@@ -129,6 +131,11 @@ def _show_prediction(foretold: PredictionRecord) -> None:
     out.print(f"foretold: clusters {clusters or 'all alike'}; {worth}; {foretold.known_blocks} blocks of the prompt known")
     for source in foretold.sources:
         out.print(f"  {source.source}: {source.evidence_tokens:g} tokens of evidence, confidence {source.confidence:.2f}")
+    for one in foretold.experts[:SHOWN_LAYERS]:
+        likely = ", ".join(f"{expert} {share:.0%}" for expert, share in zip(one.experts, one.shares, strict=True))
+        out.print(f"  layer {one.layer}: experts {likely}")
+    if len(foretold.experts) > SHOWN_LAYERS:
+        out.print(f"  ... and {len(foretold.experts) - SHOWN_LAYERS} further layers (--json shows all)")
     if not foretold.sources:
         out.print("  nothing is known of this request: it is taken for the mix of the traffic")
 

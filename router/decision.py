@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal, NamedTuple
+from weakref import ReferenceType
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.signatures import ClusterModel
 from fleet.timing import dispatch_seconds
 from router.candidates import Candidates
-from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys
+from router.foresight import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys, PredictionRecord
 from router.homes import at_home
 from router.muster import Versions
 from router.policies import Choice, Column, Facts, Home, Rules, Unit, choose, scored
@@ -81,6 +83,8 @@ class Outlook(NamedTuple):
     """float64 [candidates], how many times its even share of the request a rank is to get; None: the planner says nothing of homes"""
     versions: Versions | None = None
     """of prices and homes"""
+    clusters: ReferenceType[ClusterModel] | None = None
+    """the clusters that the forecast is of. Weak: a decision that is kept for reading back keeps no megabytes of old clusters"""
 
     @property
     def expected(self) -> Expected | None:
@@ -93,13 +97,17 @@ class Outlook(NamedTuple):
         """float64 [candidates]: share of routed pairs that another rank serves, as far as it is believed; 0 where nothing is priced."""
         return np.where(self.priced, self.forecast.gain * (1.0 - self.local), 0.0)
 
+    def record(self) -> PredictionRecord:
+        """The forecast for readers, with the experts it stands for while its clusters are in memory."""
+        return self.forecast.record(None if self.clusters is None else self.clusters())
+
     def of(self, at: NDArray[np.intp]) -> "Outlook":
         """For some of the candidates."""
         remote, nodes, local, prior, added = (
             columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
         )
         home = None if self.home is None else columns(self.home, at)
-        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions)
+        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions, self.clusters)
 
 
 class Conditions(NamedTuple):
@@ -264,7 +272,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             ignored=list(self.ignored),
             weights=weights,
             epochs=self._epochs(),
-            prediction=None if self.outlook is None else self.outlook.forecast.record(),
+            prediction=None if self.outlook is None else self.outlook.record(),
             attempt=self.ask.attempt,
             replaces=self.ask.replaces,
             cause=self.ask.cause,

@@ -69,6 +69,8 @@ class Exchange:
         self.answer_id: str | None = None
         """the id that the answer bears, where the router gives it one"""
         self.first_token_at: float | None = None
+        self.first_token_guessed = False
+        """the answer came as a whole, and its first token before, unseen"""
         self.decision: Decision | None = None
         """the last one made for the first choice"""
         self.prompt_tokens = 0
@@ -101,12 +103,24 @@ class Exchange:
         if self.first_token_at is None:
             self.first_token_at = now
 
+    def time_per_output_token(self, now: float) -> float | None:
+        """Mean seconds between the tokens of a choice after its first, at the end of the answer.
+
+        None where the moment of the first token is not known, or no choice has a second one.
+        """
+        choices = max(len(self.finish_reasons), 1)
+        later = self.output_tokens - choices
+        if self.first_token_at is None or self.first_token_guessed or later < 1:
+            return None
+        return (now - self.first_token_at) * choices / later
+
     def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
         """Write the log line, count, and end the trace. Called once."""
         ttft = None if self.first_token_at is None else self.first_token_at - self.started
-        metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started, self.cached_tokens)
+        tpot = self.time_per_output_token(now)
+        metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started, self.cached_tokens, tpot)
         if access.isEnabledFor(logging.INFO):
-            line = msgspec.json.encode(self._line(outcome, now, ttft)).decode()
+            line = msgspec.json.encode(self._line(outcome, now, ttft, tpot)).decode()
             access.handle(access.makeRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
         if self.trace is not None:
             self.trace.end(
@@ -120,6 +134,7 @@ class Exchange:
                     "roost.priority": self.priority or None,
                     "roost.queued_ms": _ms(self.queued_seconds),
                     "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
+                    "roost.time_per_output_token_ms": _ms(tpot),
                     "gen_ai.response.model": self.model or None,
                     "gen_ai.response.id": self.answer_id,
                     "gen_ai.response.finish_reasons": self.finish_reasons or None,
@@ -128,7 +143,7 @@ class Exchange:
                 },
             )
 
-    def _line(self, outcome: Outcome, now: float, ttft: float | None) -> dict[str, Any]:
+    def _line(self, outcome: Outcome, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
         target = None if self.decision is None else self.decision.target
         return {
             "request_id": self.request_id,
@@ -146,6 +161,7 @@ class Exchange:
             "priority": self.priority or None,
             "queued_ms": _ms(self.queued_seconds),
             "ttft_ms": _ms(ttft),
+            "tpot_ms": _ms(tpot),
             "total_ms": _ms(now - self.started),
             "retries": len(self.failures),
             "failures": [failure.value for failure in self.failures],

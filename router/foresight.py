@@ -13,11 +13,13 @@ import numpy as np
 import xxhash
 
 from fleet.prediction import SOURCES, Query, confidence, confidences, predict
-from fleet.signatures import Weights
+from fleet.signatures import ClusterModel, Weights
 from router.replica import Change, Replica
 
 NAMED_CLUSTERS = 4
 """Clusters that a decision's record names, heaviest first."""
+NAMED_EXPERTS = 4
+"""Experts of each layer that a decision's record names, most likely first."""
 UNKNOWN_MODEL = "no prediction tables of this model yet: experts are not priced"
 NO_GAIN = "the gain is 0: prediction has not proved itself, and experts are not priced"
 
@@ -80,7 +82,8 @@ class Forecast(NamedTuple):
         best = max(range(len(SOURCES)), key=lambda at: (sure[at], self.evidence[at] > 0, -at))
         return SOURCES[best] if self.evidence[best] > 0 else "mix"
 
-    def record(self) -> "PredictionRecord":
+    def record(self, clusters: ClusterModel | None) -> "PredictionRecord":
+        """For readers. clusters: those that it was predicted with, as far as they are still in memory."""
         heaviest = np.argsort(-self.weights, kind="stable")[:NAMED_CLUSTERS].tolist()
         sources = zip(SOURCES, self.evidence, self.confidences, strict=True)
         return PredictionRecord(
@@ -91,12 +94,31 @@ class Forecast(NamedTuple):
             best=self.best,
             confidence=self.confidence,
             gain=self.gain,
+            experts=[] if clusters is None else likely_experts(clusters, self.weights),
         )
+
+
+def likely_experts(clusters: ClusterModel, weights: Weights) -> "list[LayerExperts]":
+    """The NAMED_EXPERTS most likely experts of each layer under weights, float32 [K], most likely first."""
+    expected = clusters.expected(weights)
+    named = np.argpartition(-expected, min(NAMED_EXPERTS, expected.shape[1]) - 1, axis=1)[:, :NAMED_EXPERTS]
+    chances = np.take_along_axis(expected, named, axis=1)
+    order = np.argsort(-chances, axis=1, kind="stable")
+    sorted_pair = np.take_along_axis(named, order, axis=1).tolist(), np.take_along_axis(chances, order, axis=1).tolist()
+    return [LayerExperts(layer=layer, experts=ids, shares=of) for layer, (ids, of) in enumerate(zip(*sorted_pair, strict=True))]
 
 
 class ClusterWeight(msgspec.Struct, frozen=True, kw_only=True):
     cluster: int
     weight: float
+
+
+class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of one layer that a request is expected to use most, and the share of its routed pairs that each gets."""
+
+    layer: int
+    experts: list[int]
+    shares: list[float]
 
 
 class SourceSaid(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +141,8 @@ class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """the source that says most, or "mix": nothing is known of the request"""
     confidence: float
     gain: float
+    experts: list[LayerExperts] = []
+    """by layer; empty: its clusters have been replaced since, and are no longer in memory"""
 
 
 class Foresight:

@@ -23,6 +23,7 @@ from router.tallies import Histogram, Sums, Tally
 
 _OVERHEAD = (1e-5, 25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _REGRET = (1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KNOWN_MODELS = 256
@@ -87,6 +88,8 @@ class RouterMetrics:
         self.requests = self._counter("requests", "Requests by outcome", "model", "outcome")
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered")
         self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
+        text = "Between the tokens of a choice after its first, mean of a request"
+        self.tpot = self._histogram("time_per_output_token_seconds", text, _BETWEEN_TOKENS, "model")
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
         self.output = self._counter("output_tokens", "Tokens sent to clients", "model")
         self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were known already", "ids")
@@ -251,7 +254,16 @@ class RouterMetrics:
     def failed(self, how: Failure) -> None:
         self._retries.labels(how.value).inc()
 
-    def finished(self, model: str, outcome: str, output_tokens: int, first_token_seconds: float | None, seconds: float, cached_tokens: int = 0) -> None:
+    def finished(
+        self,
+        model: str,
+        outcome: str,
+        output_tokens: int,
+        first_token_seconds: float | None,
+        seconds: float,
+        cached_tokens: int = 0,
+        seconds_per_token: float | None = None,
+    ) -> None:
         """One request, however it ended. The name of a model that was never routed is not kept as a label."""
         series = self._models.get(model) or self._unknown
         series.outcome(outcome).inc()
@@ -259,6 +271,8 @@ class RouterMetrics:
             series.ttft.observe(first_token_seconds)
             series.duration.observe(seconds)
             series.output.inc(output_tokens)
+            if seconds_per_token is not None:
+                series.tpot.observe(seconds_per_token)
             if cached_tokens:
                 series.cached_reported.inc(cached_tokens)
 
@@ -342,6 +356,7 @@ class _ModelSeries:
     def __init__(self, families: RouterMetrics, label: str) -> None:
         self.label = label
         self.ttft = families.ttft.labels(label)
+        self.tpot = families.tpot.labels(label)
         self.duration = families.duration.labels(label)
         self.output = families.output.labels(label)
         self.cached_reported = families.cached_reported.labels(label)

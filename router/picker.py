@@ -6,6 +6,7 @@ State: the view, the reservations, the two indices, the ranks' health, and the l
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,13 +287,15 @@ class Picker:
         forecast = self.foresight.predict(need.model, Query(prefix, prompt.ids, size, *need.keys, int(np.maximum.reduce(overlap))))
         if forecast is None:
             return None
-        prices = self.view.prices(need.model)
+        prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
+        used = None if clusters is None or clusters.version != forecast.clusters else ref(clusters)
         if prices.clusters != len(forecast.weights):
             nothing = np.zeros(len(roster.targets))
-            return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, np.zeros(len(roster.targets), np.bool_))
+            unpriced = np.zeros(len(roster.targets), np.bool_)
+            return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used)
         remote, nodes, local, added = prices.of(forecast.weights)
         prior, home = prices.prior_local(forecast.shares), prices.home(forecast.weights)
-        return Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions)
+        return Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used)
 
 
 def _block_size(roster: Roster) -> int:

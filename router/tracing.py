@@ -13,7 +13,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bus.redaction import without_secrets
 from router.decision import Decision
-from router.foresight import PredictionRecord
+from router.foresight import LayerExperts, PredictionRecord
 from router.record import Candidate, DecisionRecord
 from router.scoring import TERMS
 
@@ -202,7 +202,13 @@ def _prediction_attributes(record: PredictionRecord) -> dict[str, Value | None]:
         "roost.prediction.known_blocks": record.known_blocks,
         "roost.prediction.prefix": record.prefix,
         "roost.prediction.sources": [f"{one.source}: {one.evidence_tokens:g} tokens, confidence {one.confidence:.3f}" for one in record.sources] or None,
+        "roost.prediction.experts": [_experts_of(one) for one in record.experts] or None,
         "roost.prediction.best": record.best,
         "roost.prediction.confidence": record.confidence,
         "roost.prediction.gain": record.gain,
     }
+
+
+def _experts_of(one: LayerExperts) -> str:
+    """As text: OpenTelemetry has no lists of lists."""
+    return f"{one.layer}: " + ", ".join(f"{expert} {share:.1%}" for expert, share in zip(one.experts, one.shares, strict=True))

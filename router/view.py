@@ -4,6 +4,7 @@ State: engines by worker_id, cluster models by model, and the rosters and price 
 were made of changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from math import inf
 
@@ -20,6 +21,9 @@ from router.muster import Cells, EngineState, PriceList, Standing, build, column
 from router.reservations import Reservations
 from router.roster import Roster
 
+_KEPT_CLUSTERS = 8
+"""Versions of clusters, of all models together, by which recent decisions can still name experts; some 2 MB each at DeepSeek-V3's size."""
+
 
 class View:
     """See the module's first lines for what it holds. Methods tell what changed, so that the caller can do the I/O that follows."""
@@ -28,6 +32,8 @@ class View:
         self._reservations = reservations
         self._engines: dict[int, EngineState] = {}
         self._clusters: dict[str, ClusterModel] = {}
+        self._latest_clusters: deque[ClusterModel] = deque(maxlen=_KEPT_CLUSTERS)
+        """keeps in memory what decisions refer to weakly"""
         self._rosters: dict[str, Roster] = {}
         self._prices: dict[str, PriceList] = {}
         self._handovers: dict[str, tuple[Roster, Cells | None]] = {}
@@ -121,6 +127,7 @@ class View:
         if known is not None and known.version >= clusters.version:
             return False
         self._clusters[model] = clusters
+        self._latest_clusters.append(clusters)
         self._prices.pop(model, None)
         return True
 

@@ -1,0 +1,34 @@
+"""Times of a request: its first token, and those between the tokens after it."""
+
+import pytest
+
+from router.exchange import Exchange, Outcome
+from router.metrics import RouterMetrics
+
+
+def exchange(tokens: int, choices: int = 1) -> Exchange:
+    """Started at 10 s, first token at 11 s."""
+    made = Exchange("r", "d", "/v1/completions", 10.0)
+    made.first_token(11.0)
+    made.output_tokens, made.finish_reasons = tokens, ["stop"] * choices
+    return made
+
+
+@pytest.mark.parametrize(("tokens", "choices", "expected"), [(5, 1, 0.5), (10, 2, 0.5), (1, 1, None), (2, 2, None), (0, 1, None)])
+def test_time_per_output_token_is_the_mean_between_a_choices_tokens(tokens: int, choices: int, expected: float | None) -> None:
+    assert exchange(tokens, choices).time_per_output_token(13.0) == expected
+
+
+def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
+    unseen = exchange(5)
+    unseen.first_token_guessed = True
+    assert unseen.time_per_output_token(13.0) is None
+    assert Exchange("r", "d", "/", 0.0).time_per_output_token(1.0) is None
+
+
+def test_metrics_have_it_by_model() -> None:
+    metrics = RouterMetrics()
+    metrics.requests.labels("m", "answered")
+    exchange(5).finish(Outcome.ANSWERED, 13.0, metrics)
+    assert b"roost_router_time_per_output_token_seconds_sum{model=" in metrics.exposition()
+    assert b'roost_router_time_per_output_token_seconds_sum{model="other"} 0.5' in metrics.exposition()
