@@ -29,6 +29,7 @@ ZERO_ALLOWED = (
     "classic_gamma",
     "coalesce_seconds",
     "pre_stop_seconds",
+    "answer_seconds",
 )
 
 
@@ -213,7 +214,10 @@ class RouterConfig:
     """one server-sent event of a rank; a plain backend's whole answer may have 16 times as much"""
     connect_seconds: float = 2.0
     first_token_seconds: float = 120.0
+    """until a stream's first token; answers that are not streamed have no such limit"""
     between_tokens_seconds: float = 60.0
+    answer_seconds: float = 3600.0
+    """until the end of a foreign server's answer that is not streamed; 0: no limit. A server that dies ends the wait at once"""
     keepalive_seconds: float = 4.0
     """idle connections to ranks are kept so long; less than servers' usual 5 s, so that none is closed under a request"""
 

@@ -24,15 +24,17 @@ from router.openai import (
     Request,
     RequestDecoder,
     Sampling,
-    prompt_bytes,
     prompts,
     sampling,
     text_messages,
 )
+from router.passthrough import body as passthrough_body
+from router.passthrough.body import Asked
+from router.passthrough.headers import value_of
+from router.passthrough.relay import Forwarded, Relay
 from router.picker import FIRST_TRY, Need
 from router.prompt import TextPrompt, TokenPrompt
 from router.record import Supposed
-from router.relay import Relay
 from router.reply import Headers, Receive, Reply, Scope, Send
 from router.reserved import ReleaseRequest, reserved, waits
 from router.roster import Roster
@@ -102,6 +104,7 @@ class Edge:
         service = self.service
         headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
         exchange = self._begin(path, headers)
+        exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
         fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
         watch = Watch(receive)
         reply = Reply(send, watch.stop)
@@ -115,7 +118,7 @@ class Edge:
             body = await read_body(scope, receive, service.config.max_body_bytes)
             self._watches.start(watch, exchange.request_id)
             await answer(exchange, reply, fixed, body)
-            outcome = Outcome.ANSWERED
+            outcome = _outcome(reply.status)
         except ApiError as error:
             outcome = await _refuse(exchange, reply, fixed, error)
         except ClientGone:
@@ -162,19 +165,50 @@ class Edge:
     # The routes
 
     async def _answer_chat(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
-        await self._answer(exchange, reply, headers, body, self._decoder.chat(body))
+        if not await self._passed_on(exchange, reply, headers, body):
+            await self._answer(exchange, reply, headers, body, self._decoder.chat(body))
 
     async def _answer_text(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
-        await self._answer(exchange, reply, headers, body, self._decoder.text(body))
+        if not await self._passed_on(exchange, reply, headers, body):
+            await self._answer(exchange, reply, headers, body, self._decoder.text(body))
+
+    async def _passed_on(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> bool:
+        """Whether the request was one for servers that speak text: those judge it themselves, whatever it says."""
+        asked = self._for_text_servers(exchange, body)
+        if asked is None:
+            return False
+        exchange.body_bytes = len(body)
+        if (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
+            return False
+        query = b"?" + exchange.query if exchange.query else b""
+        target = exchange.path + query.decode("latin-1")
+        own = self.service.credentials.clients is None
+        request = Forwarded("POST", target, exchange.client_headers, body, asked, self._expected(asked.max_tokens), own)
+        await Relay(self.service, exchange, reply, headers, request).run()
+        return True
+
+    def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
+        """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
+        if not self.service.view.serves_text and not self.service.config.backends:
+            return None
+        asked = passthrough_body.read(body, value_of(exchange.client_headers, b"content-type"))
+        model = asked.model or self.service.view.default_text_model()
+        if model is None:
+            return None
+        exchange.model, exchange.stream = model, asked.stream
+        exchange.session = exchange.session or asked.session
+        exchange.tenant = exchange.tenant or asked.user
+        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, asked.cache_salt)
+        self._rank(exchange, asked.priority if type(asked.priority) is int or asked.priority in self.service.config.classes else None)
+        if exchange.trace is not None:
+            settings = {"max_tokens": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "stream": asked.stream}
+            exchange.trace.asked(model, settings)
+        return asked
 
     async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, request: Request) -> None:
         self._note(exchange, request)
         exchange.body_bytes = len(body)
         roster = await self.service.waiting.live_roster(exchange, request.model)
-        if roster.dialect == "text":
-            prompt = TextPrompt(prompt_bytes(request), request.model, exchange.block_seed)
-            await Relay(self.service, exchange, reply, headers, body, prompt, self._expected(request)).run()
-            return
         settings = sampling(request, self.service.config.max_choices)
         prompt_ids = await self._tokenise(request, self._tokenizer(roster), len(body))
         courses = self._courses(request, settings, roster, prompt_ids)
@@ -211,9 +245,7 @@ class Edge:
         model, 429 at once when every rank is saturated and it does not wait, 503 when none lives."""
         if reserve and supposed != NOTHING:
             raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
-        request = self._decoder.either(body)
-        self._note(exchange, request)
-        need = (await self._need(exchange, request, len(body)))._replace(supposed=supposed, external=reserve)
+        need = (await self._need(exchange, body))._replace(supposed=supposed, external=reserve)
         if reserve:
             exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False, wait=wait)
             self.service.hold(exchange.decision, booking)
@@ -221,21 +253,24 @@ class Edge:
             exchange.decision = self.service.decide(need, exchange.decision_id)
         return exchange.decision
 
-    async def _need(self, exchange: Exchange, request: Request, size: int) -> Need:
+    async def _need(self, exchange: Exchange, body: bytes) -> Need:
         """What serving the request's first prompt once would be decided on."""
+        asked = self._for_text_servers(exchange, body)
+        if asked is not None and self.service.picker.roster(exchange.model).dialect == "text":
+            keys = exchange.keys(CHAT_PATH if passthrough_body.is_chat(body) else TEXT_PATH)
+            text, output = TextPrompt(asked.prompt, exchange.model, exchange.block_seed), self._expected(asked.max_tokens)
+            return Need(exchange.model, text, 0, output, None, exchange.request_id, keys, owner=exchange.owner)
+        request = self._decoder.either(body)
+        self._note(exchange, request)
         roster = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
-        if roster.dialect == "text":
-            text = TextPrompt(prompt_bytes(request), request.model, exchange.block_seed)
-            return Need(request.model, text, 0, self._expected(request), None, exchange.request_id, keys, owner=exchange.owner)
         settings = sampling(request, self.service.config.max_choices)
-        prompt_ids = await self._tokenise(request, self._tokenizer(roster), size)
+        prompt_ids = await self._tokenise(request, self._tokenizer(roster), len(body))
         course = self._courses(request, settings, roster, prompt_ids)[0]
-        expected = min(course.max_tokens, self.service.config.expected_output_tokens)
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
         prompt = TokenPrompt(course.prompt, exchange.block_seed)
-        return Need(request.model, prompt, context, expected, roster.tokenizer, exchange.request_id, keys, owner=exchange.owner)
+        return Need(request.model, prompt, context, self._expected(course.max_tokens), roster.tokenizer, exchange.request_id, keys, owner=exchange.owner)
 
     def _note(self, exchange: Exchange, request: Request) -> None:
         exchange.model = request.model
@@ -243,16 +278,16 @@ class Edge:
         exchange.session = exchange.session or request.prompt_cache_key
         exchange.tenant = exchange.tenant or request.user or request.safety_identifier
         exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, request.cache_salt)
-        self._rank(exchange, request)
+        self._rank(exchange, request.priority)
         if exchange.trace is not None:
             exchange.trace.asked(
                 request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}
             )
 
-    def _rank(self, exchange: Exchange, request: Request) -> None:
+    def _rank(self, exchange: Exchange, priority: str | int | None) -> None:
         """Its class, and how long its client will wait. ApiError 400 for what is neither."""
         config = self.service.config
-        asked = class_of(exchange.asked_priority or request.priority, config.classes, config.default_class)
+        asked = class_of(exchange.asked_priority or priority, config.classes, config.default_class)
         exchange.urgency = max(asked, exchange.caller.most_urgent(config.classes))
         exchange.priority = config.classes[exchange.urgency]
         if exchange.asked_timeout is not None:
@@ -261,12 +296,10 @@ class Edge:
                 raise ApiError(400, said, param=TIMEOUT_HEADER, code="invalid_value")
             exchange.give_up_at = exchange.started + int(exchange.asked_timeout) / 1000.0
 
-    def _expected(self, request: Request) -> int:
-        asked = request.max_tokens
-        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            asked = request.max_completion_tokens
+    def _expected(self, max_tokens: int | None) -> int:
+        """Tokens that an answer is expected to have."""
         most = self.service.config.expected_output_tokens
-        return most if asked is None else max(1, min(asked, most))
+        return most if max_tokens is None else max(1, min(max_tokens, most))
 
     # Prompts as ids
 
@@ -338,9 +371,16 @@ async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: Api
     if exchange.decision is not None:
         headers = [*headers, (DECISION_HEADER.encode(), exchange.decision.id.encode())]
     await reply.error(error, headers)
-    if error.status == 429:
+    return _outcome(error.status)
+
+
+def _outcome(status: int) -> Outcome:
+    """Of an answer that was given to its end."""
+    if status < 400:
+        return Outcome.ANSWERED
+    if status == 429:
         return Outcome.SATURATED
-    return Outcome.REFUSED if error.status < 500 else Outcome.UNAVAILABLE
+    return Outcome.REFUSED if status < 500 else Outcome.UNAVAILABLE
 
 
 def _rendered(request: ChatRequest, tokenizer: ModelTokenizer) -> str:

@@ -13,6 +13,7 @@ from router.decision import Decision, Owner
 from router.foresight import Keys, keys_of
 from router.keys import TRUSTED, Caller
 from router.metrics import RouterMetrics
+from router.reply import Headers
 from router.tracing import RequestTrace
 
 access = logging.getLogger("roost.access")
@@ -61,6 +62,9 @@ class Exchange:
         """number of that class, 0 being the most urgent"""
         self.give_up_at = inf
         """when its client wants it no longer, unless a rank has taken it by then"""
+        self.client_headers: Headers = []
+        """as they came"""
+        self.query = b""
         self.body_bytes = 0
         self.queued_seconds = 0.0
         """the longest wait for a place; 0: it got one at once"""

@@ -270,17 +270,3 @@ def _flat(at: int, message: dict[str, Any]) -> str:
         if not isinstance(part.get("text"), str):
             _refuse(f"{field}.text must be a string", f"{field}.text", "invalid_type")
     return "\n".join(part["text"] for part in parts)
-
-
-def prompt_bytes(request: Request) -> bytes:
-    """What a foreign server's prompt begins with, as stable bytes: for guessing prefix overlap only."""
-    if isinstance(request, ChatRequest):
-        head = msgspec.json.encode(request.tools) if request.tools else b""
-        return head + b"".join(_message_bytes(message) for message in request.messages)
-    return request.prompt.encode() if isinstance(request.prompt, str) else msgspec.json.encode(request.prompt)
-
-
-def _message_bytes(message: dict[str, Any]) -> bytes:
-    content = message.get("content")
-    body = content.encode() if isinstance(content, str) else msgspec.json.encode(content)
-    return str(message["role"]).encode() + b"\n" + body + b"\n"

@@ -1,9 +1,10 @@
 """Speaks to ranks: one client for all, every failure translated at this door, silence noticed."""
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,12 +21,21 @@ _DATA = b"data:"
 _LEAN = b"data: "
 
 
-class UpstreamFailed(Exception):
-    """A rank did not answer, or not to the end."""
+class Refused(NamedTuple):
+    """A server's own error answer, as it came."""
 
-    def __init__(self, how: Failure, detail: str) -> None:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class UpstreamFailed(Exception):
+    """A rank did not answer, or not to the end. `refused`: its own answer, where it gave one."""
+
+    def __init__(self, how: Failure, detail: str, refused: Refused | None = None) -> None:
         super().__init__(f"{how.value}: {detail}")
         self.how = how
+        self.refused = refused
 
     def refusal(self, attempts: int) -> ApiError:
         """What the client is told when nobody else is asked: 429 after ranks that were busy, else 503."""
@@ -72,19 +82,40 @@ def _event_data(block: bytes) -> bytes:
     return b"\n".join(line[5:].lstrip() for line in block.split(b"\n") if line.startswith(_DATA))
 
 
-class Call:
-    """One request at a rank, from sending to the last byte; an async context manager that leaves no open connection behind.
+class Sent(NamedTuple):
+    """A request to a server: its base URL, the path below it, and what goes there."""
 
-    Entering raises UpstreamFailed, or ApiError when the rank blames the request (4xx but 429).
+    method: str
+    url: str
+    path: str
+    headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Patience(NamedTuple):
+    """Seconds that a call may take; inf: no limit."""
+
+    first: float
+    """until the first byte of the answer's body"""
+    between: float
+    """between two pieces of it"""
+    total: float = math.inf
+
+
+class Call:
+    """One request at a server, from sending to the last byte; an async context manager that leaves no open connection behind.
+
+    Entering raises UpstreamFailed when no answer begins, and ApiError 504 when the total limit is reached first. The answer's status may
+    be any.
     """
 
-    def __init__(self, client: HttpClient, config: RouterConfig, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+    def __init__(self, client: HttpClient, sent: Sent, connect_seconds: float, patience: Patience) -> None:
         self._client = client
-        self._config = config
-        self._url = url
-        self._path = path
-        self._body = body
-        self._headers = headers
+        self._sent = sent
+        self._url = sent.url
+        self._connect_seconds = connect_seconds
+        self._patience = patience
+        self._deadline = math.inf
         self._origin: Origin
         self._connection: Connection
         self._read_any = False
@@ -93,16 +124,18 @@ class Call:
     async def __aenter__(self) -> "Call":
         try:
             self._origin = self._client.origin(self._url)
-            self._connection = await self._client.connect(self._origin, self._config.connect_seconds)
+            self._connection = await self._client.connect(self._origin, self._connect_seconds)
         except TimeoutError as error:
-            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._config.connect_seconds:g} s") from error
+            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:
             raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
         try:
-            self._connection.send(request_bytes("POST", self._origin, self._path, {"content-type": "application/json", **self._headers}, self._body))
+            sent = self._sent
+            self._deadline = asyncio.get_running_loop().time() + self._patience.total
+            self._connection.send(request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body))
             while not self._connection.status:
                 await self._more(Failure.DISCONNECTED)
-            await self._check_status()
+            await self._begun()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -113,16 +146,28 @@ class Call:
             await self._drain()
         self._client.give_back(self._origin, self._connection)
 
+    async def _begun(self) -> None:
+        """The head of the answer is there."""
+
     @property
     def status(self) -> int:
         return self._connection.status
 
     @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The answer's, as they came."""
+        return self._connection.raw_headers
+
+    @property
     def content_type(self) -> str:
         return self._connection.headers.get(b"content-type", b"application/json").decode("latin-1")
 
+    def cut(self, why: str) -> None:
+        """Close the connection: the call fails as if the server had closed it."""
+        self._connection.cut(why)
+
     async def read(self) -> bytes:
-        """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks."""
+        """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks, ApiError 504 at the total limit."""
         connection = self._connection
         while (data := connection.take()) is None:
             await self._more(Failure.BROKEN)
@@ -134,12 +179,17 @@ class Call:
         self._clean = True
 
     async def _more(self, how: Failure) -> None:
-        """Wait for the rank, within the time that holds now."""
+        """Wait for the server, within the time that holds now."""
+        loop, patience = asyncio.get_running_loop(), self._patience
+        seconds = patience.between if self._read_any else patience.first
         try:
-            await self._connection.more(self._config.between_tokens_seconds if self._read_any else self._config.first_token_seconds)
+            await self._connection.more(min(seconds, self._deadline - loop.time()))
         except ConnectionLost as error:
             raise UpstreamFailed(how, f"{self._url}: {error}") from error
         if self._connection.fell_silent:
+            if loop.time() >= self._deadline:
+                said = f"no whole answer within {patience.total:g} s ([router] answer_seconds); stream it, or ask for fewer tokens"
+                raise ApiError(504, said, code="answer_timeout")
             raise UpstreamFailed(Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
 
     async def _drain(self) -> None:
@@ -150,25 +200,30 @@ class Call:
         except (TimeoutError, ConnectionLost):
             self._connection.cut("the answer was whole, but its end did not come")
 
-    async def _check_status(self) -> None:
-        status = self._connection.status
+    async def error_body(self) -> bytes:
+        """The first bytes of an error's body, enough to say what it is."""
+        body = b""
+        while len(body) <= _ERROR_BYTES and (data := await self.read()):
+            body += data
+        return body
+
+
+class RankCall(Call):
+    """A call to a rank of the fleet's own engines. Entering also raises UpstreamFailed for the rank's errors, and ApiError when the rank blames
+    the request (4xx but 429)."""
+
+    async def _begun(self) -> None:
+        status = self.status
         if status < 400:
             return
-        refused = api_error(status, await self._error_body())
+        refused = api_error(status, await self.error_body())
         if status == 429 or refused.code == "overloaded":
             raise UpstreamFailed(Failure.BUSY, f"{self._url}: {refused.message}")
         if status >= 500:
             raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
         if status in (401, 403):
-            remedy = "set backend_key_file, or fleet_secret_file for Roost's own ranks"
-            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the server refused the router's key; {remedy}")
+            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the rank refused the router's key; set fleet_secret_file")
         raise refused
-
-    async def _error_body(self) -> bytes:
-        body = b""
-        while len(body) <= _ERROR_BYTES and (data := await self.read()):
-            body += data
-        return body
 
 
 def api_error(status: int, body: bytes) -> ApiError:
@@ -204,8 +259,17 @@ class Upstream:
         self._config = config
 
     def call(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Call:
-        """POST a body to a path below a base URL."""
-        return Call(self._opened, self._config, url, path, body, headers)
+        """POST a request to a rank of the fleet's own engines."""
+        config = self._config
+        sent = Sent("POST", url, path, {"content-type": "application/json", **headers}, body)
+        return RankCall(self._opened, sent, config.connect_seconds, Patience(config.first_token_seconds, config.between_tokens_seconds))
+
+    def forward(self, sent: Sent, *, stream: bool) -> Call:
+        """A request as it came, to a server that answers in text. stream: its answer begins with the first token; else it comes as a whole,
+        for which there is only a total limit."""
+        config = self._config
+        whole = Patience(math.inf, config.between_tokens_seconds, config.answer_seconds or math.inf)
+        return Call(self._opened, sent, config.connect_seconds, Patience(config.first_token_seconds, config.between_tokens_seconds) if stream else whole)
 
     async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
         """The body of a GET. OSError (also for other statuses than 200), TimeoutError, or ValueError when it is too long."""

@@ -33,6 +33,11 @@ class Reply:
         self._before_end()
         await self._send({"type": "http.response.body", "body": data})
 
+    def abandon(self) -> None:
+        """Leave the answer unfinished. The HTTP server then closes the connection, by which the client sees that something is missing."""
+        self.ended = True
+        self._before_end()
+
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.end(body)

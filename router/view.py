@@ -4,7 +4,7 @@ State: engines by worker_id, cluster models by model, and the rosters and price 
 were made of changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from math import inf
 
@@ -39,6 +39,8 @@ class View:
         self._handovers: dict[str, tuple[Roster, Cells | None]] = {}
         self.version = 0
         """counts changes; part of every decision"""
+        self._text, self._text_at = False, 0
+        """`serves_text`, and the version it was found at"""
 
     def join(self, joined: EngineJoined, now: float, *, probed: bool = False) -> list[int]:
         """An engine serves. Returns the worker_ids it supersedes (earlier incarnations of its name), which are forgotten.
@@ -209,6 +211,20 @@ class View:
     def models(self, *, live: bool) -> list[str]:
         """Names of models, sorted: those of live engines, or of all engines not yet forgotten."""
         return sorted({model for state in self._engines.values() if not live or state.obstacle is None for model in state.contexts})
+
+    @property
+    def serves_text(self) -> bool:
+        """Whether any engine, live or not, takes requests as text only."""
+        if self._text_at != self.version:
+            self._text_at = self.version
+            self._text = any(state.dialect == "text" for state in self._engines.values())
+        return self._text
+
+    def default_text_model(self) -> str | None:
+        """Where a request without a model goes: the base model that most live engines serve as text, the first by name among equals."""
+        live = (state.joined.model for state in self._engines.values() if state.obstacle is None and state.dialect == "text")
+        counts = Counter(model for model in live if self.roster(model).dialect == "text")
+        return min(counts, key=lambda model: (-counts[model], model), default=None)
 
     def roster(self, model: str) -> Roster:
         """The ranks that may serve a model now; empty when there is none."""

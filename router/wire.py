@@ -9,7 +9,7 @@ import asyncio
 import math
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -21,7 +21,9 @@ BUFFERED_BYTES = 1024 * 1024
 """Unread bytes of an answer at which reading pauses."""
 _IDLE_PER_ORIGIN = 1024
 _MOST_ORIGINS = 4096
-_FORBIDDEN = frozenset("\r\n\0")
+_FORBIDDEN = frozenset(b"\r\n\0")
+_ALIVE_SECONDS, _ALIVE_AGAIN_SECONDS, _ALIVE_TRIES = 15, 5, 3
+"""Of TCP's own question whether a silent peer is still there: a machine that vanished is noticed after half a minute."""
 
 
 class ConnectionLost(Exception):
@@ -77,6 +79,8 @@ class Connection(asyncio.Protocol):
         """0 until the head of the answer is there"""
         self.headers: dict[bytes, bytes] = {}
         """names in lower case"""
+        self.raw_headers: list[tuple[bytes, bytes]] = []
+        """all of them, as they came"""
         self.complete = False
         self.idle_since = 0.0
 
@@ -87,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._parts.clear()
         self._buffered = self._head_bytes = self.status = 0
-        self.headers = {}
+        self.headers, self.raw_headers = {}, []
         self.complete = self._until_closed = self._keep = self._overrun = False
         self._transport.write(request)
 
@@ -168,7 +172,12 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # in form; uvloop's is no subclass of asyncio's
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opened = transport.get_extra_info("socket")
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_SECONDS)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ALIVE_AGAIN_SECONDS)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TRIES)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self.complete:
@@ -202,6 +211,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.lower()] = value
+        self.raw_headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -220,7 +230,7 @@ class Connection(asyncio.Protocol):
         if self.status:
             self.complete = True
         else:
-            self.headers = {}  # an interim answer (1xx); the real one follows
+            self.headers, self.raw_headers = {}, []  # an interim answer (1xx); the real one follows
 
 
 class HttpClient:
@@ -285,10 +295,10 @@ class HttpClient:
         self._idle.clear()
 
 
-def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
     """A request as it goes over the wire. Headers that would break its form (line ends in a value) are left out."""
     lines = [f"{method} {origin.path}{path} HTTP/1.1\r\nhost: ".encode(), origin.header, b"\r\ncontent-length: ", str(len(body)).encode(), b"\r\n"]
-    for name, value in headers.items():
-        if _FORBIDDEN.isdisjoint(value):
-            lines.append(f"{name}: {value}\r\n".encode("latin-1", "replace"))
+    if isinstance(headers, Mapping):
+        headers = [(name.encode("latin-1", "replace"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    lines += [b"%b: %b\r\n" % header for header in headers if _FORBIDDEN.isdisjoint(header[1])]
     return b"".join([*lines, b"\r\n", body])

@@ -79,7 +79,7 @@ class Foreign:
             return web.json_response({"error": {"message": f"{self.name} says {self.status}", "code": "c", "param": "p"}}, status=self.status)
         if not json.loads(body).get("stream"):
             return await self._whole(http)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-secret": "not passed on"})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-vendor": "its own"})
         await response.prepare(http)
         try:
             for number in range(self.words):
@@ -138,7 +138,7 @@ async def test_streams_pass_through_byte_for_byte(open_house: OpenHouse, servers
     house = await opened(open_house, servers[:1])
     answer = await house.post(CHAT, chat(stream=True))
     assert [event["choices"][0]["vendor"] for event in answer.events[:4]] == [1] * 4
-    assert "x-secret" not in answer.headers
+    assert answer.headers["x-vendor"] == "its own"
     assert (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json["candidates"][0]["overlap_approximate"]
 
 
@@ -172,7 +172,7 @@ async def test_a_server_that_serves_stays_however_slow_its_list_of_models_is(ope
     servers[0].listed.set()
 
 
-@pytest.mark.parametrize("status", [500, 503, 429, 401])
+@pytest.mark.parametrize("status", [500, 503, 429])
 async def test_another_server_is_asked_before_the_first_byte(open_house: OpenHouse, servers: list[Foreign], status: int) -> None:
     house = await opened(open_house, servers)
     servers[0].status = status
@@ -218,14 +218,15 @@ async def test_what_the_server_refuses_is_passed_on(open_house: OpenHouse, serve
     assert len(servers[0].bodies) + len(servers[1].bodies) == 1
 
 
-async def test_when_all_fail_the_last_word_is_503_or_429(open_house: OpenHouse, servers: list[Foreign]) -> None:
+@pytest.mark.parametrize("status", [500, 503, 429])
+async def test_when_all_fail_the_answer_is_the_last_servers_own(open_house: OpenHouse, servers: list[Foreign], status: int) -> None:
     house = await opened(open_house, servers)
-    for status, told in ((500, 503), (429, 429)):
-        for server in servers:
-            server.status = status
-        answer = await house.post(CHAT, chat())
-        assert answer.status == told
-        assert "retry-after" in answer.headers
+    for server in servers:
+        server.status = status
+    answer = await house.post(CHAT, chat())
+    assert answer.status == status
+    assert answer.json["error"]["message"] in (f"one says {status}", f"two says {status}")
+    assert ("retry-after" in answer.headers) is (status != 500)
 
 
 async def test_the_upstream_key_is_sent_and_the_clients_is_not(open_house: OpenHouse, servers: list[Foreign], tmp_path: Path) -> None:
@@ -321,7 +322,7 @@ async def test_failures_with_one_model_open_the_breaker_for_the_others_of_the_se
         server.models = ("demo", "adapter")
     house = await opened(open_house, servers, breaker_failures=1, breaker_seconds=60.0)
     servers[0].status = 500
-    assert [(await house.post(CHAT, chat(f"q{number}"))).status for number in range(6)] == [200] * 6
+    assert [(await house.post(CHAT, chat(f"q{number}"))).status for number in range(20)] == [200] * 20
     left_out = (await house.post("/v1/route", chat(model="adapter"))).json["excluded"]
     assert ["breaker" in out["reason"] for out in left_out] == [True]
 

@@ -5,13 +5,14 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from deploy.demo_model import checkpoint_path
-from router.openai import ChatRequest, prompt_bytes
+from router.passthrough.body import read
 from router.segments import MOST_SEGMENTS, Cutter, SegmentCache
 from router.tokenizer import ModelTokenizer, first_difference
 from tests.router.encoding import whole, wrong_in_threads
@@ -237,5 +238,6 @@ async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(ope
 @settings(max_examples=30)
 @given(turns=TALKS, later=TALKS)
 def test_the_text_of_a_conversation_is_a_prefix_of_its_next_turn(turns: list[tuple[str, str]], later: list[tuple[str, str]]) -> None:
-    before, after = (prompt_bytes(ChatRequest(model="demo", messages=talk(some), tools=[{"type": "function"}])) for some in (turns, turns + later))
+    bodies = (msgspec.json.encode({"model": "demo", "messages": talk(some), "tools": [{"type": "function"}]}) for some in (turns, turns + later))
+    before, after = (read(body, "application/json").prompt for body in bodies)
     assert after.startswith(before)

@@ -1,0 +1,200 @@
+"""Reads of a client's body the few fields that routing uses. Nothing is refused: a field that cannot be read is not priced. Pure.
+
+The server is the judge of its own requests. Numbers and booleans are read as leniently as vLLM and SGLang (pydantic's lax mode) do.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+MOST_PARTS = 64
+"""Parts of a multipart body that are looked at."""
+MOST_FIELD_BYTES = 1024
+"""A longer text field of a multipart body is no model's name."""
+_PART_HEAD_BYTES = 4096
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_NOTHING = msgspec.Raw(b"")
+
+
+class Asked(NamedTuple):
+    """A request as far as routing reads it; None, False or b"" where a field is absent or unreadable."""
+
+    model: str | None = None
+    stream: bool = False
+    max_tokens: int | None = None
+    prompt: bytes = b""
+    """The text that the server's prompt begins with, as stable bytes: only for guessing prefix overlap."""
+    user: str | None = None
+    session: str | None = None
+    priority: str | int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    cache_salt: str | None = None
+    refers_to: str | None = None
+    """id of an object of an earlier answer, which only its server knows"""
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    model: msgspec.Raw = _NOTHING
+    stream: msgspec.Raw = _NOTHING
+    max_completion_tokens: msgspec.Raw = _NOTHING
+    max_tokens: msgspec.Raw = _NOTHING
+    max_output_tokens: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    query: msgspec.Raw = _NOTHING
+    user: msgspec.Raw = _NOTHING
+    safety_identifier: msgspec.Raw = _NOTHING
+    prompt_cache_key: msgspec.Raw = _NOTHING
+    priority: msgspec.Raw = _NOTHING
+    temperature: msgspec.Raw = _NOTHING
+    top_p: msgspec.Raw = _NOTHING
+    cache_salt: msgspec.Raw = _NOTHING
+    previous_response_id: msgspec.Raw = _NOTHING
+    input_file_id: msgspec.Raw = _NOTHING
+
+
+_FIELDS: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def read(body: bytes, content_type: str) -> Asked:
+    """A JSON body, or the text fields of a multipart one. Never raises."""
+    if content_type.lower().startswith("multipart/"):
+        return _of_parts(body, content_type)
+    try:
+        fields = _FIELDS.decode(body)
+    except _FAULTS:
+        return Asked()
+    limits = (_count(_value(raw)) for raw in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens))
+    references = (_text(_value(raw)) for raw in (fields.previous_response_id, fields.input_file_id))
+    priority = _value(fields.priority)
+    return Asked(
+        model=_text(_value(fields.model)),
+        stream=_truth(_value(fields.stream)),
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        prompt=_prompt(fields),
+        user=_text(_value(fields.user)) or _text(_value(fields.safety_identifier)),
+        session=_text(_value(fields.prompt_cache_key)),
+        priority=priority if isinstance(priority, str) or type(priority) is int else None,
+        temperature=_number(_value(fields.temperature)),
+        top_p=_number(_value(fields.top_p)),
+        cache_salt=_text(_value(fields.cache_salt)),
+        refers_to=next((reference for reference in references if reference), None),
+    )
+
+
+def is_chat(body: bytes) -> bool:
+    """Whether it has messages; else it is taken for a completions body."""
+    try:
+        return bool(bytes(_FIELDS.decode(body).messages))
+    except _FAULTS:
+        return False
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw) if len(bytes(raw)) else None
+    except _FAULTS:
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _number(value: Any) -> float | None:
+    """Numbers, and strings that are numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _count(value: Any) -> int | None:
+    """At least 1; 2**31 at most, which no context reaches."""
+    number = _number(value)
+    return None if number is None or number < 1 else min(int(number), 2**31)
+
+
+def _truth(value: Any) -> bool:
+    return value.strip().lower() in _TRUE if isinstance(value, str) else value in (1, True)
+
+
+def _prompt(fields: _Fields) -> bytes:
+    """In the order in which chat templates render them: tools and system prompt first."""
+    parts = [bytes(raw) for raw in (fields.tools, fields.system, fields.instructions)]
+    messages = _value(fields.messages)
+    if isinstance(messages, list):
+        parts += map(_message, messages)
+    parts += [_plain(_value(raw)) for raw in (fields.prompt, fields.query, fields.input)]
+    return b"".join(parts)
+
+
+def _message(message: Any) -> bytes:
+    if not isinstance(message, dict):
+        return _plain(message)
+    return _plain(message.get("role")) + b"\n" + _plain(message.get("content")) + b"\n"
+
+
+def _plain(value: Any) -> bytes:
+    if value is None:
+        return b""
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else msgspec.json.encode(value)
+
+
+# Multipart
+
+
+def _of_parts(body: bytes, content_type: str) -> Asked:
+    """Uploads of audio, images and files: the text fields `model` and `stream`."""
+    fields = dict(_text_fields(body, _boundary(content_type), ("model", "stream")))
+    return Asked(model=fields.get("model") or None, stream=_truth(fields.get("stream", "")))
+
+
+def _boundary(content_type: str) -> bytes:
+    """b"" where none is named."""
+    for parameter in content_type.split(";")[1:]:
+        name, _, value = parameter.strip().partition("=")
+        if name.lower() == "boundary":
+            return value.strip().strip('"').encode("latin-1", "replace")
+    return b""
+
+
+def _text_fields(body: bytes, boundary: bytes, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Of the first parts, those with one of the names that are short text. Files are skipped by search, not copied."""
+    found: list[tuple[str, str]] = []
+    if not boundary:
+        return found
+    delimiter = b"--" + boundary
+    start = body.find(delimiter)
+    for _ in range(MOST_PARTS):
+        end = -1 if start < 0 else body.find(b"\r\n" + delimiter, start + len(delimiter))
+        if end < 0:
+            break
+        head_end = body.find(b"\r\n\r\n", start, start + _PART_HEAD_BYTES)
+        if head_end >= 0 and end - head_end - 4 <= MOST_FIELD_BYTES:
+            name = _part_name(body[start:head_end])
+            if name in names:
+                found.append((name, body[head_end + 4 : end].decode("utf-8", "replace").strip()))
+        start = end + 2
+    return found
+
+
+def _part_name(head: bytes) -> str:
+    for line in head.split(b"\r\n"):
+        if line.lower().startswith(b"content-disposition:"):
+            for parameter in line.split(b";")[1:]:
+                name, _, value = parameter.strip().partition(b"=")
+                if name.lower() == b"name":
+                    return value.strip().strip(b'"').decode("utf-8", "replace")
+    return ""
