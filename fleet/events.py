@@ -411,6 +411,15 @@ class ExpertCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """slot that serves them from the next epoch on"""
 
 
+class ExpertArrival(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Weights that a handover brought to a rank: [layer, expert, rank they were read from, rank they came to]."""
+
+    layer: int
+    expert: int
+    source: int
+    rank: int
+
+
 class ProposeHandover(Event, frozen=True, kw_only=True):
     """Request to one rank: stage what it needs to serve the next epoch (`fleet.handover`). Answered at once with `HandoverDescribed`; that it has
     staged is published, and answered to a repetition."""
@@ -684,6 +693,8 @@ class MigrationStaged(Event, frozen=True, kw_only=True):
     """from the proposal"""
     pulls: tuple[PullTold, ...] = ()
     """of all ranks"""
+    arrivals: tuple[ExpertArrival, ...] = ()
+    """every copy; empty where a successor ended a handover whose plan it no longer has"""
 
 
 class MigrationCommitted(Event, frozen=True, kw_only=True):
@@ -703,6 +714,8 @@ class MigrationCommitted(Event, frozen=True, kw_only=True):
     """of it: from the decision"""
     last: bool
     """the plan is done with it"""
+    arrivals: tuple[ExpertArrival, ...] = ()
+    """as in `MigrationStaged`"""
 
 
 class MigrationAborted(Event, frozen=True, kw_only=True):

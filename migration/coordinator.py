@@ -15,6 +15,7 @@ from fleet.events import (
     AbortHandover,
     CommitHandover,
     DescribeHandover,
+    ExpertArrival,
     ExpertCopy,
     HandoverDescribed,
     MigrationAborted,
@@ -57,6 +58,14 @@ class Undertaking:
     traceparent: str = ""
     given: int = 0
     """see `OpenHandover`"""
+
+    @property
+    def arrivals(self) -> tuple[ExpertArrival, ...]:
+        """Which experts it brings where. Empty where copies or placement are not known any more."""
+        if self.placement is None:
+            return ()
+        width = self.placement.slots_per_rank
+        return tuple(ExpertArrival(one.layer, one.expert, one.source // width, one.slot // width) for one in self.copies)
 
 
 class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -325,6 +334,7 @@ class Proceeding:
             bytes=what.bytes,
             seconds=now - self.begun,
             pulls=tuple(pull for told in self.told for pull in told.pulls),
+            arrivals=what.arrivals,
         )
         return (staged,)
 
@@ -345,6 +355,7 @@ class Proceeding:
             seconds=now - self.begun,
             commit_seconds=0.0 if self.decided is None else now - self.decided,
             last=what.last,
+            arrivals=what.arrivals,
         )
         return (*placed, committed)
 

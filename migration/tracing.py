@@ -20,6 +20,8 @@ from migration.plan import Plan
 Provider = TracerProvider
 """For those who hand a provider on without importing OpenTelemetry."""
 
+MOST_EXPERTS = 256
+"""Arrivals that a handover's span names; its events name all."""
 Attributes = dict[str, str | int | float]
 _EVENTS = {Cue.ALL_STAGED: "decided", Cue.FAILED: "given up", Cue.ALL_SERVING: "flipped", Cue.ALL_ABORTED: "aborted", Cue.ENGINE_GONE: "engine gone"}
 
@@ -97,6 +99,8 @@ class PlanTrace:
         }
         below = trace.set_span_in_context(self._span, Context())
         span = self._tracing.span("roost.handover", about, below, (Link(self._span.get_span_context()),))
+        if what.arrivals:
+            span.set_attribute("roost.experts", [f"{one.layer}/{one.expert}: {one.source} -> {one.rank}" for one in what.arrivals[:MOST_EXPERTS]])
         span.add_event("proposed")
         return HandoverTrace(span, self._tracing.traceparent(span))
 

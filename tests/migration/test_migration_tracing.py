@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from bus.memory import MemoryBroker, MemoryBus
-from fleet.events import LoopFigures, MigrationPlanned, PlanJudged, ProposeHandover
+from fleet.events import LoopFigures, MigrationCommitted, MigrationPlanned, PlanJudged, ProposeHandover
 from migration.tracing import Tracing
 from tests.migration.conducting_rig import apply, engine, leading, log, replicating
 
@@ -52,6 +52,9 @@ async def test_a_plan_is_one_trace_and_its_handovers_are_below_it(spans: InMemor
         assert all(span.parent is not None and span.parent.span_id == plan.context.span_id for span in handovers)
         assert [event.name for event in handovers[0].events] == ["proposed", "staged", "decided", "flipped"]
         about = dict(handovers[1].attributes or {})
+        assert about["roost.experts"] == ("0/1: 0 -> 1",)
+        committed = [event for event in await log(bus) if isinstance(event, MigrationCommitted)]
+        assert [[(one.layer, one.expert, one.source, one.rank) for one in event.arrivals] for event in committed] == [[(0, 0, 0, 1)], [(0, 1, 0, 1)]]
         assert {key: about[key] for key in ("roost.plan", "roost.epoch", "roost.bytes", "roost.outcome")} == {
             "roost.plan": accepted.plan,
             "roost.epoch": 2,
