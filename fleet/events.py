@@ -993,6 +993,9 @@ class ReservationsChanged(Event, frozen=True, kw_only=True):
     """decision ids booked by another router, which is asked to end them (`RouteReleased` came here)"""
     computed: tuple[str, ...] = ()
     """decision ids booked by another router, which is told that their prompts are computed"""
+    released_by: dict[str, str] = {}
+    """by decision id, forgotten or computed, the tenant whose release it is: it ends that tenant's own bookings alone. Ids that are missing were
+    released by a caller who may end any"""
 
 
 class DescribeReservations(Event, frozen=True, kw_only=True):
@@ -1040,6 +1043,8 @@ class RouteDecided(Event, frozen=True, kw_only=True):
     """base URL of the chosen rank"""
     expires_seconds: float | None = None
     """a reservation ends by itself after so long; None: nothing was reserved"""
+    cache_salt: str | None = None
+    """to be sent to that rank as `cache_salt`; None: nothing is to be sent"""
 
 
 class RouteReleased(Event, frozen=True, kw_only=True):
@@ -1056,6 +1061,8 @@ class DescribeDecision(Event, frozen=True, kw_only=True):
     """Request to the router that made it: answer with a decision; `RequestRefused` when it is not among the last ones."""
 
     id: str
+    tenant: str | None = None
+    """of this tenant alone, others being as unknown as what never was; None: of any"""
 
 
 class DecisionDescribed(Event, frozen=True, kw_only=True):

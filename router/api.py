@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from fleet.completions import ApiError
 from router.edge import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, Edge
-from router.keys import DOCS, INFER, METRICS, ROUTE
+from router.keys import DOCS, INFER, METRICS, ROUTE, Caller
 from router.openapi import with_hot_routes
 from router.reply import Receive, Scope, Send, error_headers
 from router.service import RouterService
@@ -74,9 +74,11 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
     return app
 
 
-def _admit(request: Request, service: RouterService, right: str) -> None:
-    """ApiError 401 without a valid key, 403 for a key without the right."""
-    service.credentials.caller(request.headers.get("authorization")).require(right)
+def _admit(request: Request, service: RouterService, right: str) -> Caller:
+    """The caller. ApiError 401 without a valid key, 403 for a key without the right."""
+    caller = service.credentials.caller(request.headers.get("authorization"))
+    caller.require(right)
+    return caller
 
 
 def _add_documentation(app: FastAPI, service: RouterService) -> None:
@@ -114,9 +116,9 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/v1/decisions/{decision_id}")
     async def decision(request: Request, decision_id: str) -> Response:
-        """One of the last decisions of any router, with every candidate and every term."""
-        _admit(request, service, ROUTE)
-        return Response(await service.decision(decision_id), media_type=_JSON)
+        """One of the last decisions of any router about a request of the caller's tenant, with every candidate and every term."""
+        caller = _admit(request, service, ROUTE)
+        return Response(await service.decision(decision_id, caller.sees), media_type=_JSON)
 
     @app.get("/health")
     async def health() -> Response:

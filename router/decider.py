@@ -14,6 +14,7 @@ from router.config import RouterConfig
 from router.decision import NOTHING, Decision
 from router.edge import RESERVE_PATH, ROUTE_PATH, Edge
 from router.exchange import Exchange, Outcome
+from router.keys import ALL_RIGHTS, Caller
 from router.record import DecisionRecord, Supposed
 from router.reserved import ReleaseRecord, ReservedRecord, reserved
 from router.service import RouterService
@@ -99,7 +100,7 @@ class Decider:
         """Where this request shall go; its load is held there. wait: for a place, when every rank is saturated, in turn with the requests
         that this router forwards itself. ApiError as `decide`."""
         decision = await self.choose(body, reserve=True, wait=wait, **who)
-        return reserved(decision.record(), decision.target.url, self.service.reserved.seconds)
+        return reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt)
 
     def release(self, decision_id: str, *, first_token: bool = False) -> ReleaseRecord:
         """The request is over, or (first_token) its prompt is computed and it goes on. Idempotent; an unknown id is no error."""
@@ -112,6 +113,8 @@ class Decider:
         exchange = Exchange(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
         exchange.session, exchange.tenant = who.get("session") or None, who.get("tenant") or None
         exchange.asked_priority = who.get("priority") or None
+        if service.credentials.clients is not None:  # whoever decides by a program, or over the bus, is trusted to name tenants
+            exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = Outcome.FAILED
         try:

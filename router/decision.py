@@ -36,10 +36,10 @@ _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 
 
 class Owner(NamedTuple):
-    """The tenant that a request belongs to. tenant: from its key, "" without keys; salted: its KV must be kept apart from others'."""
+    """The tenant that a request belongs to. tenant: from its key, "" without keys; salt: it shares KV only with requests of the same one."""
 
     tenant: str = ""
-    salted: bool = False
+    salt: str = ""
 
 
 UNKNOWN_OWNER = Owner()
@@ -209,7 +209,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def shared_cache(self) -> bool:
         """Whether the request has a salt and its rank does not separate by it: tenants share that rank's KV cache."""
-        return self.ask.owner.salted and not self.target.engine.capabilities.isolates_tenants
+        return bool(self.ask.owner.salt) and not self.target.engine.capabilities.isolates_tenants
+
+    @property
+    def cache_salt(self) -> str:
+        """The salt to send to the chosen rank; "": none, or it takes none."""
+        return self.ask.owner.salt if self.target.engine.capabilities.isolates_tenants else ""
 
     @property
     def homecoming(self) -> Homecoming:
@@ -277,7 +282,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             replaces=self.ask.replaces,
             cause=self.ask.cause,
             tenant=self.ask.owner.tenant or None,
-            cache="shared" if self.shared_cache else "tenant" if self.ask.owner.salted else "common",
+            cache="shared" if self.shared_cache else "tenant" if self.ask.owner.salt else "common",
         )
 
     def _epochs(self) -> Epochs:

@@ -230,15 +230,15 @@ class Edge:
         if wait is None:
             raise ApiError(400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value")
         decision = await self.choose(exchange, body, reserve=True, wait=wait)
-        answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds))
+        answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt))
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
-    async def _release(self, _: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+    async def _release(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
         try:
             asked = msgspec.json.decode(body, type=ReleaseRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value") from error
-        answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token))
+        answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token, tenant=exchange.caller.sees))
         await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
 
     async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:

@@ -97,7 +97,7 @@ class Exchange:
     @property
     def owner(self) -> Owner:
         """The tenant that it belongs to, for its decisions."""
-        return Owner(self.caller.tenant, bool(self.salt))
+        return Owner(self.caller.tenant, self.salt)
 
     def keys(self, path: str | None = None) -> Keys:
         """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""
@@ -123,6 +123,7 @@ class Exchange:
         ttft = None if self.first_token_at is None else self.first_token_at - self.started
         tpot = self.time_per_output_token(now)
         metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started, self.cached_tokens, tpot)
+        metrics.finished_for(self.caller.tenant, outcome.value, self.prompt_tokens, self.cached_tokens, self.output_tokens)
         if access.isEnabledFor(logging.INFO):
             line = msgspec.json.encode(self._line(outcome, now, ttft, tpot)).decode()
             access.handle(access.makeRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first

@@ -131,8 +131,7 @@ class Generation:
     async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = self._exchange.pass_on if span is None else span.headers
         headers = {**headers, "x-request-id": self._exchange.request_id, DECISION_HEADER: decision.id, **self._service.credentials.for_ranks}
-        salt = self._exchange.salt if decision.target.engine.capabilities.isolates_tenants else ""
-        body = _ENCODER.encode(course.request(salt))
+        body = _ENCODER.encode(course.request(decision.cache_salt))
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
 

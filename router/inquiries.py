@@ -57,6 +57,7 @@ class Inquiries:
             record=msgspec.json.encode(decision.record()),
             url=decision.target.url,
             expires_seconds=self._decider.service.reserved.seconds if message.reserve else None,
+            cache_salt=decision.cache_salt or None,
         )
 
     async def _release(self, message: Message) -> Message:
@@ -68,7 +69,7 @@ class Inquiries:
     async def _describe(self, message: Message) -> Message:
         if not isinstance(message, DescribeDecision):
             return _refused(message, DescribeDecision)
-        kept = self._decider.service.picker.kept(message.id)
+        kept = self._decider.service.kept(message.id, message.tenant)
         if kept is None:
             return RequestRefused(reason=f"it is not among the last {self._decider.service.config.kept_decisions} that router made")
         return DecisionDescribed(record=msgspec.json.encode(kept.record()))

@@ -48,6 +48,11 @@ class Caller(NamedTuple):
         if right not in self.rights:
             raise ApiError(403, f"this key has no right to do this; its line in the router's keys file must name {right!r}", code="insufficient_rights")
 
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose decisions and reservations the caller may see and end; None: any tenant's."""
+        return None if not self.tenant or self.rights & {ANY_TENANT, ADMIN} else self.tenant
+
     def most_urgent(self, classes: Sequence[str]) -> int:
         """The number of the most urgent class that the caller may ask for, 0 being the first. A class that a reload took away is the last."""
         if self.priority_class is None:
@@ -87,6 +92,11 @@ class ClientKeys:
         if scheme.lower() != "bearer":
             return None
         return self._callers.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest())
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Names of the tenants that have a key."""
+        return frozenset(caller.tenant for caller in self._callers.values())
 
     def compared(self, old: "ClientKeys") -> str:
         """How many keys were added, removed or given other words since."""

@@ -28,6 +28,8 @@ _REGRET = (1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10
 _SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KNOWN_MODELS = 256
 """Model names come from clients and engines; series beyond so many share the label "other"."""
+_KNOWN_TENANTS = 1000
+"""Tenants with series of their own; others share the label "other"."""
 _RANK = ["model", "worker_id", "dp_rank"]
 _CLUSTER = ("model", "cluster")
 """a model has 64 at most"""
@@ -93,6 +95,10 @@ class RouterMetrics:
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
         self.output = self._counter("output_tokens", "Tokens sent to clients", "model")
         self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were known already", "ids")
+        self._tenant_requests = self._tally("tenant_requests", "Requests by tenant and outcome; other: tenants without a key", "tenant", "outcome")
+        self._tenant_tokens = self._tally("tenant_tokens", "Tokens of a tenant's requests: prompt, cached (of the prompt), output", "tenant", "kind")
+        self._shared_cache = self._counter("shared_cache_requests", "Requests with a cache salt at an engine that does not isolate tenants", "model")
+        self._tenants: frozenset[str] = frozenset()
         self.cached_reported = self._counter("cached_tokens_reported", "Prompt tokens that engines said they had cached", "model")
 
     def _about_decisions(self) -> None:
@@ -193,6 +199,8 @@ class RouterMetrics:
             self._lost.values[label,] += lost
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
         self._homes.values[label, decision.homecoming] += 1
+        if decision.shared_cache:
+            self._shared_cache.labels(label).inc()
         if decision.is_measured(decision.chosen):
             self._terms.add(label, decision.scores.terms[:, decision.chosen] * 1e-3)
         self.deciding.observe(seconds)
@@ -275,6 +283,19 @@ class RouterMetrics:
                 series.tpot.observe(seconds_per_token)
             if cached_tokens:
                 series.cached_reported.inc(cached_tokens)
+
+    def know_tenants(self, names: frozenset[str]) -> None:
+        """Tenants that have series of their own from now on: those with a key, the first _KNOWN_TENANTS by name."""
+        self._tenants = names if len(names) <= _KNOWN_TENANTS else frozenset(sorted(names)[:_KNOWN_TENANTS])
+
+    def finished_for(self, tenant: str, outcome: str, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """One request of a tenant, however it ended. Requests without a key belong to none."""
+        if not tenant:
+            return
+        name = tenant if tenant in self._tenants else "other"
+        self._tenant_requests.values[name, outcome] += 1
+        for kind, tokens in (("prompt", prompt_tokens), ("cached", cached_tokens), ("output", output_tokens)):
+            self._tenant_tokens.values[name, kind] += tokens
 
     def left_alone(self, ranks: Mapping[RankLabels, str]) -> None:
         """The ranks that get no new requests now, and why; those not named get some."""

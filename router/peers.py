@@ -33,8 +33,9 @@ ACQUAINTED_SECONDS = 2.0
 MEETING_SECONDS = 0.25
 """A router that is there answers a newcomer's first word at once; whoever has not by then is not there."""
 
-Passed = Callable[[str, bool], object]
-"""Told of a booking of ours (by decision id) whose prompt is computed (True) or which is over (False), as another router was told."""
+Passed = Callable[[str, bool, str | None], object]
+"""Takes a release of a booking of ours that reached another router: decision id, whether its prompt is computed (else it is over), and the tenant
+that released it (None: a caller who may release any)."""
 
 
 class Peers:
@@ -107,9 +108,9 @@ class Peers:
         """Whether another router is known to have booked this."""
         return self._ledger.booked(decision_id) is not None
 
-    def pass_on(self, decision_id: str, *, first_token: bool) -> None:
-        """Tell whoever booked it: its prompt is computed, or it is over."""
-        self._diary.pass_on(decision_id, first_token=first_token)
+    def pass_on(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> None:
+        """Tell whoever booked it: its prompt is computed, or it is over, as a tenant (None: one who may release any) says."""
+        self._diary.pass_on(decision_id, first_token=first_token, tenant=tenant)
         self._told()
 
     def sweep(self) -> None:
@@ -125,10 +126,11 @@ class Peers:
             return True
         return self._echo is None or asyncio.get_running_loop().time() - self._echo > ECHO_SECONDS
 
-    async def decision(self, tag: str, decision_id: str) -> bytes:
-        """A decision of the router whose ids begin with `tag`, as JSON. BusError when it does not answer, or has it no more."""
+    async def decision(self, tag: str, decision_id: str, tenant: str | None = None) -> bytes:
+        """A decision of the router whose ids begin with `tag`, of a tenant alone (None: of any), as JSON.
+        BusError when it does not answer, or has it no more."""
         try:
-            answer = await self._bus.request(self._subjects.decision(tag), DescribeDecision(id=decision_id), _ANSWER_SECONDS)
+            answer = await self._bus.request(self._subjects.decision(tag), DescribeDecision(id=decision_id, tenant=tenant), _ANSWER_SECONDS)
         except BusTimeout as error:
             raise BusError(f"it does not answer within {_ANSWER_SECONDS:g} s; it may be gone") from error
         if not isinstance(answer, DecisionDescribed):
@@ -183,9 +185,9 @@ class Peers:
 
     def _hear(self, publisher_id: int, sequence: int, said: ReservationsChanged) -> None:
         for decision_id in said.computed:
-            self._passed(decision_id, True)
+            self._passed(decision_id, True, said.released_by.get(decision_id))
         for decision_id in said.forgotten:
-            self._passed(decision_id, False)
+            self._passed(decision_id, False, said.released_by.get(decision_id))
         if not self._replicas:
             return
         heard = self._ledger.hear(publisher_id, sequence, said, self._clock())

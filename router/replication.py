@@ -11,7 +11,7 @@ its KV cache will have. While there is no other router nothing is told.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,7 @@ class Word(NamedTuple):
 
 
 NOTHING = Word()
+_Value = TypeVar("_Value")
 Learnt = Callable[[RankKey, Word], None]
 
 
@@ -252,8 +253,9 @@ class Diary:
         """those that were told, longest ago first"""
         self._news: dict[Booking, _Own] = {}
         self._ended: dict[str, None] = {}
-        self._forgotten: dict[str, None] = {}
-        self._computed: dict[str, None] = {}
+        self._forgotten: dict[str, str | None] = {}
+        self._computed: dict[str, str | None] = {}
+        """by decision id, the tenant that released it; None: a caller who may release any"""
 
     @property
     def has_news(self) -> bool:
@@ -287,11 +289,11 @@ class Diary:
         else:
             self._news.pop(booking, None)
 
-    def pass_on(self, decision_id: str, *, first_token: bool) -> None:
+    def pass_on(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> None:
         """Something another router booked is over, or its prompt is computed: that router is to be told."""
         waiting = self._computed if first_token else self._forgotten
         if len(waiting) < MOST_ENDED:
-            waiting[decision_id] = None
+            waiting[decision_id] = tenant
 
     def take(self, now: float) -> ReservationsChanged | None:
         """What is to be told now, if anything; the rest, when there is very much, with the next call."""
@@ -308,8 +310,14 @@ class Diary:
             own = self._news.pop(booking)
             booked.append(_load(own, now, own.prefix))
             self._note_told(own, now)
+        forgotten, computed = _some(self._forgotten), _some(self._computed)
         return ReservationsChanged(
-            router=self.router, booked=tuple(booked), ended=_some(self._ended), forgotten=_some(self._forgotten), computed=_some(self._computed)
+            router=self.router,
+            booked=tuple(booked),
+            ended=tuple(_some(self._ended)),
+            forgotten=tuple(forgotten),
+            computed=tuple(computed),
+            released_by={one: tenant for one, tenant in (forgotten | computed).items() if tenant is not None},
         )
 
     def hush(self, now: float) -> None:
@@ -353,9 +361,7 @@ def _load(own: _Own, now: float, prefix: Sequence[int] = ()) -> BookedLoad:
     )
 
 
-def _some(waiting: dict[str, None]) -> tuple[str, ...]:
-    """At most MOST_PER_MESSAGE of them, which wait no more."""
+def _some(waiting: dict[str, _Value]) -> dict[str, _Value]:
+    """At most MOST_PER_MESSAGE of them, which are removed."""
     taken = [one for one, _ in zip(waiting, range(MOST_PER_MESSAGE), strict=False)]
-    for one in taken:
-        del waiting[one]
-    return tuple(taken)
+    return {one: waiting.pop(one) for one in taken}

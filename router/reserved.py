@@ -19,6 +19,8 @@ class ReservedRecord(DecisionRecord, frozen=True, kw_only=True):
     """base URL of the chosen rank"""
     expires_seconds: float
     """the reservation ends by itself after so long without a word"""
+    cache_salt: str | None = None
+    """to be sent to that rank as `cache_salt`; None: nothing is to be sent"""
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True):
@@ -44,17 +46,21 @@ def waits(query: bytes) -> bool | None:
     return {b"": False, b"wait=false": False, b"wait=true": True}.get(query)
 
 
-def reserved(record: DecisionRecord, url: str, expires_seconds: float) -> ReservedRecord:
-    return ReservedRecord(**msgspec.structs.asdict(record), url=url, expires_seconds=expires_seconds)
+def reserved(record: DecisionRecord, url: str, expires_seconds: float, cache_salt: str) -> ReservedRecord:
+    return ReservedRecord(**msgspec.structs.asdict(record), url=url, expires_seconds=expires_seconds, cache_salt=cache_salt or None)
 
 
 class _Held(NamedTuple):
     booking: Booking
     expires_at: float
+    tenant: str
+
+    def visible_to(self, tenant: str | None) -> bool:
+        return tenant is None or self.tenant == tenant
 
 
 class Reserved:
-    """Bookings by decision id. `seconds`: how long one is held without a word."""
+    """Bookings by decision id. `seconds`: how long one is held without a word. A tenant (None: any) finds its own alone."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -67,23 +73,26 @@ class Reserved:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, decision_id: str, booking: Booking, now: float) -> None:
-        self._held[decision_id] = _Held(booking, now + self.seconds)
+    def hold(self, decision_id: str, booking: Booking, now: float, tenant: str = "") -> None:
+        self._held[decision_id] = _Held(booking, now + self.seconds, tenant)
 
-    def heard(self, decision_id: str, now: float) -> Booking | None:
+    def heard(self, decision_id: str, now: float, tenant: str | None = None) -> Booking | None:
         """A word about one: it is held as long again from now on. None when it is unknown or over."""
         held = self._held.get(decision_id)
-        if held is None:
+        if held is None or not held.visible_to(tenant):
             return None
-        self._held[decision_id] = _Held(held.booking, now + self.seconds)
+        self._held[decision_id] = held._replace(expires_at=now + self.seconds)
         self._held.move_to_end(decision_id)
         return held.booking
 
-    def end(self, decision_id: str) -> Booking | None:
+    def end(self, decision_id: str, tenant: str | None = None) -> Booking | None:
         """It is held no more. None when it is unknown or over."""
-        held = self._held.pop(decision_id, None)
-        self.released += held is not None
-        return None if held is None else held.booking
+        held = self._held.get(decision_id)
+        if held is None or not held.visible_to(tenant):
+            return None
+        del self._held[decision_id]
+        self.released += 1
+        return held.booking
 
     def due(self, now: float) -> list[Booking]:
         """Those whose time is up; they are held no more."""

@@ -82,7 +82,7 @@ class RouterService:
         self.started_at = int(time.time())
         self.metrics = RouterMetrics()
         self.upstream = Upstream(config)
-        self.credentials = Credentials.read(config)
+        self._use(Credentials.read(config))
         self._chance = random.Random() if chance is None else chance
         self.draining = False
         """the router is asked to stop: it is not ready any more"""
@@ -103,6 +103,8 @@ class RouterService:
         most = WHOLE_EVENTS * config.max_event_bytes
         self._foreign = None if bus is None else ForeignReports(bus, subjects, self.view, self.metrics, self.threads, most)
         self.reserved = Reserved(config.reservation_seconds)
+        self._known_to_share: set[int] = set()
+        """workers of engines that do not isolate tenants, of which the log says so already"""
         self.peers: Peers | None = None
         if bus is not None and self.feeds is not None:
             others = self._heard_elsewhere, self.end_reserved, self.waiting.wake, self.feeds.acquainted
@@ -162,13 +164,17 @@ class RouterService:
             return said
         credentials = Credentials.read(new)
         said = msgspec.structs.replace(said, changed=said.changed | self.credentials.changes(credentials))
-        self.credentials = credentials
+        self._use(credentials)
         if said.changed:
             self.config = new
             self.picker.reconfigure(new)
             self.upstream.reconfigure(new)
             self.retries.reconfigure(new.retry_share, new.least_retries)
         return said
+
+    def _use(self, credentials: Credentials) -> None:
+        self.credentials = credentials
+        self.metrics.know_tenants(frozenset() if credentials.clients is None else credentials.clients.tenants)
 
     async def reload(self, read: Callable[[], RouterConfig]) -> ConfigChanged:
         """The same with settings as they are read now (ValueError or OSError of `read`: refused); logged, and stored on the bus."""
@@ -225,12 +231,21 @@ class RouterService:
             lap("book")
         seconds = time.perf_counter() - started
         self.metrics.decided(decision, seconds)
+        if decision.shared_cache:
+            self._say_shared(decision)
         if decision.ignored:
             self.metrics.in_panic.inc()
         if exchange.trace is not None:
             now = time.time_ns()
             exchange.trace.decided(decision, now - int(1e9 * seconds), now)
         return decision, booking
+
+    def _say_shared(self, decision: Decision) -> None:
+        """Once for each engine: a salt was asked for that it does not take."""
+        engine = decision.target.engine
+        if engine.worker_id not in self._known_to_share:
+            self._known_to_share.add(engine.worker_id)
+            log.warning("engine %s does not isolate tenants: requests of different tenants share its KV cache, and cached_tokens tells of it", engine.engine)
 
     def first_token(self, booking: Booking) -> None:
         self.picker.reservations.first_token(booking)
@@ -280,23 +295,24 @@ class RouterService:
 
     def hold(self, decision: Decision, booking: Booking) -> None:
         """Hold a booking by its decision's id until it is released or has been held for `reservation_seconds` without a word."""
-        self.reserved.hold(decision.id, booking, self.clock())
+        self.reserved.hold(decision.id, booking, self.clock(), decision.ask.owner.tenant)
         self.picker.health.untimed(booking)  # whether the other data plane will say when its first token came is not known
 
-    def released(self, decision_id: str, *, first_token: bool) -> ReleaseRecord:
-        """A word about what this router or another one reserved. Idempotent."""
-        if self.end_reserved(decision_id, first_token):
+    def released(self, decision_id: str, *, first_token: bool, tenant: str | None = None) -> ReleaseRecord:
+        """Release what this router or another one reserved for a tenant (None: for any). Idempotent. Other tenants' are as unknown as what
+        never was."""
+        if self.end_reserved(decision_id, first_token, tenant):
             return ReleaseRecord(id=decision_id, outcome="noted" if first_token else "ended")
         if self.peers is None:
             return ReleaseRecord(id=decision_id, outcome="unknown")
         known = self.peers.booked_elsewhere(decision_id)
         if known or not decision_id.startswith(self.tag):  # it may have been booked a moment ago
-            self.peers.pass_on(decision_id, first_token=first_token)
+            self.peers.pass_on(decision_id, first_token=first_token, tenant=tenant)
         return ReleaseRecord(id=decision_id, outcome="passed_on" if known else "unknown")
 
-    def end_reserved(self, decision_id: str, first_token: bool) -> bool:
-        """What was reserved is over, or (first_token) its prompt is computed and it goes on. False when it is unknown or over."""
-        booking = self.reserved.heard(decision_id, self.clock()) if first_token else self.reserved.end(decision_id)
+    def end_reserved(self, decision_id: str, first_token: bool, tenant: str | None = None) -> bool:
+        """What was reserved for a tenant (None: for any) is over, or (first_token) its prompt is computed. False when it is unknown or over."""
+        booking = self.reserved.heard(decision_id, self.clock(), tenant) if first_token else self.reserved.end(decision_id, tenant)
         if booking is None:
             return False
         if first_token:
@@ -349,9 +365,10 @@ class RouterService:
     def tokenizer(self, digest: str | None) -> ModelTokenizer | None:
         return self.lexicon.get(digest)
 
-    async def decision(self, decision_id: str) -> bytes:
-        """One of the last decisions of this router, or of the one that the id names, as JSON. ApiError 404 says where it was looked for."""
-        kept = self.picker.kept(decision_id)
+    async def decision(self, decision_id: str, tenant: str | None = None) -> bytes:
+        """One of the last decisions of this router, or of the one that the id names, as JSON. tenant: whose alone; None: any tenant's.
+        ApiError 404 says where it was looked for; it is the same for another tenant's decision as for none."""
+        kept = self.kept(decision_id, tenant)
         if kept is not None:
             return msgspec.json.encode(kept.record())
         match = _DECISION.fullmatch(decision_id)
@@ -363,15 +380,21 @@ class RouterService:
             said = f"decision {decision_id!r} was made by another router ({tag}), which cannot be asked: there is no bus"
             raise ApiError(404, said, code="decision_not_found")
         try:
-            return await self.peers.decision(tag, decision_id)
+            return await self.peers.decision(tag, decision_id, tenant)
         except BusError as error:
             raise ApiError(404, f"decision {decision_id!r} was made by another router ({tag}): {error}", code="decision_not_found") from error
+
+    def kept(self, decision_id: str, tenant: str | None = None) -> Decision | None:
+        """One of the last decisions of this router, of a tenant alone (None: of any)."""
+        kept = self.picker.kept(decision_id)
+        return kept if kept is None or tenant is None or kept.ask.owner.tenant == tenant else None
 
     def forget_worker(self, worker_id: int) -> None:
         """An incarnation is gone for good: what was known of it goes too."""
         self.view.forget(worker_id)
         self.picker.forget_worker(worker_id)
         self.metrics.forget_worker(worker_id)
+        self._known_to_share.discard(worker_id)
         self.hindsight.forget_worker(worker_id)
         if self.feeds is not None:
             self.feeds.kv.forget_worker(worker_id)

@@ -163,8 +163,8 @@ class Relay:
         """Whether the server served the request; False: it refused it, and the client knows."""
         request = self._request
         self._events = None
-        salted = self._exchange.salt and request.is_json and decision.target.engine.capabilities.isolates_tenants
-        body = with_salt(request.body, self._exchange.salt) if salted else request.body
+        salt = decision.cache_salt if request.is_json else ""
+        body = with_salt(request.body, salt) if salt else request.body
         sent = Sent(request.method, decision.target.url, request.target, self._sent_headers(decision, span), body)
         call = self._service.upstream.forward(sent, stream=request.asked.stream)
         with nullcontext() if request.asked.stream else self._unstreamed.awaited(decision, booking, call):

@@ -13,10 +13,12 @@ from engine_adapter.embedded.runner import Runner
 from engine_adapter.rank.server import RankApp
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
+from router.decider import Decider
+from router.inquiries import Inquiries
 from router.keys import key_line
 from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noqa: F401 a fixture
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
-from tests.router.houses import House, OpenHouse, served_app, until
+from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, served_app, until
 from tests.simulated_engines import simulated_engine
 
 TENANTS = ("acme", "rival")
@@ -96,6 +98,71 @@ async def test_a_gateway_that_may_speak_for_a_tenant_uses_that_tenants_cache(att
     await cached(attacked, "acme", 41)
     assert await cached(attacked, "gateway", 41, headers={"x-tenant-id": "acme"}) > 0
     assert await cached(attacked, "gateway", 41) == 0
+
+
+@pytest.fixture
+async def two_routers(open_house: OpenHouse, guarded: House, serve_rank: Serve, byte_archive: bytes) -> AsyncIterator[tuple[House, House]]:  # noqa: F811
+    """Two routers with the same keys on one bus, before one rank."""
+    rank = await serve_rank(MockRank(byte_archive))
+    other = await open_house(broker=guarded.broker, api_key_file=guarded.service.config.api_key_file)
+    joined = await guarded.join("alone", [rank.url], byte_archive)
+    await until(lambda: other.service.view.engine(joined.worker_id) is not None and other.service.ready and guarded.service.ready)
+    async with asyncio.TaskGroup() as tasks:
+        asked = [Inquiries(house.bus, house.subjects, Decider(house.service)) for house in (guarded, other)]
+        running = [tasks.create_task(one.run(), name="answers over the bus") for one in asked]
+        for one in asked:
+            await one.listening.wait()
+        yield guarded, other
+        for task in running:
+            task.cancel()
+
+
+async def test_another_tenants_decision_is_as_unknown_as_one_that_never_was(two_routers: tuple[House, House]) -> None:
+    one, other = two_routers
+    made = (await one.post("/v1/chat/completions", chat(), headers=bearer("acme"))).headers["x-roost-decision-id"]
+    never = made[:-4] + "0000"
+    for house in (one, other):
+        assert (await house.get(f"/v1/decisions/{made}", headers=bearer("acme"))).json["tenant"] == "acme"
+        assert (await house.get(f"/v1/decisions/{made}", headers=bearer("gateway"))).status == 200
+        answers = [await house.get(f"/v1/decisions/{decision}", headers=bearer("rival")) for decision in (made, never)]
+        assert [answer.status for answer in answers] == [404, 404]
+        assert answers[0].body.replace(made.encode(), never.encode()) == answers[1].body
+
+
+async def test_another_tenants_reservation_cannot_be_released_here_or_through_another_router(two_routers: tuple[House, House]) -> None:
+    one, other = two_routers
+    held = (await one.post("/v1/route/reserve", chat(), headers=bearer("acme"))).json["id"]
+    await until(lambda: other.service.peers is not None and other.service.peers.booked_elsewhere(held))
+    for first_token in (True, False):
+        body = {"id": held, "first_token": first_token}
+        assert (await one.post("/v1/route/release", body, headers=bearer("rival"))).json["outcome"] == "unknown"
+        assert (await other.post("/v1/route/release", body, headers=bearer("rival"))).status == 200
+    marker = (await one.post("/v1/route/reserve", chat(), headers=bearer("rival"))).json["id"]
+    await until(lambda: other.service.peers is not None and other.service.peers.booked_elsewhere(marker))
+    await other.post("/v1/route/release", {"id": marker}, headers=bearer("rival"))
+    await until(lambda: len(one.service.reserved) == 1)  # what was passed on before it has arrived, too
+    assert (await other.post("/v1/route/release", {"id": held}, headers=bearer("acme"))).json["outcome"] == "passed_on"
+    await until(lambda: len(one.service.reserved) == 0)
+
+
+async def test_metrics_name_tenants_with_a_key_and_no_others(two_routers: tuple[House, House]) -> None:
+    house, _ = two_routers
+    for tenant in ("acme", *(f"unknown-{number}" for number in range(5))):
+        assert (await house.post("/v1/chat/completions", chat(), headers=bearer("gateway") | {"x-tenant-id": tenant})).status == 200
+    lines = house.service.metrics.exposition().decode().splitlines()
+    counted = dict(line.rsplit(" ", 1) for line in lines if line.startswith("roost_router_tenant_requests_total{"))
+    assert {name: float(value) for name, value in counted.items()} == {
+        'roost_router_tenant_requests_total{outcome="answered",tenant="acme"}': 1.0,
+        'roost_router_tenant_requests_total{outcome="answered",tenant="other"}': 5.0,
+    }
+
+
+async def test_an_engine_that_does_not_isolate_tenants_is_marked(two_routers: tuple[House, House], caplog: pytest.LogCaptureFixture) -> None:
+    house, _ = two_routers
+    decisions = [(await house.post("/v1/chat/completions", chat(), headers=bearer("acme"))).headers["x-roost-decision-id"] for _ in range(2)]
+    assert {(await house.get(f"/v1/decisions/{one}", headers=bearer("acme"))).json["cache"] for one in decisions} == {"shared"}
+    assert len([record for record in caplog.records if "engine alone does not isolate tenants" in record.getMessage()]) == 1
+    assert 'roost_router_shared_cache_requests_total{model="demo"} 2.0' in house.service.metrics.exposition().decode()
 
 
 async def test_a_price_that_is_asked_for_says_nothing_of_what_another_tenant_asked(attacked: House) -> None:

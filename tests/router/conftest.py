@@ -41,13 +41,13 @@ async def serve_rank() -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def open_house() -> AsyncIterator[OpenHouse]:
-    """Start a router: `await open_house(setting=value, ...)`; bus=False for one without a bus."""
+    """Start a router: `await open_house(setting=value, ...)`; bus=False for one without a bus, broker=... for one on another's bus."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*, bus: bool = True, tracer_provider: Any = None, **settings: Any) -> House:
+        async def start(*, bus: bool = True, broker: MemoryBroker | None = None, tracer_provider: Any = None, **settings: Any) -> House:
             settings = {"dead_after_seconds": 60.0, "connect_seconds": 1.0} | settings
             config = RouterConfig(**settings)
-            broker = MemoryBroker()
+            broker = broker or MemoryBroker()
             speaker = MemoryBus(broker)
             service = RouterService(MemoryBus(broker) if bus else None, broker.subjects, config)
             await stack.enter_async_context(running(service))
