@@ -35,6 +35,10 @@ NATS: str | None = None
 ClientKeysOption = Annotated[
     Path | None, typer.Option("--client-keys", metavar="FILE", help="File of keys that clients must present, one per line; without it none is asked for.")
 ]
+TlsCertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM certificate of the door; with --tls-key it speaks TLS.")]
+TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM key of the certificate.")]
+TlsTerminatedOption = Annotated[bool, typer.Option("--tls-terminated", help="A proxy or a service mesh in front does TLS: listen without it.")]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Listen for other machines even without keys and TLS.")]
 ProcessesOption = Annotated[
     int | None, typer.Option("--processes", min=1, help="Router processes that share the port and what they know.  [default: 1]", show_default=False)
 ]
@@ -100,6 +104,22 @@ def settings_from(file: Path | None, flags: Flags, *parts: type) -> Configuratio
         fail(str(error), USAGE)
     check(settings, *parts)
     return settings
+
+
+def door_flags(section: str, cert: Path | None, key: Path | None, *, terminated: bool, insecure: bool) -> Flags:
+    """What `--tls-cert`, `--tls-key`, `--tls-terminated` and `--insecure` set."""
+    return {
+        (section, "tls_cert"): ("--tls-cert", cert and cert.absolute()),
+        (section, "tls_key"): ("--tls-key", key and key.absolute()),
+        (section, "tls_terminated"): ("--tls-terminated", terminated or None),
+        (section, "insecure"): ("--insecure", insecure or None),
+    }
+
+
+def secured(complaint: str | None, *, insecure: bool) -> None:
+    """End the command for a door that lacks what an address that other machines reach needs (None: nothing); insecure: it is wanted so."""
+    if complaint is not None and not insecure:
+        fail(f"{complaint}; --insecure does so all the same", USAGE)
 
 
 def check(settings: Configuration, *parts: type) -> None:

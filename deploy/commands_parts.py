@@ -15,18 +15,25 @@ from deploy.commandline import (
     ClientKeysOption,
     ConfigOption,
     Flags,
+    InsecureOption,
     ModelShapeOption,
     ProcessesOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TlsTerminatedOption,
     bus_flags,
     check,
     console,
+    door_flags,
     engine_flags,
     fail,
     names_bus,
+    secured,
     settings_from,
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
+from deploy.exposure import missing_at_ranks, missing_at_router
 from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
 from deploy.parts import run_part
@@ -72,6 +79,10 @@ def router(
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.  [default: 8600]", show_default=False)] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.  [default: 127.0.0.1]", show_default=False)] = None,
     processes: ProcessesOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_terminated: TlsTerminatedOption = False,
+    insecure: InsecureOption = False,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
@@ -84,6 +95,7 @@ def router(
         ("router", "port"): ("--port", port),
         ("router", "host"): ("--host", host),
         ("router", "processes"): ("--processes", processes),
+        **door_flags("router", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         **bus_flags(nats),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
@@ -93,6 +105,7 @@ def router(
         return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
 
     part = settings.part(RouterConfig)
+    secured(missing_at_router(part), insecure=part.insecure)
     bus = None if (part.backends or part.named_backends) and not names_bus(settings) else settings.part(BusConfig)
     if part.processes > 1:
         set_up_logging(settings.part(UpConfig).log_level)
@@ -158,6 +171,10 @@ def worker(
     host: Annotated[
         str | None, typer.Option("--host", help="Address the ranks listen on, as routers reach them.  [default: 127.0.0.1]", show_default=False)
     ] = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_terminated: TlsTerminatedOption = False,
+    insecure: InsecureOption = False,
     api_key_file: ApiKeyOption = None,
     layers: Annotated[
         int | None, typer.Option("--layers", help="openai: the model's MoE layers; with --experts and --top-k, answers that name experts are learnt from.")
@@ -178,6 +195,7 @@ def worker(
         **(engine_flags(config, engine, ranks=ranks, checkpoint=checkpoint, model_shape=model_shape) if own else {}),
         ("worker", "name"): ("--name", name),
         ("worker", "host"): ("--host", host),
+        **door_flags("worker", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         **bus_flags(nats),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
@@ -189,7 +207,9 @@ def worker(
     for option, value in (("--url", url), ("--layers", layers), ("--experts", experts), ("--top-k", top_k)):
         if value is not None:
             fail(f"{option} belongs to --engine openai", USAGE)
-    check(settings, SimulatedConfig if settings.part(WorkerConfig).engine == "simulated" else EmbeddedConfig)
+    part = settings.part(WorkerConfig)
+    check(settings, SimulatedConfig if part.engine == "simulated" else EmbeddedConfig)
+    secured(missing_at_ranks(part), insecure=part.insecure)
     set_up_logging(settings.part(UpConfig).log_level)
 
     def read() -> Configuration:

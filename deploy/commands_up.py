@@ -16,15 +16,22 @@ from deploy.commandline import (
     ClientKeysOption,
     ConfigOption,
     Flags,
+    InsecureOption,
     ModelShapeOption,
     ProcessesOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TlsTerminatedOption,
     console,
+    door_flags,
     engine_flags,
     fail,
+    secured,
     settings_from,
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen
+from deploy.exposure import missing_at_ranks, missing_at_router
 from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
 from deploy.process import run as run_process
@@ -67,6 +74,10 @@ def up(
     model_shape: ModelShapeOption = None,
     processes: ProcessesOption = None,
     client_keys: ClientKeysOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_terminated: TlsTerminatedOption = False,
+    insecure: InsecureOption = False,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -83,9 +94,13 @@ def up(
         ("router", "host"): ("--host", host),
         ("router", "processes"): ("--processes", processes),
         ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
+        **door_flags("router", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
     settings = settings_from(config, flags, *SECTIONS.values())
+    router, worker = settings.part(RouterConfig), settings.part(WorkerConfig)
+    secured(missing_at_router(router), insecure=router.insecure)
+    secured(missing_at_ranks(worker, secret_is_made=True), insecure=worker.insecure)
     try:
         exporters(os.environ)
     except TracingError as error:

@@ -2,9 +2,14 @@
 
 import asyncio
 import socket
+import ssl
 import urllib.parse
 
 BACKLOG = 2048
+_UNVERIFIED = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_UNVERIFIED.check_hostname = False
+_UNVERIFIED.verify_mode = ssl.CERT_NONE
+"""For probes of this machine's own doors: they carry no secret, and certificates need not name 127.0.0.1."""
 
 
 class CannotListen(Exception):
@@ -72,18 +77,19 @@ def adopt(descriptor: int) -> socket.socket:
         raise CannotListen(f"file descriptor {descriptor} is no socket: {error.strerror}") from error
 
 
-def url_of(door: socket.socket) -> str:
-    """The base URL under which a listening socket can be reached from this machine."""
-    host, port = door.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(door: socket.socket, *, tls: bool = False, host: str | None = None) -> str:
+    """The base URL under which a listening socket can be reached from this machine; by the name `host`, if there is one."""
+    address, port = door.getsockname()[:2]
+    name = host or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return f"http{'s' if tls else ''}://{f'[{name}]' if ':' in name else name}:{port}"
 
 
 async def probe(url: str, *, seconds: float = 5.0) -> None:
     """Ask for a page of a server on this machine. HttpError for a status other than 200; OSError, TimeoutError when nobody answers."""
     parts = urllib.parse.urlsplit(url)
     async with asyncio.timeout(seconds):
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+        tls = _UNVERIFIED if parts.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or (443 if tls else 80), ssl=tls)
         try:
             writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
             words = (await reader.readline()).split(None, 2)

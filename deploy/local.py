@@ -34,7 +34,7 @@ from deploy.process import alongside, on_hangup
 from deploy.reload import Read, check
 from deploy.routers import RouterDoors
 from deploy.rundir import SETTINGS, RunDirectory, Running, private_text
-from deploy.settings import EngineKind, UpConfig, WorkerConfig, engine_ranks
+from deploy.settings import UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from fleet.events import ConfigChanged
 from router.config import RouterConfig
@@ -93,14 +93,13 @@ class Ground:
 class EngineLauncher:
     """The lives of one engine: embedded, a process per rank; or simulated, one for all."""
 
-    def __init__(self, name: str, kind: EngineKind, ranks: int, host: str, ground: Ground) -> None:
+    def __init__(self, name: str, ranks: int, worker: WorkerConfig, ground: Ground) -> None:
         self.name = name
-        self._kind = kind
+        self._worker = worker
         self.worker_id: int | None = None
         """of the present life"""
         self.urls: tuple[str, ...] = ()
         self._ranks = ranks
-        self._host = host
         self._ground = ground
 
     async def launch(self) -> Incarnation:
@@ -109,13 +108,15 @@ class EngineLauncher:
         if before is not None:
             self._ground.run.drop(f"{before:016x}")
         meet = self._ground.run.meeting_folder(f"{self.worker_id:016x}")
-        doors = [listen(self._host, 0) for _ in range(self._ranks)]
-        self.urls = tuple(url_of(door) for door in doors)
+        worker = self._worker
+        doors = [listen(worker.host, 0) for _ in range(self._ranks)]
+        tls = worker.tls_cert is not None  # then routers compare the name in the URL with the certificate
+        self.urls = tuple(url_of(door, tls=tls, host=worker.host if tls else None) for door in doors)
         orders = [
             RankOrder(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
         ]
         joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
-        if self._kind == "simulated":
+        if worker.engine == "simulated":
             joined = joined[:1]
             commands = [self._ground.command("simulated", joined[0], doors=doors, rank=orders[0])]
         else:
@@ -347,7 +348,7 @@ class Fleet:
         return Unit(command.name, launch, policy or self._policy, self._say)
 
     def _engine(self, name: str, ground: Ground) -> Unit:
-        launcher = EngineLauncher(name, self._worker.engine, engine_ranks(self._settings), self._worker.host, ground)
+        launcher = EngineLauncher(name, engine_ranks(self._settings), self._worker, ground)
         self.engines.append(launcher)
         unit = Unit(name, launcher.launch, self._policy, self._say)
         self.engine_units.append(unit)

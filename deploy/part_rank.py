@@ -14,15 +14,17 @@ from bus.subjects import Subjects
 from deploy.http_limits import RANK_LIMITS
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, first_failure, on_hangup, until_ready
+from deploy.rank_security import RankSecurity
 from deploy.resuming import agree
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
+from deploy.tls import CertificateError
 from engine_adapter.agent import Agent, Identity
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
 from engine_adapter.handover import Staging
-from engine_adapter.rank.admission import Admission, NoSecret
+from engine_adapter.rank.admission import NoSecret
 from engine_adapter.rank.server import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 from engine_adapter.transfer import TransferError
@@ -30,7 +32,7 @@ from engine_adapter.transfer.agents import agent_name
 from engine_adapter.transfer.choice import open_transfers
 
 EXPECTED = (BusError, EngineFailed)
-FINAL = (NameTaken, NoSecret, TransferError)
+FINAL = (CertificateError, NameTaken, NoSecret, TransferError)
 log = logging.getLogger(__name__)
 
 
@@ -57,10 +59,10 @@ async def serve(
         await engine.start()
         agent = Agent(bus, subjects, engine, who, agent_config, await _staging(stack, engine, who, order.rank, transfer))
         stepping = await stack.enter_async_context(alongside(_run(engine, agent), f"steps of {name}"))
-        admission = Admission(worker.fleet_secret_file)
-        stack.enter_context(on_hangup(admission.reload))
-        app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), admission)
-        face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS))
+        security = RankSecurity(worker)
+        stack.enter_context(on_hangup(security.reload))
+        app = RankApp(engine, EngineTracing(engine=order.engine, rank=order.rank, model=config.served_model), security.admission)
+        face = await stack.enter_async_context(HttpFace(app, door, drain_seconds=worker.drain_seconds, limits=RANK_LIMITS, tls=security.tls))
         serving = await stack.enter_async_context(alongside(face.failed(), f"HTTP face of {name}"))
         speaking = await stack.enter_async_context(alongside(agent.run(), f"agent of {name}"))
         await until_ready(agent.joined, stepping, serving, speaking)

@@ -15,10 +15,12 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.doors import url_of
+from deploy.exposure import missing_at_router
 from deploy.http_limits import HttpLimits
 from deploy.orders import tell
 from deploy.process import alongside, first_failure, on_hangup, until_ready
 from deploy.serving import HttpFace
+from deploy.tls import ServerTls
 from router.api import create_app
 from router.config import RouterConfig
 from router.decider import Decider
@@ -55,20 +57,23 @@ async def serve(
         service = RouterService(bus, subjects, config)
         running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))
         app = create_app(service)
+        tls = ServerTls.of(config.tls_cert, config.tls_key)
+        if (lacks := missing_at_router(config)) is not None:  # else it would not have been started
+            log.warning("insecure: %s", lacks)
         tasks = [running]
         if read is not None:
             hangup = asyncio.Event()
             stack.enter_context(on_hangup(hangup.set))
-            tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup), "read the settings again")))
+            tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup, tls), "read the settings again")))
         if bus is not None:
             inquiries = Inquiries(bus, subjects, Decider(service))
             tasks.append(await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus")))
         if private is not None:
-            tasks.append(await _face(stack, app, private, service))
+            tasks.append(await _face(stack, app, private, service, tls))
             await until_ready(service.warmup.done, *tasks)
-        tasks.append(await _face(stack, app, door, service))
+        tasks.append(await _face(stack, app, door, service, tls))
         stack.push_async_callback(_begin_to_stop, service)
-        log.info("the router listens on %s", url_of(door))
+        log.info("the router listens on %s", url_of(door, tls=tls is not None))
         await until_ready(service.warmup.done, *tasks)
         gc.collect()
         gc.freeze()  # what was made to start lives as long as the process: no collection need look at it again, in the middle of a request
@@ -76,12 +81,20 @@ async def serve(
         await first_failure(tasks)
 
 
-async def _reload(service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event) -> None:
-    """Whenever somebody asks for it; hangups that come meanwhile are one."""
+async def _reload(service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event, tls: ServerTls | None) -> None:
+    """At every hangup; those that come meanwhile are one."""
+
+    def settings() -> RouterConfig:
+        if tls is not None:
+            tls.check()
+        return read()
+
     while True:
         await hangup.wait()
         hangup.clear()
-        await service.reload(read)
+        report = await service.reload(settings)
+        if tls is not None and report.refused is None:
+            tls.load()
 
 
 async def _begin_to_stop(service: RouterService) -> None:
@@ -95,9 +108,10 @@ async def _begin_to_stop(service: RouterService) -> None:
     log.info("the router stops: answers under way have %g s", service.config.drain_seconds)
 
 
-async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService) -> "asyncio.Task[None]":
+async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService, tls: ServerTls | None) -> "asyncio.Task[None]":
     config = service.config
-    face = HttpFace(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=service.metrics.connection_cut)
+    count = service.metrics.connection_cut
+    face = HttpFace(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls)
     await stack.enter_async_context(face)
     return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP face on {url_of(door)}"))
 

@@ -18,9 +18,11 @@ from bus.subjects import Subjects
 from deploy.http_limits import RANK_LIMITS
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, on_hangup, until_ready
+from deploy.rank_security import RankSecurity
 from deploy.resuming import last_life
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
+from deploy.tls import CertificateError, ServerTls
 from engine_adapter.agent import Agent, Identity
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
@@ -34,7 +36,7 @@ from engine_adapter.tracing import EngineTracing, HandoverTracing
 from fleet.placement import Placement, PlacementRecord
 
 EXPECTED = (BusError, EngineFailed)
-FINAL = (NameTaken, NoSecret)
+FINAL = (CertificateError, NameTaken, NoSecret)
 TRANSFER = TransferConfig()
 OPEN = Admission(None)
 log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ async def hosted(
     last: PlacementRecord | None = None,
     transfer: TransferConfig = TRANSFER,
     admission: Admission = OPEN,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[Host]:
     """A simulated engine that serves on `doors`, one per rank, and has joined, while the context lasts. EngineFailed, NameTaken or BusError
     (perhaps in a group) when that is impossible. placement, last: see `SimulatedEngine`."""
@@ -103,7 +106,7 @@ async def hosted(
         serving = [await stack.enter_async_context(alongside(rank.run(), f"steps of {who.engine}/{number}")) for number, rank in enumerate(engine.ranks)]
         tracings = {rank: EngineTracing(engine=who.engine, rank=rank, model=config.served_model) for rank in range(config.ranks)}
         app = SimulatedDoor(engine, {door.getsockname()[1]: rank for rank, door in enumerate(doors)}, tracings, admission)
-        face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS))
+        face = await stack.enter_async_context(HttpFace(app, *doors, drain_seconds=drain_seconds, limits=RANK_LIMITS, tls=tls))
         serving.append(await stack.enter_async_context(alongside(face.failed(), f"HTTP faces of {who.engine}")))
         speaking = [await stack.enter_async_context(alongside(agent.run(), f"agent of {who.engine}/{rank}")) for rank, agent in enumerate(agents)]
         engine.at_death = face.abort
@@ -133,13 +136,16 @@ async def serve(
         nodes=nodes(order.engine, config),
         replaces=order.replaces,
     )
-    admission = Admission(worker.fleet_secret_file)
+    security = RankSecurity(worker)
     bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name=order.engine)
     drain = worker.drain_seconds
     try:
         last = await last_life(bus, subjects, order.engine) if worker.resume else None
-        serving = hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=drain, last=last, transfer=transfer, admission=admission)
-        with on_hangup(admission.reload):
+        admission, tls = security.admission, security.tls
+        serving = hosted(
+            bus, subjects, who, doors, config, agent_config, drain_seconds=drain, last=last, transfer=transfer, admission=admission, tls=tls
+        )
+        with on_hangup(security.reload):
             async with serving as host:
                 host.engine.at_death = _end_this_process
                 log.info("%s serves on %s", order.engine, " ".join(order.urls))

@@ -17,12 +17,14 @@ class RouterDoors:
 
     shared: tuple[socket.socket, ...]
     private: tuple[socket.socket, ...]
+    tls: bool = False
 
     @classmethod
     def listening(cls, config: RouterConfig) -> "RouterDoors":
         """CannotListen says which address cannot be had, and why."""
+        tls = config.tls_cert is not None
         if config.processes == 1:
-            return cls((listen(config.host, config.port),), ())
+            return cls((listen(config.host, config.port),), (), tls)
         shared = listen_together(config.host, config.port, config.processes)
         private: list[socket.socket] = []
         try:
@@ -31,17 +33,17 @@ class RouterDoors:
         except CannotListen as error:
             cls(tuple(shared), tuple(private)).close()
             raise CannotListen(f"{error} (a private port of one of {config.processes} router processes: [router] private_port)") from error
-        return cls(tuple(shared), tuple(private))
+        return cls(tuple(shared), tuple(private), tls)
 
     @property
     def url(self) -> str:
         """For clients."""
-        return url_of(self.shared[0])
+        return url_of(self.shared[0], tls=self.tls)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Where each process can be asked how it is."""
-        return tuple(url_of(door) for door in self.private or self.shared)
+        return tuple(url_of(door, tls=self.tls) for door in self.private or self.shared)
 
     def order(self, number: int, *, config: str, ready: str, bus: bool) -> Order:
         """What one of the processes is told."""

@@ -13,6 +13,7 @@ import uvicorn
 from deploy.doors import BACKLOG, url_of
 from deploy.http_limits import LIMITS, Count, CutConnections, HttpLimits
 from deploy.limited_protocol import LimitedProtocol, sweep
+from deploy.tls import ServerTls
 
 SWEEP_SECONDS = 1.0
 """How often deadlines of connections are looked at: they are kept as exactly."""
@@ -87,7 +88,15 @@ class HttpFace:
     count: called with the cause of each connection that was cut for exceeding `limits`.
     """
 
-    def __init__(self, app: Any, *doors: socket.socket, drain_seconds: float, limits: HttpLimits = LIMITS, count: Count | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *doors: socket.socket,
+        drain_seconds: float,
+        limits: HttpLimits = LIMITS,
+        count: Count | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
         self._doors = doors
         self._drain_seconds = drain_seconds
         self._cut = CutConnections(count)
@@ -103,6 +112,8 @@ class HttpFace:
             proxy_headers=False,
             backlog=BACKLOG,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.context  # uvicorn's own way reads the files once
         self._server = _Server(config, drain_seconds)
         logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
         self._task: asyncio.Task[None] | None = None

@@ -32,6 +32,14 @@ class WorkerConfig:
     """address that the ranks' HTTP faces listen on, and that routers are told"""
     fleet_secret_file: Path | None = None
     """file of the secret that routers must present, the same for all ranks and routers; two lines while it is changed; unset: ranks answer anyone"""
+    tls_cert: Path | None = None
+    """PEM file of the certificate that routers see, for the name or address `host`; read again at a reload"""
+    tls_key: Path | None = None
+    """PEM file of its key, not encrypted"""
+    tls_terminated: bool = False
+    """a service mesh encrypts what routers and ranks say: plain HTTP is no risk"""
+    insecure: bool = False
+    """listen for other machines without the fleet's secret or TLS all the same"""
     resume: bool = True
     """a new life goes on with the placement and the epoch that the last one had; false: it begins as [engine] or [simulated] says"""
     drain_seconds: float = 3.0
@@ -45,6 +53,8 @@ class WorkerConfig:
         check_token("engine name", self.name)
         if self.host in ("", "0.0.0.0", "::"):
             raise ValueError(f"host must be an address under which routers reach this machine, not {self.host!r}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both or neither")
         _check_above_zero(self, "drain_seconds", "ready_seconds", "grace_seconds")
 
 

@@ -15,18 +15,27 @@ class SharedSecret:
     """One secret, or two during a rotation. Its text form shows neither."""
 
     def __init__(self, *secrets: str) -> None:
-        """ValueError, without any secret in it, unless there are one or two of at least LEAST_CHARACTERS printable ASCII characters."""
+        """ValueError, without any secret in it, unless there are one or two of at least LEAST_CHARACTERS
+        printable ASCII characters."""
         if not 1 <= len(secrets) <= MOST_SECRETS:
             raise ValueError(f"it must hold one secret, or two while it is changed; it holds {len(secrets)}")
         for number, secret in enumerate(secrets, 1):
-            if len(secret) < LEAST_CHARACTERS or not secret.isascii() or not secret.isprintable() or " " in secret:
-                raise ValueError(f"secret {number} must be at least {LEAST_CHARACTERS} printable ASCII characters without spaces")
+            if (
+                len(secret) < LEAST_CHARACTERS
+                or not secret.isascii()
+                or not secret.isprintable()
+                or " " in secret
+            ):
+                raise ValueError(
+                    f"secret {number} must be at least {LEAST_CHARACTERS} printable ASCII characters without spaces"
+                )
         self._secrets = secrets
         self._digests = [hashlib.sha256(secret.encode()).digest() for secret in secrets]
 
     @classmethod
     def parse(cls, text: str) -> "SharedSecret":
-        """The secrets of a file, one per line; empty lines and lines that begin with # are left out. ValueError as above."""
+        """The secrets of a file, one per line; empty lines and lines that begin with # are left out.
+        ValueError as above."""
         return cls(*_lines(text))
 
     @property
@@ -35,7 +44,8 @@ class SharedSecret:
         return f"Bearer {self._secrets[0]}"
 
     def admits(self, authorization: str | None) -> bool:
-        """True for a header that carries one of the secrets. Takes the same time whichever it is, and however much of it is right."""
+        """True for a header that carries one of the secrets. Takes the same time whichever it is, and however
+        much of it is right."""
         scheme, _, secret = (authorization or "").partition(" ")
         presented = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
         found = False
@@ -44,9 +54,13 @@ class SharedSecret:
         return found and scheme.lower() == "bearer"
 
     def derive(self, *parts: str) -> bytes:
-        """A key of 32 bytes for one purpose, from the first secret: HMAC-SHA256 over the parts, each with its length before it. Equal wherever
+        """A key of 32 bytes for one purpose, from the first secret: HMAC-SHA256 over the parts, each with its
+        length before it. Equal wherever
         the secret is, and unknown to those who do not have it."""
-        text = b"".join(len(encoded).to_bytes(8) + encoded for encoded in (part.encode("utf-8", "surrogatepass") for part in parts))
+        text = b"".join(
+            len(encoded).to_bytes(8) + encoded
+            for encoded in (part.encode("utf-8", "surrogatepass") for part in parts)
+        )
         return hmac.digest(self._secrets[0].encode(), text, "sha256")
 
     def __eq__(self, other: object) -> bool:

@@ -82,7 +82,16 @@ class RouterConfig:
     """Every setting has a default; ValueError names the setting, the value and what is allowed."""
 
     host: str = "127.0.0.1"
+    """address to listen on; one that other machines reach needs api_key_file and TLS"""
     port: int = 8600
+    tls_cert: Path | None = None
+    """PEM file of the certificate that clients see, with those that lead to its authority; read again at a reload"""
+    tls_key: Path | None = None
+    """PEM file of its key, not encrypted"""
+    tls_terminated: bool = False
+    """a proxy in front speaks TLS with clients: plain HTTP is no risk"""
+    insecure: bool = False
+    """listen for other machines without keys or TLS all the same"""
     api_key_file: Path | None = None
     """file of the keys that clients may present as `Authorization: Bearer`, as `roost key new` writes it; unset: no key is asked for"""
     backends: tuple[str, ...] = ()
@@ -96,6 +105,8 @@ class RouterConfig:
     Half as many cost twice the time of noting a prompt: 0.2 ms for 8 kB with 32, 6 ms for 400 kB (10 with 16)"""
     fleet_secret_file: Path | None = None
     """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
+    upstream_ca: Path | None = None
+    """PEM file of authorities that vouch for https:// ranks and backends, beside the system's"""
     probe_seconds: float = 2.0
     """pause between two probes of a backend, its /v1/models"""
     probe_timeout_seconds: float = 10.0
@@ -258,6 +269,8 @@ class RouterConfig:
             raise ValueError(f"private_port must be 0 (any free ports) or such that {self.processes} ports from it on exist, not {self.private_port}")
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port must be 0..65535 (0: any free one), not {self.port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both or neither")
         for name in ("session_header", "tenant_header", "priority_header"):
             value = getattr(self, name)
             if not _HEADER.fullmatch(value) or value in _TAKEN:

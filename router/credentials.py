@@ -1,4 +1,5 @@
-"""Secrets of the router, read from the files that its settings name: at its start, and again at each reload."""
+"""Secrets of the router, read from the files that its settings name: at its start, and again at each
+reload."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from router.tenancy import cache_salt
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """clients: None, no key is needed. backend_key: sent to plain servers; fleet: to Roost's own ranks. No secret is in its text form."""
+    """clients: None, no key is needed. backend_key: sent to plain servers; fleet: to Roost's own ranks. No
+    secret is in its text form."""
 
     clients: ClientKeys | None
     backend_key: str | None = field(repr=False)
@@ -28,7 +30,11 @@ class Credentials:
             None if config.api_key_file is None else _client_keys(config.api_key_file, config),
             None if config.backend_key_file is None else _first_line(config.backend_key_file),
             None if config.fleet_secret_file is None else _fleet_secret(config.fleet_secret_file),
-            {base_url(backend.url): _first_line(backend.key_file) for backend in config.named_backends if backend.key_file is not None},
+            {
+                base_url(backend.url): _first_line(backend.key_file)
+                for backend in config.named_backends
+                if backend.key_file is not None
+            },
         )
 
     def backend_key_of(self, url: str) -> str | None:
@@ -43,7 +49,9 @@ class Credentials:
         """The caller that presents this header. ApiError 401 without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         if found is None:
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key"
+            )
         return found
 
     @property
@@ -57,14 +65,21 @@ class Credentials:
         return frozenset() if found is None else found.rights
 
     def changes(self, new: "Credentials") -> dict[str, tuple[str, str]]:
-        """By setting, what its file held and what it holds in `new`, where that differs; without any secret."""
+        """By setting, what its file held and what it holds in `new`, where that differs; without any
+        secret."""
         changed = {}
         if self.clients is not None and new.clients is not None and self.clients != new.clients:
-            changed["api_key_file contents"] = (str(self.clients), f"{new.clients}: {new.clients.compared(self.clients)}")
+            changed["api_key_file contents"] = (
+                str(self.clients),
+                f"{new.clients}: {new.clients.compared(self.clients)}",
+            )
         if self.backend_key != new.backend_key:
             changed["backend_key_file contents"] = ("a key", "another key")
         if self.named_backend_keys != new.named_backend_keys:
-            changed["key files of [backends.NAME]"] = (f"{len(self.named_backend_keys)} keys", f"{len(new.named_backend_keys)} keys, not the same")
+            changed["key files of [backends.NAME]"] = (
+                f"{len(self.named_backend_keys)} keys",
+                f"{len(new.named_backend_keys)} keys, not the same",
+            )
         if self.fleet != new.fleet:
             changed["fleet_secret_file contents"] = (str(self.fleet), f"{new.fleet}, not the same")
         return changed

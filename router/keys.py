@@ -37,7 +37,8 @@ _SCHEME = "sha256:"
 
 
 class Caller(NamedTuple):
-    """Who sent a request. tenant: "" without a keys file. priority_class: the most urgent class that counts; None: any."""
+    """Who sent a request. tenant: "" without a keys file. priority_class: the most urgent class that counts;
+    None: any."""
 
     tenant: str
     priority_class: str | None
@@ -46,7 +47,11 @@ class Caller(NamedTuple):
     def require(self, right: str) -> None:
         """ApiError 403 unless the caller has a right."""
         if right not in self.rights:
-            raise ApiError(403, f"this key has no right to do this; its line in the router's keys file must name {right!r}", code="insufficient_rights")
+            raise ApiError(
+                403,
+                f"this key has no right to do this; its line in the router's keys file must name {right!r}",
+                code="insufficient_rights",
+            )
 
     @property
     def sees(self) -> str | None:
@@ -54,18 +59,22 @@ class Caller(NamedTuple):
         return None if not self.tenant or self.rights & {ANY_TENANT, ADMIN} else self.tenant
 
     def most_urgent(self, classes: Sequence[str]) -> int:
-        """The number of the most urgent class that the caller may ask for, 0 being the first. A class that a reload took away is the last."""
+        """The number of the most urgent class that the caller may ask for, 0 being the first. A class that a
+        reload took away is the last."""
         if self.priority_class is None:
             return 0
         return classes.index(self.priority_class) if self.priority_class in classes else len(classes) - 1
 
     def speaking_for(self, tenant: str) -> "Caller":
-        """The caller of a request that names a tenant in its header: that tenant, with no right to name others. A caller that may not
+        """The caller of a request that names a tenant in its header: that tenant, with no right to name
+        others. A caller that may not
         speak for others stays who it is. ApiError 400 for what is no tenant's name."""
         if ANY_TENANT not in self.rights or not self.tenant:
             return self
         if not is_tenant(tenant):
-            raise ApiError(400, f"the tenant header must be {TENANT_FORM}, not {tenant[:64]!r}", code="invalid_value")
+            raise ApiError(
+                400, f"the tenant header must be {TENANT_FORM}, not {tenant[:64]!r}", code="invalid_value"
+            )
         return self._replace(tenant=tenant, rights=self.rights - {ANY_TENANT})
 
 
@@ -115,7 +124,8 @@ class ClientKeys:
 
 
 def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientKeys:
-    """The keys of a file; empty lines and lines that begin with # are left out. A key whose line names no class may ask for
+    """The keys of a file; empty lines and lines that begin with # are left out. A key whose line names no
+    class may ask for
     `default_class` at most. ValueError names the line, what is wrong with it and what to put instead, never a key."""
     callers: dict[bytes, Caller] = {}
     lines: dict[bytes, int] = {}
@@ -128,26 +138,34 @@ def parse_keys(text: str, classes: Sequence[str], default_class: str) -> ClientK
             raise ValueError(f"lines {lines[digest]} and {number} are the same key; remove one")
         callers[digest], lines[digest] = caller, number
     if not callers:
-        raise ValueError("no API key is given; add one with `roost key new TENANT`, or leave api_key_file unset to ask for none")
+        raise ValueError(
+            "no API key is given; add one with `roost key new TENANT`, or leave api_key_file unset to ask for none"
+        )
     return ClientKeys(callers)
 
 
 def _parse_line(number: int, line: str, classes: Sequence[str], default_class: str) -> tuple[bytes, Caller]:
     if not line.startswith(_SCHEME):
         instead = key_line(line, "default", None, _FORMERLY)
-        raise ValueError(f"line {number} holds a key in clear; put this line instead (with the tenant's name for 'default'): {instead}")
+        raise ValueError(
+            f"line {number} holds a key in clear; put this line instead (with the tenant's name for 'default'): {instead}"
+        )
     hashed, *words = line.split()
     match = _HASHED.fullmatch(hashed)
     if match is None:
         raise ValueError(f"line {number}: after sha256: come the 64 hexadecimal digits of the key's SHA-256")
     if not 1 <= len(words) <= 3:
-        raise ValueError(f"line {number} must be: sha256:HEX tenant [class] [rights,...]; it has {len(words)} words after sha256:HEX")
+        raise ValueError(
+            f"line {number} must be: sha256:HEX tenant [class] [rights,...]; it has {len(words)} words after sha256:HEX"
+        )
     tenant, *rest = words
     if not is_tenant(tenant):
         raise ValueError(f"line {number}: a tenant's name is {TENANT_FORM}; not {tenant[:64]!r}")
     chosen = rest.pop(0) if len(rest) == 2 or (rest and not _are_rights(rest[0])) else None
     if chosen is not None and chosen not in classes:
-        raise ValueError(f"line {number}: {chosen[:64]!r} is neither a class ({', '.join(classes)}) nor rights ({', '.join((*RIGHTS, ALL))}), split by commas")
+        raise ValueError(
+            f"line {number}: {chosen[:64]!r} is neither a class ({', '.join(classes)}) nor rights ({', '.join((*RIGHTS, ALL))}), split by commas"
+        )
     rights = parse_rights(rest[0], f"line {number}: ") if rest else DEFAULT_RIGHTS
     return bytes.fromhex(match[1]), Caller(tenant, chosen or default_class, rights)
 
@@ -167,7 +185,11 @@ def parse_rights(text: str, place: str = "") -> frozenset[str]:
 
 def key_line(key: str, tenant: str, priority_class: str | None, rights: frozenset[str]) -> str:
     """The line of a key in a keys file."""
-    words = [_SCHEME + hashlib.sha256(key.encode()).hexdigest(), tenant, *([priority_class] if priority_class else [])]
+    words = [
+        _SCHEME + hashlib.sha256(key.encode()).hexdigest(),
+        tenant,
+        *([priority_class] if priority_class else []),
+    ]
     if rights != DEFAULT_RIGHTS:
         words.append(ALL if rights == ALL_RIGHTS else ",".join(name for name in RIGHTS if name in rights))
     return " ".join(words)

@@ -249,7 +249,7 @@ class Upstream:
         self._client: HttpClient | None = None
 
     async def __aenter__(self) -> "Upstream":
-        self._client = HttpClient(self._config.keepalive_seconds)
+        self._client = HttpClient(self._config.keepalive_seconds, self._config.upstream_ca)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

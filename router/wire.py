@@ -10,6 +10,7 @@ import math
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -236,11 +237,12 @@ class Connection(asyncio.Protocol):
 class HttpClient:
     """Connections by origin, those idle used again, the youngest first. `keepalive_seconds`: idle for longer means closed."""
 
-    def __init__(self, keepalive_seconds: float) -> None:
+    def __init__(self, keepalive_seconds: float, ca: Path | None = None) -> None:
+        """ca: PEM file of authorities that vouch for https:// servers, beside the system's. OSError when it cannot be used."""
         self._keepalive = keepalive_seconds
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._origins: dict[str, Origin] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._tls: ssl.SSLContext | None = None if ca is None else _verifying(ca)
 
     def origin(self, url: str) -> Origin:
         """ValueError for what is no http(s) URL."""
@@ -261,7 +263,7 @@ class HttpClient:
                 return kept
             kept.cut("idle for too long")
         if origin.tls and self._tls is None:
-            self._tls = ssl.create_default_context()
+            self._tls = _verifying(None)
         async with asyncio.timeout(seconds):
             _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None)
         return connection
@@ -293,6 +295,16 @@ class HttpClient:
             for connection in idle:
                 connection.cut("the client is closing")
         self._idle.clear()
+
+
+def _verifying(ca: Path | None) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if ca is not None:
+        try:
+            context.load_verify_locations(ca)
+        except OSError as error:
+            raise OSError(f"upstream_ca {ca} cannot be used: {error}") from error
+    return context
 
 
 def request_bytes(method: str, origin: Origin, path: str, headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:

@@ -1,4 +1,5 @@
-"""The check that a request to a rank comes from a router of its fleet. /health answers anyone, with nothing but that the rank lives."""
+"""The check that a request to a rank comes from a router of its fleet. /health answers anyone, with nothing
+but that the rank lives."""
 
 import logging
 from collections.abc import Iterable
@@ -28,9 +29,15 @@ class Admission:
         """ApiError 401 unless the request carries the secret, or may do without."""
         if self._secret is None or path == HEALTH_PATH:
             return
-        presented = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), None)
+        presented = next(
+            (value.decode("latin-1") for name, value in headers if name == b"authorization"), None
+        )
         if not self._secret.admits(presented):
-            raise ApiError(401, "this rank answers routers that present the fleet's secret (fleet_secret_file)", code="invalid_api_key")
+            raise ApiError(
+                401,
+                "this rank answers routers that present the fleet's secret (fleet_secret_file)",
+                code="invalid_api_key",
+            )
 
     def reload(self) -> None:
         """Read the file again. What cannot be used leaves the secret as it is, and is logged."""

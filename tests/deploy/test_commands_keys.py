@@ -26,7 +26,10 @@ def test_keys_are_added_to_a_file_that_only_its_user_can_read(tmp_path: Path) ->
     assert old.startswith("rk_")
     assert old != new
     assert old not in file.read_text() + first.stderr
-    assert callers(file, old, new) == [Caller("acme", "normal", frozenset({"infer"})), Caller("acme", "low", frozenset({"infer", "route"}))]
+    assert callers(file, old, new) == [
+        Caller("acme", "normal", frozenset({"infer"})),
+        Caller("acme", "low", frozenset({"infer", "route"})),
+    ]
 
 
 def test_without_a_file_the_line_is_printed(tmp_path: Path) -> None:

@@ -8,14 +8,26 @@ import pytest
 
 from engine_adapter.rank.admission import Admission, NoSecret
 from fleet.shared_secret import SharedSecret
-from tests.router.conftest import open_house  # noqa: F401 the router's fixture
 from tests.router.houses import House, OpenHouse, until
 from tests.simulated_engines import simulated_engine
 
 OLD, NEW = "old-secret-of-the-fleet", "new-secret-of-the-fleet"
-ASK = {"model": "demo", "seed": 5, "max_tokens": 3, "temperature": 0, "messages": [{"role": "user", "content": "Tell me about the river."}]}
+ASK = {
+    "model": "demo",
+    "seed": 5,
+    "max_tokens": 3,
+    "temperature": 0,
+    "messages": [{"role": "user", "content": "Tell me about the river."}],
+}
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 2}
-ROUTES = (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/simulate"), ("POST", "/simulate"), ("GET", "/else"), ("GET", "/health/"))
+ROUTES = (
+    ("GET", "/v1/models"),
+    ("POST", "/v1/completions"),
+    ("GET", "/simulate"),
+    ("POST", "/simulate"),
+    ("GET", "/else"),
+    ("GET", "/health/"),
+)
 
 
 @dataclass
@@ -38,22 +50,34 @@ async def serving(house: House) -> None:
     await until(lambda: house.service.ready and len(house.service.view.roster("demo").targets) == 2)
 
 
-async def test_a_rank_answers_no_stranger_but_says_that_it_lives(open_house: OpenHouse, files: Files) -> None:  # noqa: F811
+async def test_a_rank_answers_no_stranger_but_says_that_it_lives(open_house: OpenHouse, files: Files) -> None:
     house = await open_house(fleet_secret_file=files.router)
-    async with simulated_engine(house.bus, house.subjects, admission=Admission(files.rank)) as host, httpx.AsyncClient(trust_env=False) as stranger:
+    async with (
+        simulated_engine(house.bus, house.subjects, admission=Admission(files.rank)) as host,
+        httpx.AsyncClient(trust_env=False) as stranger,
+    ):
         await serving(house)
         for url in host.identity.urls:
             for header in (None, "Bearer wrong", f"Basic {OLD}", OLD, f"Bearer {OLD[:-1]}", f"Bearer  {OLD}"):
                 headers = {} if header is None else {"authorization": header}
                 for method, path in ROUTES:
                     refused = await stranger.request(method, url + path, json=PROMPT, headers=headers)
-                    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key"), (method, path, header)
+                    assert (refused.status_code, refused.json()["error"]["code"]) == (
+                        401,
+                        "invalid_api_key",
+                    ), (method, path, header)
             assert (await stranger.get(f"{url}/health")).json() == {"status": "ok"}
-            assert (await stranger.post(f"{url}/v1/completions", json=PROMPT, headers={"authorization": f"Bearer {OLD}"})).status_code == 200
+            assert (
+                await stranger.post(
+                    f"{url}/v1/completions", json=PROMPT, headers={"authorization": f"Bearer {OLD}"}
+                )
+            ).status_code == 200
         assert (await house.post("/v1/chat/completions", ASK)).status == 200
 
 
-async def test_a_router_without_the_secret_gets_no_answer_and_says_why(open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+async def test_a_router_without_the_secret_gets_no_answer_and_says_why(
+    open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     house = await open_house()
     async with simulated_engine(house.bus, house.subjects, admission=Admission(files.rank)):
         await serving(house)
@@ -62,15 +86,22 @@ async def test_a_router_without_the_secret_gets_no_answer_and_says_why(open_hous
     assert OLD not in caplog.text
 
 
-async def test_the_secret_changes_while_requests_are_served(open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+async def test_the_secret_changes_while_requests_are_served(
+    open_house: OpenHouse, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
     house, admission = await open_house(fleet_secret_file=files.router), Admission(files.rank)
-    async with simulated_engine(house.bus, house.subjects, admission=admission) as host, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        simulated_engine(house.bus, house.subjects, admission=admission) as host,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
         await serving(house)
 
         async def status(secret: str) -> int:
             headers = {"authorization": f"Bearer {secret}"}
-            return (await client.post(f"{host.identity.urls[0]}/v1/completions", json=PROMPT, headers=headers)).status_code
+            return (
+                await client.post(f"{host.identity.urls[0]}/v1/completions", json=PROMPT, headers=headers)
+            ).status_code
 
         async def works() -> bool:
             return (await house.post("/v1/chat/completions", ASK)).status == 200
@@ -102,7 +133,9 @@ async def test_the_secret_changes_while_requests_are_served(open_house: OpenHous
         (f"{OLD}\nwith some blanks in it", "secret 2 must be"),
     ],
 )
-def test_a_file_that_is_no_secret_is_refused_without_repeating_it(text: str, complaint: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_secret_is_refused_without_repeating_it(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
     file = tmp_path / "secret"
     file.write_text(text)
     with pytest.raises(NoSecret, match=complaint) as refused:

@@ -39,7 +39,10 @@ def test_a_line_names_tenant_class_and_rights(words: str, caller: Caller) -> Non
         (f"\nsha256:{HEX}", r"line 2 must be: sha256:HEX tenant"),
         (f"sha256:{HEX} acme high infer more", r"line 1 must be"),
         (f"sha256:{HEX} ac/me", r"line 1: a tenant's name is .*'ac/me'"),
-        (f"sha256:{HEX} acme urgent", r"line 1: 'urgent' is neither a class \(high, normal, low\) nor rights \(infer"),
+        (
+            f"sha256:{HEX} acme urgent",
+            r"line 1: 'urgent' is neither a class \(high, normal, low\) nor rights \(infer",
+        ),
         (f"sha256:{HEX} acme high fly", r"line 1: there is no right 'fly'"),
         (f"sha256:{HEX} acme\n# and\nsha256:{HEX.upper()} other", r"lines 1 and 3 are the same key"),
     ],
@@ -54,7 +57,9 @@ def test_a_key_in_clear_is_refused_with_the_line_to_put_instead() -> None:
         parsed(f"sha256:{HEX} acme\nsecret-two\n")
     assert "secret-two" not in str(refused.value)
     instead = str(refused.value).partition(": ")[2]
-    assert parsed(instead).caller("Bearer secret-two") == Caller("default", "normal", frozenset({"infer", "route"}))
+    assert parsed(instead).caller("Bearer secret-two") == Caller(
+        "default", "normal", frozenset({"infer", "route"})
+    )
 
 
 @given(st.text(min_size=1).filter(lambda text: text.strip() == text and text.isprintable()), st.text())

@@ -1,0 +1,58 @@
+"""The conditions under which a door may listen on an address that other machines reach: keys or the fleet's
+secret, and TLS."""
+
+import ipaddress
+import socket
+
+from deploy.settings import WorkerConfig
+from router.config import RouterConfig
+
+_TLS = "TLS ([{section}] tls_cert and tls_key, or --tls-terminated where {terminated})"
+
+
+def missing_at_router(config: RouterConfig) -> str | None:
+    """What the router's door lacks, with the remedy; None: nothing."""
+    lacks = (
+        []
+        if config.api_key_file
+        else ["client keys (--client-keys FILE; `roost key new TENANT --file FILE` writes one)"]
+    )
+    if config.tls_cert is None and not config.tls_terminated:
+        lacks.append(_TLS.format(section="router", terminated="a proxy in front speaks TLS with clients"))
+    return _complaint("the router", config.host, lacks)
+
+
+def missing_at_ranks(config: WorkerConfig, *, secret_is_made: bool = False) -> str | None:
+    """What the doors of an engine's ranks lack, with the remedy; None: nothing. secret_is_made: at the start,
+    if no file is set."""
+    lacks = (
+        []
+        if config.fleet_secret_file or secret_is_made
+        else ["the fleet's secret ([worker] fleet_secret_file, the same file as [router] fleet_secret_file)"]
+    )
+    if config.tls_cert is None and not config.tls_terminated:
+        lacks.append(
+            _TLS.format(section="worker", terminated="a service mesh encrypts what routers and ranks say")
+        )
+    return _complaint("the engine's ranks", config.host, lacks)
+
+
+def _complaint(door: str, host: str, lacks: list[str]) -> str | None:
+    if not lacks or is_loopback(host):
+        return None
+    return f"{door} would listen on {host!r}, which other machines reach, without {' and '.join(lacks)}"
+
+
+def is_loopback(host: str) -> bool:
+    """True where an address, or every address of a name, is of this machine alone. A name without an address
+    is left to those who bind it."""
+    if not host:
+        return False  # every address, for those who bind it
+    try:
+        found = {
+            str(info[4][0])
+            for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        }
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
