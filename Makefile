@@ -32,8 +32,8 @@ test: venv ## the fast tests, under six minutes on two cores
 test-slow: venv ## soaks and long fault loops
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
-soak: venv ## an hour of users and faults before a whole fleet, reported to soak.json; ARGS="--soak-seconds 600 --soak-seed 7" changes that
-	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 3600 --soak-report soak.json $(ARGS)
+soak: venv ## two hours of users and faults before a whole fleet, reported to soak.json; ARGS="--soak-seconds 600 --soak-engine embedded" changes that
+	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 7200 --soak-report soak.json $(ARGS)
 
 lint: venv ## ruff, mypy, the walls
 	@$(BIN)/ruff check .

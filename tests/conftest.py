@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Of the soak (`tests/system/test_soak.py`)."""
     parser.addoption("--soak-seconds", type=float, default=40.0, help="length of the soak")
     parser.addoption("--soak-seed", type=int, default=6, help="what decides when something fails, and what")
+    parser.addoption("--soak-engine", choices=("simulated", "embedded"), default="simulated", help="what kind of engines")
     parser.addoption("--soak-report", default=None, metavar="FILE", help="write what happened to this file, as JSON")
 
 

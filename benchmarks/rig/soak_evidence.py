@@ -18,7 +18,7 @@ _REQUESTS = (
     ("came", "requests"),
     ("answered", "of these answered, each whole"),
     ("lost", "of these lost"),
-    ("asked_again", "answered when they were asked again: refused with a status that says so, or the router behind them was killed"),
+    ("answered_at_once", "answered at once"),
     ("turned_away", "users who found too many others, and never asked"),
     ("compared", "answers compared with what the same prompt had been answered with before"),
     ("close_choices", "of these that went the other way at a close choice of a token"),
@@ -26,6 +26,11 @@ _REQUESTS = (
     ("tokens", "tokens answered"),
 )
 """keys of what was told of requests, in the order in which they are shown"""
+_CAUSES = {
+    "broken": "answered when asked again: the router behind it was killed, or closed the connection before it had read the request",
+    "not connected": "answered when asked again: no connection could be made",
+    "refused": "answered when asked again: refused with a status that says so",
+}
 Json = dict[str, Any]
 
 
@@ -38,10 +43,11 @@ def soak_page(report: Json) -> str:
         "# The soak, measured",
         "",
         'Written by `make soak`, then `make evidence ARGS="--soak soak.json"`, which keeps the report beside it: virtual users who change their subject, the',
-        "loop by itself, operators' orders, and faults at random.",
+        "automatic loop, operators' orders, and faults at random.",
         "",
-        f"{first}; {fleet['engines']} engines of {fleet['ranks']} ranks, {fleet['routers']} routers.",
+        f"{first}; {fleet['engines']} {'simulated ' * bool(fleet.get('simulated'))}engines of {fleet['ranks']} ranks, {fleet['routers']} routers.",
         "",
+        *([f"Settings: {', '.join(f'`{name}={value}`' for name, value in fleet['settings'].items())}.", ""] if fleet.get("settings") else []),
         *([f"**{len(failures)} failures:**", "", *(f"- {failure}" for failure in failures)] if failures else ["Nothing failed that should not have."]),
         "",
         f"![Memory of every process, requests, mishaps]({PICTURE})",
@@ -50,8 +56,10 @@ def soak_page(report: Json) -> str:
         "",
         *_table(("", "count"), ((name, f"{count:,}") for name, count in _counts(report))),
         "",
+        *_gentle(report.get("gentle_stops", [])),
         *_table(("mishap", "times", "whole again after, longest"), _mishaps(report["mishaps"])),
         "",
+        *_kinds_of_processes(report.get("growth_by_kind", {})),
         *_table(("process", "minutes", "MiB, third quarter", "last quarter", "per hour"), _growths(report["growth"])),
     ]
     return "\n".join(lines) + "\n"
@@ -64,8 +72,11 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 def _counts(report: Json) -> list[tuple[str, int]]:
     requests, epochs, plans = report["requests"], report["epochs"], dict(report["plans"])
     handovers, moved, judged = plans.pop("handovers"), plans.pop("bytes"), plans.pop("judged")
+    causes, lengths = requests.get("asked_again_by_cause", {}), requests.get("streams_by_length", {})
     return [
-        *((words, requests[key]) for key, words in _REQUESTS),
+        *((words, requests[key]) for key, words in _REQUESTS if key in requests),
+        *((words, causes.get(cause, 0)) for cause, words in _CAUSES.items()),
+        *((f"streams answered, {length}", count) for length, count in lengths.items()),
         ("placements stored", epochs["stored"]),
         ("epochs that went back", epochs["went_back"]),
         *((f"plans of the {origin}", count) for origin, count in sorted(plans.items())),
@@ -73,6 +84,35 @@ def _counts(report: Json) -> list[tuple[str, int]]:
         ("bytes planned to be copied", moved),
         *((f"plans judged {verdict}", count) for verdict, count in sorted(judged.items())),
     ]
+
+
+def _gentle(stops: list[Json]) -> list[str]:
+    """Each router that was asked to stop: what became of the streams that it was answering."""
+    if not stops:
+        return []
+    rows = (
+        (
+            f"{stop['at']:.0f} s",
+            stop["router"],
+            str(stop["streams_open"]),
+            str(stop["finished"]),
+            str(stop["broken"]),
+            "-" if stop["gone_after"] is None else f"{stop['gone_after']:.0f} s",
+        )
+        for stop in stops
+    )
+    return [*_table(("router stopped gently at", "which", "streams open then", "finished", "broken", "gone after"), rows), ""]
+
+
+def _kinds_of_processes(kinds: Json) -> list[str]:
+    """Of the lives that were long enough to be judged, by kind of process."""
+    if not kinds:
+        return []
+    rows = (
+        (name, str(one["lives"]), f"{one['end'] / MIB:.1f}", f"{one['slope'] / MIB:+.1f} MiB", f"{one['worst_slope'] / MIB:+.1f} MiB")
+        for name, one in kinds.items()
+    )
+    return [*_table(("kind of process", "lives judged", "MiB at the end, median", "per hour, median", "worst"), rows), ""]
 
 
 def _mishaps(mishaps: list[Json]) -> list[tuple[str, str, str]]:

@@ -2,7 +2,8 @@
 
 The rule that every request is held to: it is answered whole, or it is refused before any of its answer with a status that says to come again
 (429, 503) and answered when it does. A connection may break only when the router process behind it was killed; then the client asks again,
-as a load balancer would. Anything else (an error within a stream, another status, a wrong token, no answer in time) is a lost request.
+as a load balancer would. A router that is stopped gently may refuse what it was not asked yet, and breaks nothing off. Anything else (an error
+within a stream, another status, a wrong token, no answer in time) is a lost request.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import aiohttp
 import numpy as np
@@ -27,12 +28,14 @@ TOKENS = 24
 PROMPT_TOKENS = 96
 BEGINNINGS = (0, 200, 400)
 """of a document, at which prompts begin; in tokens"""
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 900.0
 """a request that is not answered after so long, with everything tried, is lost"""
-ONE_TRY_SECONDS = 180.0
+ONE_TRY_SECONDS = 600.0
 COME_AGAIN = (429, 503)
+TAG_LENGTH = 8
+"""hex digits at the beginning of a decision's id that name the router process"""
 LONGEST_PAUSE_SECONDS = 5.0
-MOST_OPEN = 64
+MOST_OPEN = 160
 """requests at once; users who find so many go away, and are counted"""
 
 
@@ -42,6 +45,21 @@ class Prompt(NamedTuple):
     number: int
     domain: int
     ids: list[int]
+    tokens: int = TOKENS
+    """of its answer"""
+
+
+class Prompts(Protocol):
+    """A collection of prompts, by domain."""
+
+    @property
+    def domains(self) -> tuple[str, ...]: ...
+
+    def any_of(self, domain: int, dice: np.random.Generator) -> Prompt: ...
+
+    def expected(self, prompt: Prompt) -> list[int] | None:
+        """The tokens of the answer, where they are known beforehand."""
+        ...
 
 
 def documents() -> dict[str, list[list[int]]]:
@@ -65,6 +83,9 @@ class Library:
 
     def any_of(self, domain: int, dice: np.random.Generator) -> Prompt:
         return self._prompts[domain][int(dice.integers(len(self._prompts[domain])))]
+
+    def expected(self, prompt: Prompt) -> list[int] | None:
+        return None
 
 
 class Tide(NamedTuple):
@@ -117,6 +138,33 @@ def shares_at(course: Sequence[Tide], seconds: float) -> NDArray[np.float64]:
     return course[-1].last
 
 
+Cause = Literal["refused", "not connected", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A connection that broke, or never stood. Seconds of the event loop."""
+
+    asked: float
+    at: float
+    tag: str
+    """of the router process that answered; empty: no head of an answer came"""
+    cause: Cause
+
+
+@dataclass(eq=False)
+class Open:
+    """One try of one request, from its asking on."""
+
+    asked: float
+    stream: bool
+    tag: str = ""
+    """of the router process that answers, once its head has come"""
+    tokens: int = 0
+    """that have come"""
+    outcome: Literal["open", "finished", "broken"] = "open"
+
+
 @dataclass
 class Told:
     """What users got."""
@@ -133,12 +181,15 @@ class Told:
     """users who found too many others, and never asked"""
     refused: Counter[int] = field(default_factory=Counter)
     """by status: refusals that said to come again; each such request was answered later, or is among the lost"""
-    broken: list[float] = field(default_factory=list)
-    """when connections broke, in seconds of the event loop"""
-    asked_again: int = 0
-    """requests that were answered only when they were asked again"""
+    broken: list[Break] = field(default_factory=list)
+    open: set[Open] = field(default_factory=set)
+    """tries that are under way"""
+    asked_again: Counter[str] = field(default_factory=Counter)
+    """requests that were answered only when they were asked again, by the first cause"""
     seconds: list[float] = field(default_factory=list)
     """from a request's coming to its whole answer"""
+    streamed_seconds: list[float] = field(default_factory=list)
+    """of streams, from the asking that was answered to its end"""
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -159,7 +210,7 @@ class _NotWhole(Exception):
 class Crowd:
     """Open arrivals at a rate, while `come` runs."""
 
-    def __init__(self, http: aiohttp.ClientSession, library: Library, course: Sequence[Tide], per_second: float, dice: np.random.Generator) -> None:
+    def __init__(self, http: aiohttp.ClientSession, library: Prompts, course: Sequence[Tide], per_second: float, dice: np.random.Generator) -> None:
         self.told = Told()
         self._http = http
         self._library = library
@@ -205,32 +256,49 @@ class Crowd:
 
     async def _insist(self, prompt: Prompt, stream: bool) -> Answer:
         """Ask until it is answered; only what may be repeated is."""
-        again = 0
+        clock = asyncio.get_running_loop().time
+        first: Cause | None = None
         while True:
+            attempt = Open(clock(), stream)
+            self.told.open.add(attempt)
             try:
-                answer = await (self._streamed(prompt) if stream else self._plain(prompt))
+                answer = await (self._streamed(prompt, attempt) if stream else self._plain(prompt, attempt))
             except _ComeAgain as refusal:
+                attempt.outcome = "finished"
                 self.told.refused[refusal.status] += 1
-                pause = refusal.seconds
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-                self.told.broken.append(asyncio.get_running_loop().time())
-                pause = 0.1
+                cause, pause = "refused", refusal.seconds
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                attempt.outcome = "broken"
+                cause, pause = "not connected" if isinstance(error, aiohttp.ClientConnectorError) else "broken", 0.1
+                self.told.broken.append(Break(attempt.asked, clock(), attempt.tag, cause))
+            except BaseException:
+                attempt.outcome = "broken"
+                raise
             else:
-                self.told.asked_again += again > 0
+                attempt.outcome = "finished"
+                if first is not None:
+                    self.told.asked_again[first] += 1
+                if stream:
+                    self.told.streamed_seconds.append(clock() - attempt.asked)
                 return answer
-            again += 1
+            finally:
+                self.told.open.discard(attempt)
+            first = first or cause
             await asyncio.sleep(pause)
 
-    async def _plain(self, prompt: Prompt) -> Answer:
-        async with self._http.post("/v1/completions", json={**_body(prompt), "logprobs": 2}) as said:
+    async def _plain(self, prompt: Prompt, attempt: Open) -> Answer:
+        more = {} if self._library.expected(prompt) else {"logprobs": 2}
+        async with self._http.post("/v1/completions", json={**_body(prompt), **more}) as said:
+            attempt.tag = _tag(said)
             await _must_be_good(said)
             choice: dict[str, Any] = (await said.json())["choices"][0]
-        return _whole(choice["token_ids"], margins(choice), choice["finish_reason"])
+        return _whole(prompt, choice["token_ids"], margins(choice) if more else [], choice["finish_reason"])
 
-    async def _streamed(self, prompt: Prompt) -> Answer:
+    async def _streamed(self, prompt: Prompt, attempt: Open) -> Answer:
         tokens: list[int] = []
         finish, ended = None, False
         async with self._http.post("/v1/completions", json={**_body(prompt), "stream": True}) as said:
+            attempt.tag = _tag(said)
             await _must_be_good(said)
             async for line in said.content:
                 if line.startswith(b"data: [DONE]"):
@@ -242,11 +310,19 @@ class Crowd:
                     for choice in chunk["choices"]:
                         tokens += choice.get("token_ids") or []
                         finish = choice["finish_reason"] or finish
+                    attempt.tokens = len(tokens)
         if not ended:
             raise aiohttp.ClientPayloadError(f"a stream ended after {len(tokens)} tokens without [DONE]")
-        return _whole(tokens, [], finish)
+        return _whole(prompt, tokens, [], finish)
 
     def _compare(self, prompt: Prompt, answer: Answer) -> None:
+        expected = self._library.expected(prompt)
+        if expected is not None:
+            self.told.compared += 1
+            apart = next((at for at, pair in enumerate(zip(expected, answer.tokens, strict=True)) if pair[0] != pair[1]), None)
+            if apart is not None:
+                self.told.wrong.append(f"prompt {prompt.number}, token {apart} of {prompt.tokens}: {answer.tokens[apart]}, not {expected[apart]}")
+            return
         known = self._known.get(prompt.number)
         if known is None:
             if answer.margins:
@@ -264,7 +340,7 @@ class Crowd:
 
 
 def _body(prompt: Prompt) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": prompt.ids, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    return {"model": MODEL, "prompt": prompt.ids, "max_tokens": prompt.tokens, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
 
 
 async def _must_be_good(said: aiohttp.ClientResponse) -> None:
@@ -275,7 +351,12 @@ async def _must_be_good(said: aiohttp.ClientResponse) -> None:
         raise _NotWhole(f"{said.status}: {await said.text()}")
 
 
-def _whole(tokens: list[int], margins: list[float], finish: str | None) -> Answer:
-    if len(tokens) != TOKENS or finish != "length":
-        raise _NotWhole(f"{len(tokens)} tokens, finish {finish!r}")
+def _tag(said: aiohttp.ClientResponse) -> str:
+    """Of the router process that answers: the beginning of the ids of its decisions."""
+    return said.headers.get("x-roost-decision-id", "")[:TAG_LENGTH]
+
+
+def _whole(prompt: Prompt, tokens: list[int], margins: list[float], finish: str | None) -> Answer:
+    if len(tokens) != prompt.tokens or finish != "length":
+        raise _NotWhole(f"{len(tokens)} of {prompt.tokens} tokens, finish {finish!r}")
     return Answer(tokens, margins)

@@ -1,11 +1,13 @@
 """A fleet for a long time: experts and requests move by themselves, users come and change their subject, and everything fails that can.
 
-    make soak                                            an hour
+    make soak                                            two hours of simulated engines: large KV caches, answers of minutes
+    make soak ARGS="--soak-engine embedded"              of the embedded engine: real experts, short answers
     pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
 
-What is asserted: no request is lost (`tests.system.crowd` has the rule); what is said and stored of epochs never goes back within a life of an
-engine, and every expert is somewhere in every placement that is stored; plans end; the fleet is whole again after every mishap; no process grows,
-and none is left over.
+What is asserted: no request is lost (`tests.system.crowd` has the rule); a router that is stopped gently breaks no stream; what is said and stored
+of epochs never goes back within a life of an engine, and every expert is somewhere in every placement that is stored; plans end; the fleet is whole
+again after every mishap; no process grows, and none is left over. It may run beside other work: what is silent for want of a processor is not
+dead for a quarter of a minute, and nothing is judged by how fast it is.
 """
 
 import asyncio
@@ -29,17 +31,18 @@ from deploy.process import alongside
 from fleet.events import MigrationCommitted, MigrationPlanned, PlanJudged
 from tests.faults.house import until
 from tests.faults.records import Records
-from tests.system.crowd import ONE_TRY_SECONDS, Crowd, Library, Tide, tides
-from tests.system.fleets import Fleet, leave_nothing, new_home
-from tests.system.mishaps import Mischief
+from tests.system.crowd import ONE_TRY_SECONDS, Break, Crowd, Library, Prompts, Tide, tides
+from tests.system.fleets import MODEL, Fleet, leave_nothing, new_home
+from tests.system.long_answers import LongLibrary
+from tests.system.mishaps import GentleStop, Mischief
 from tests.system.moving import Movers
 from tests.system.vigil import MIB, Epochs, Growth, Life, Memories, growth, listen, unended
 
-ENGINES, RANKS = 2, 2
-PER_SECOND = 2.5
-"""users"""
-MISHAP_EVERY_SECONDS = 12.0
+ENGINES = 2
+MISHAP_EVERY_SECONDS = 20.0
 """on average; about half of them find their victim spared"""
+DRAIN_SECONDS = 240.0
+"""of a router that is stopped gently: more than the longest answer takes on a busy machine"""
 LOOK_SECONDS = 5.0
 SAY_SECONDS = 60.0
 JUDGED_SECONDS = 600.0
@@ -51,37 +54,90 @@ MOST_GROWN = 12 * MIB
 MOST_RESIDENT = 1024 * MIB
 """of any process at any time"""
 REST_SECONDS = 90.0
-BROKEN_SECONDS = 20.0
-"""connections may break so long after a router was killed: those that waited for the next one included"""
+BROKEN_SECONDS = 30.0
+"""connections may break within this time after a router was killed: those that waited for the next one included"""
+REFUSED_SECONDS = 5.0
+"""a router that was asked to stop may close connections within this time that it had not read a request from"""
+COMMON = {
+    "ROOST_PLANNER_LEASE_SECONDS": "3.0",
+    "ROOST_PLANNER_REPEAT_SECONDS": "0.5",
+    "ROOST_PLANNER_CYCLE_SECONDS": "10.0",
+    "ROOST_PLANNER_WINDOW_SECONDS": "30.0",
+    "ROOST_PLANNER_HOMES_SECONDS": "20.0",
+    "ROOST_PLANNER_JUDGE_SECONDS": "30.0",
+    "ROOST_PLANNER_SETTLE_SECONDS": "5.0",
+    "ROOST_PLANNER_COOLDOWN_SECONDS": "40.0",
+    "ROOST_PLANNER_BUDGET_SECONDS": "240.0",
+    "ROOST_TRACKER_SHIFT_WARMUP_SECONDS": "20.0",
+    "ROOST_TRACKER_SHIFT_COOLDOWN_SECONDS": "20.0",
+    "ROOST_TRACKER_SLOW_SECONDS": "120.0",
+    "ROOST_ROUTER_DEAD_AFTER_SECONDS": "15.0",  # a busy machine is not dead
+    "ROOST_AGENT_LEASE_SECONDS": "15.0",
+    "ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS": "180.0",  # an engine that is killed while the other one starts is waited for
+    "ROOST_ROUTER_QUEUE_WAIT_SECONDS": "180.0",
+    "ROOST_ROUTER_FIRST_TOKEN_SECONDS": "240.0",
+    "ROOST_ROUTER_BETWEEN_TOKENS_SECONDS": "120.0",
+    "ROOST_ROUTER_KEPT_DECISIONS": "1000",  # so that memory is flat after minutes, not hours
+    "ROOST_ROUTER_DRAIN_SECONDS": str(DRAIN_SECONDS),
+}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is soaked. per_second: users."""
+
+    ranks: int
+    per_second: float
+    options: tuple[str, ...]
+    settings: dict[str, str]
+    library: Callable[[int], Prompts]
+
+    @property
+    def simulated(self) -> bool:
+        return "simulated" in self.options
+
+
+KINDS = {
+    "simulated": Kind(
+        ranks=4,
+        per_second=1.5,
+        options=("--engine", "simulated"),
+        settings={
+            "ROOST_SIMULATED_MODEL": MODEL,
+            "ROOST_SIMULATED_KV_BLOCKS": "32768",
+            "ROOST_SIMULATED_SLOTS_PER_RANK": "10",
+            "ROOST_SIMULATED_STEP": "0.1",
+            "ROOST_SIMULATED_PREFILL_TOKEN": "1e-5",
+        },
+        library=LongLibrary,
+    ),
+    "embedded": Kind(
+        ranks=2,
+        per_second=2.5,
+        options=(),
+        settings={
+            "ROOST_ENGINE_KV_BLOCKS": "256",
+            "ROOST_ENGINE_SLOTS_PER_RANK": "20",
+            "ROOST_ENGINE_DISPATCH_SECONDS": "2e-4",
+            "ROOST_TRANSFER_WAY": "nixl",
+            "ROOST_PLANNER_STAGE_SECONDS": "5.0",
+        },
+        library=lambda _: Library(),
+    ),
+}
+
+
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """Two engines of two ranks each before two router processes; a loop that is in a hurry."""
-    home = new_home(
-        ROOST_ENGINE_KV_BLOCKS="256",
-        ROOST_ENGINE_SLOTS_PER_RANK="20",
-        ROOST_ENGINE_DISPATCH_SECONDS="2e-4",
-        ROOST_TRANSFER_WAY="nixl",
-        ROOST_PLANNER_LEASE_SECONDS="1.0",
-        ROOST_PLANNER_REPEAT_SECONDS="0.2",
-        ROOST_PLANNER_STAGE_SECONDS="3.0",
-        ROOST_PLANNER_CYCLE_SECONDS="5.0",
-        ROOST_PLANNER_WINDOW_SECONDS="15.0",
-        ROOST_PLANNER_HOMES_SECONDS="10.0",
-        ROOST_PLANNER_JUDGE_SECONDS="15.0",
-        ROOST_PLANNER_SETTLE_SECONDS="3.0",
-        ROOST_PLANNER_COOLDOWN_SECONDS="20.0",
-        ROOST_PLANNER_BUDGET_SECONDS="120.0",
-        ROOST_TRACKER_SHIFT_WARMUP_SECONDS="20.0",
-        ROOST_TRACKER_SHIFT_COOLDOWN_SECONDS="20.0",
-        ROOST_TRACKER_SLOW_SECONDS="120.0",
-        ROOST_ROUTER_DEAD_AFTER_SECONDS="6.0",  # a busy machine is not dead
-        ROOST_ROUTER_NO_ENGINE_WAIT_SECONDS="90.0",  # an engine that is killed while the other one starts is waited for
-        ROOST_ROUTER_QUEUE_WAIT_SECONDS="90.0",
-    )
-    fleet = Fleet(home, "--ranks", str(RANKS), "--engines", str(ENGINES), "--processes", "2")
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.config.getoption("--soak-engine")]
+
+
+@pytest.fixture
+def fleet(kind: Kind) -> Iterator[Fleet]:
+    """Two engines before two router processes; a loop that is in a hurry."""
+    home = new_home(**COMMON, **kind.settings)
+    fleet = Fleet(home, *kind.options, "--ranks", str(kind.ranks), "--engines", str(ENGINES), "--processes", "2")
     yield fleet
     fleet.http.close()
     leave_nothing(fleet)
@@ -91,6 +147,7 @@ def fleet() -> Iterator[Fleet]:
 class Soak:
     """Everything that goes on."""
 
+    kind: Kind
     seconds: float
     seed: int
     course: list[Tide]
@@ -114,8 +171,9 @@ class Soak:
         epochs = {name: max((one.placement.epoch for one in self.records.history(name).placements), default=-1) for name in self.engines}
         resident = {life.name: life.resident[-1] // MIB for life in self.memories.lives if life.resident}
         return (
-            f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered, {told.asked_again} when asked again, {len(told.lost)} lost, "
-            f"{len(told.wrong)} wrong; epochs {epochs}; {len(happened.mishaps)} mishaps; MiB {resident}"
+            f"{time.monotonic() - self.began:7.1f} s  {told.answered} of {told.came} answered, {told.asked_again.total()} when asked again, "
+            f"{len(told.lost)} lost, {len(told.wrong)} wrong, {len(told.open)} open; epochs {epochs}; {len(happened.mishaps)} mishaps; "
+            f"{len(happened.gentle_stops)} gentle stops broke {len(self._streams_broken())} streams; MiB {resident}"
         )
 
     def note(self) -> None:
@@ -139,10 +197,32 @@ class Soak:
         ]
 
     def _breaks(self) -> list[str]:
-        """Connections that broke though no router had been killed."""
-        kills = self.mischief.happened.router_kills
-        alone = [at for at in self.crowd.told.broken if not any(kill - 1.0 <= at <= kill + BROKEN_SECONDS for kill in kills)]
-        return [f"{len(alone)} connections broke, and no router had been killed: at {alone[:5]}"] if alone else []
+        """Connections that broke though the router behind them had not been killed, and streams that a gentle stop broke off."""
+        alone = [one for one in self.crowd.told.broken if not self._is_excused(one)]
+        found = [f"{len(alone)} connections broke, and their router had not been killed: {alone[:5]}"] if alone else []
+        return found + [f"gentle stop at {at:.1f} s: {said}" for at, said in self._streams_broken()]
+
+    def _is_excused(self, one: Break) -> bool:
+        happened = self.mischief.happened
+        for kill in happened.router_kills:
+            if kill.at - 1.0 <= one.at <= kill.at + BROKEN_SECONDS and (not one.tag or not kill.tag or one.tag == kill.tag):
+                return True
+        # a request that had not been read when the router stopped reading: nothing of an answer had come
+        return not one.tag and any(stop.at - 1.0 <= one.asked <= one.at <= stop.at + REFUSED_SECONDS for stop in happened.gentle_stops)
+
+    def _streams_broken(self) -> list[tuple[float, str]]:
+        """Seconds since the beginning, and which."""
+        stops = self.mischief.happened.gentle_stops
+        return [
+            (stop.at - self.began, f"a stream of {stop.router} broke after {one.tokens} tokens")
+            for stop in stops
+            for one in stop.streams
+            if one.outcome == "broken" and not self._killed_meanwhile(stop)
+        ]
+
+    def _killed_meanwhile(self, stop: GentleStop) -> bool:
+        """Nobody kills a router that is stopping; this would be the test's own fault."""
+        return any(stop.at <= kill.at <= stop.at + (stop.gone_after or DRAIN_SECONDS) and kill.tag == stop.tag for kill in self.mischief.happened.router_kills)
 
     def _stuck(self) -> list[str]:
         forgotten = self.mischief.happened.forgotten
@@ -156,13 +236,15 @@ class Soak:
         return {
             "seconds": self.seconds,
             "seed": self.seed,
-            "fleet": {"engines": ENGINES, "ranks": RANKS, "routers": 2},
+            "fleet": {"engines": ENGINES, "ranks": self.kind.ranks, "routers": 2, "simulated": self.kind.simulated, "settings": self.kind.settings},
             "requests": {
                 "came": told.came,
                 "answered": told.answered,
                 "streamed": told.streamed,
                 "tokens": told.tokens,
-                "asked_again": told.asked_again,
+                "answered_at_once": told.answered - told.asked_again.total(),
+                "asked_again": told.asked_again.total(),
+                "asked_again_by_cause": dict(told.asked_again),
                 "refused_to_come_again": {str(status): count for status, count in told.refused.items()},
                 "connections_broken_with_a_router": len(told.broken),
                 "turned_away": told.turned_away,
@@ -172,6 +254,7 @@ class Soak:
                 "lost": len(told.lost),
                 "seconds_median": float(np.median(told.seconds)) if told.seconds else None,
                 "seconds_99": float(np.quantile(told.seconds, 0.99)) if told.seconds else None,
+                "streams_by_length": by_length(told.streamed_seconds),
             },
             "progress": dict(zip(("at", "came", "answered"), map(list, zip(*self.progress, strict=True)), strict=True)),
             "epochs": {"heard": self.epochs.heard, "stored": self.epochs.committed, "went_back": len(self.epochs.wrong)},
@@ -182,16 +265,52 @@ class Soak:
                 "judged": dict(Counter(one.verdict for one in said if isinstance(one, PlanJudged))),
             },
             "orders": happened.orders,
+            "gentle_stops": [
+                {
+                    "at": round(stop.at - self.began, 1),
+                    "router": stop.router,
+                    "streams_open": len(stop.streams),
+                    "finished": sum(one.outcome == "finished" for one in stop.streams),
+                    "broken": sum(one.outcome == "broken" for one in stop.streams),
+                    "others_open": len(stop.others),
+                    "others_broken": sum(one.outcome == "broken" for one in stop.others),
+                    "gone_after": None if stop.gone_after is None else round(stop.gone_after, 1),
+                }
+                for stop in happened.gentle_stops
+            ],
             "mishaps": [asdict(one) for one in happened.mishaps],
             "tides": [{"kind": one.kind, "seconds": one.seconds, "last": dict(zip(domains, one.last.round(3).tolist(), strict=True))} for one in self.course],
             "memory": [{"name": life.name, "pid": life.pid, **thinned(life)} for life in self.memories.lives if life.at],
             "growth": [asdict(one) for one in grown(self.memories.lives)],
+            "growth_by_kind": by_kind(grown(self.memories.lives)),
             "failures": self.failures(),
         }
 
 
 def grown(lives: list[Life]) -> list[Growth]:
     return [growth(life) for life in lives if len(life.at) >= 8 and life.seconds >= JUDGED_SECONDS]
+
+
+def by_kind(growths: list[Growth]) -> dict[str, dict[str, float]]:
+    """Of the processes of one kind: how many lives were judged, bytes at their ends, and bytes per hour; medians, and the worst slope."""
+    found: dict[str, list[Growth]] = {}
+    for one in growths:
+        found.setdefault(one.name.split("-")[0], []).append(one)
+    return {
+        name: {
+            "lives": len(lives),
+            "end": float(np.median([one.end for one in lives])),
+            "slope": float(np.median([one.slope for one in lives])),
+            "worst_slope": max(one.slope for one in lives),
+        }
+        for name, lives in sorted(found.items())
+    }
+
+
+def by_length(seconds: list[float]) -> dict[str, int]:
+    """Answered streams: below ten seconds, tens of seconds, minutes."""
+    edges = {"below 10 s": (0.0, 10.0), "10 to 60 s": (10.0, 60.0), "above 60 s": (60.0, math.inf)}
+    return {name: sum(least <= one < most for one in seconds) for name, (least, most) in edges.items()}
 
 
 def growing(lives: list[Life]) -> list[str]:
@@ -212,12 +331,12 @@ def thinned(life: Life) -> dict[str, list[float]]:
     return {"at": [round(at) for at in life.at[::every]], "mib": [round(resident / MIB, 1) for resident in life.resident[::every]]}
 
 
-async def soak(fleet: Fleet, seconds: float, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     """What happened; under "failures" what should not have."""
     subjects = Subjects("roost")
-    bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(url=fleet.nats, reconnect_most_seconds=0.2), name="soak")
+    bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(urls=(fleet.nats,), reconnect_most_seconds=0.2), name="soak")
     dice = [np.random.default_rng((seed, part)) for part in range(3)]
-    library = await asyncio.to_thread(Library)
+    library = await asyncio.to_thread(kind.library, seed)
     course = tides(len(library.domains), seconds, dice[0])
     records, memories, epochs = Records(bus, subjects), Memories(fleet), Epochs()
     limits, connector = aiohttp.ClientTimeout(total=ONE_TRY_SECONDS), aiohttp.TCPConnector(limit=0, force_close=True)
@@ -228,9 +347,20 @@ async def soak(fleet: Fleet, seconds: float, seed: int, say: Callable[[str], Non
             alongside(memories.look_on(LOOK_SECONDS), "looks at memory") as looking,
             aiohttp.ClientSession(fleet.router, timeout=limits, connector=connector) as http,
         ):
-            crowd = Crowd(http, library, course, PER_SECOND, dice[1])
-            mischief = Mischief(fleet, http, records, dice[2], engines=ENGINES, ranks=RANKS, seconds=seconds)
-            running = Soak(seconds, seed, course, crowd, mischief, memories, epochs, records, Movers(records), time.monotonic())
+            crowd = Crowd(http, library, course, kind.per_second, dice[1])
+            mischief = Mischief(
+                fleet,
+                http,
+                records,
+                crowd.told,
+                dice[2],
+                engines=ENGINES,
+                ranks=kind.ranks,
+                seconds=seconds,
+                drain_seconds=DRAIN_SECONDS,
+                simulated=kind.simulated,
+            )
+            running = Soak(kind, seconds, seed, course, crowd, mischief, memories, epochs, records, Movers(records), time.monotonic())
 
             async def tell() -> None:
                 known: set[str] = set()
@@ -288,7 +418,7 @@ def standing(running: Soak, engine: str) -> str:
     return f"{engine} rests: on record {history.latest.epoch}, known {history.known}, open plans {unended(history.migrations)}, last {history.migrations[-3:]}"
 
 
-def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(fleet: Fleet, request: pytest.FixtureRequest) -> None:
+def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(fleet: Fleet, kind: Kind, request: pytest.FixtureRequest) -> None:
     seconds, seed = float(request.config.getoption("--soak-seconds")), int(request.config.getoption("--soak-seed"))
     file = request.config.getoption("--soak-report")
     assert math.isfinite(seconds), seconds
@@ -298,7 +428,7 @@ def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(flee
         print(text, flush=True)  # noqa: T201
 
     say(f"\nsoak: {seconds:.0f} s, seed {seed}, in {fleet.run_directory}")
-    found = asyncio.run(soak(fleet, seconds, seed, say))
+    found = asyncio.run(soak(fleet, kind, seconds, seed, say))
     if file is not None:
         Path(file).write_text(json.dumps(found, allow_nan=False) + "\n")
     assert not found["failures"], "\n".join(found["failures"])

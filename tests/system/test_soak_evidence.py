@@ -10,23 +10,19 @@ import numpy as np
 import pytest
 
 from benchmarks.rig.evidence import tell_soak
-from tests.system.crowd import Tide, Told
-from tests.system.mishaps import Happened, Mishap
-from tests.system.test_soak import Soak
+from tests.system.crowd import Break, Open, Tide, Told
+from tests.system.mishaps import GentleStop, Happened, Mishap, RouterKill
+from tests.system.test_soak import BROKEN_SECONDS, KINDS, Soak
 from tests.system.vigil import MIB, Epochs, Life
 
 DOMAINS = ("c", "ja")
 TIDE = Tide("even", 1200.0, np.full(2, 0.5), np.full(2, 0.5))
 
 
-def reported(lost: list[str]) -> dict[str, Any]:
-    """Of twenty minutes that never were."""
+def soak_of(told: Told, happened: Happened) -> Soak:
+    """Twenty minutes that never were."""
     looks = np.arange(0.0, 1200.0, 5.0)
     lives = [Life("nats", 7, looks.tolist(), [24 * MIB] * len(looks)), Life("router-0", 8, [3.0], [90 * MIB])]
-    happened = Happened(
-        [Mishap(60.0, "NATS killed", "nats", "pid 7", 0.25), Mishap(90.0, "loop paused", "planner"), Mishap(80.0, "NATS killed", "nats", "", 1.5)]
-    )
-    told = Told(came=1500, answered=1499, seconds=[1.0], refused=Counter({503: 2}), lost=lost)
     parts: dict[str, Any] = {
         "crowd": SimpleNamespace(told=told),
         "mischief": SimpleNamespace(happened=happened),
@@ -34,9 +30,47 @@ def reported(lost: list[str]) -> dict[str, Any]:
         "records": SimpleNamespace(history=lambda _: SimpleNamespace(migrations=[])),
         "movers": None,
     }
-    soak = Soak(1200.0, 6, [TIDE], epochs=Epochs(heard=9, committed=4), began=0.0, **cast("Any", parts))
+    soak = Soak(KINDS["simulated"], 1200.0, 6, [TIDE], epochs=Epochs(heard=9, committed=4), began=0.0, **cast("Any", parts))
     soak.progress += [(60.0, 70, 60), (1200.0, 1500, 1499)]
-    return soak.report(DOMAINS)
+    return soak
+
+
+def reported(lost: list[str]) -> dict[str, Any]:
+    happened = Happened(
+        [Mishap(60.0, "NATS killed", "nats", "pid 7", 0.25), Mishap(90.0, "loop paused", "planner"), Mishap(80.0, "NATS killed", "nats", "", 1.5)],
+        gentle_stops=[GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("finished")], [], 33.0)],
+    )
+    told = Told(came=1500, answered=1499, seconds=[1.0], refused=Counter({503: 2}), lost=lost, streamed_seconds=[2.0, 30.0, 90.0, 95.0])
+    told.asked_again.update({"broken": 3, "refused": 2})
+    return soak_of(told, happened).report(DOMAINS)
+
+
+def streamed(outcome: Any, tag: str = "aa") -> Open:
+    return Open(asked=100.0, stream=True, tag=tag, tokens=7, outcome=outcome)
+
+
+def test_a_stream_that_a_gentle_stop_breaks_off_is_a_failure() -> None:
+    stop = GentleStop(200.0, "router-1", "aa", [streamed("finished"), streamed("broken")], [], 33.0)
+    soak = soak_of(Told(), Happened(gentle_stops=[stop]))
+    assert soak.failures() == ["gentle stop at 200.0 s: a stream of router-1 broke after 7 tokens"]
+    assert [(one["streams_open"], one["finished"], one["broken"]) for one in soak.report(DOMAINS)["gentle_stops"]] == [(2, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "excused"),
+    [
+        (Break(100.0, 301.0, "aa", "broken"), True),  # its router was killed
+        (Break(100.0, 301.0, "bb", "broken"), False),  # another one was
+        (Break(100.0, 301.0, "", "broken"), True),  # it is not known which answered
+        (Break(100.0, 301.0 + BROKEN_SECONDS, "aa", "broken"), False),  # too late
+        (Break(500.0, 500.5, "", "broken"), True),  # not read any more by a router that stops
+        (Break(490.0, 500.5, "", "broken"), False),  # it had been read
+        (Break(500.0, 500.5, "cc", "broken"), False),  # it was being answered
+    ],
+)
+def test_a_connection_may_break_with_a_killed_router_or_before_it_was_read(broken: Break, excused: bool) -> None:
+    happened = Happened(router_kills=[RouterKill(300.0, "aa")], gentle_stops=[GentleStop(500.0, "router-1", "cc", [], [])])
+    assert bool(soak_of(Told(broken=[broken]), happened).failures()) != excused
 
 
 @pytest.mark.parametrize("lost", [[], ["prompt 3 was never answered"]])
@@ -48,6 +82,12 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
     assert ("Nothing failed" in page) != bool(lost)
     assert "| NATS killed | 2 | 1.5 s |\n| loop paused | 1 | - |" in page
     assert "| of these answered, each whole | 1,499 |" in page
+    assert "| answered when asked again: the router behind it was killed, or closed the connection before it had read the request | 3 |" in page
+    assert "| answered when asked again: refused with a status that says so | 2 |" in page
+    assert "| answered at once | 1,494 |" in page
+    assert "| 200 s | router-1 | 2 | 2 | 0 | 33 s |" in page
+    assert "| streams answered, above 60 s | 2 |" in page
+    assert "| nats | 1 | 24.0 | +0.0 MiB | +0.0 MiB |" in page
     assert "| nats (pid 7) | 20 | 24.0 | 24.0 | +0.0 MiB |" in page
     assert "(soak.svg)" in page
     drawn = (tmp_path / "soak.svg").read_text()
