@@ -32,6 +32,7 @@ from router.passthrough import body as passthrough_body
 from router.passthrough.body import Asked
 from router.passthrough.headers import value_of
 from router.passthrough.relay import Forwarded, Relay
+from router.passthrough.unstreamed import Unstreamed
 from router.picker import FIRST_TRY, Need
 from router.prompt import TextPrompt, TokenPrompt
 from router.record import Supposed
@@ -71,6 +72,7 @@ class Edge:
         self._tracing = tracing
         self._decoder = RequestDecoder()
         self._watches = Watches()
+        self._unstreamed = Unstreamed(service)
         config = service.config
         self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
 
@@ -184,7 +186,7 @@ class Edge:
         target = exchange.path + query.decode("latin-1")
         own = self.service.credentials.clients is None
         request = Forwarded("POST", target, exchange.client_headers, body, asked, self._expected(asked.max_tokens), own)
-        await Relay(self.service, exchange, reply, headers, request).run()
+        await Relay(self.service, exchange, reply, headers, request, self._unstreamed).run()
         return True
 
     def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:

@@ -87,6 +87,11 @@ class PlainBackends:
         """Whether an engine is one of these, whose liveness their probes decide."""
         return worker_id in self._servers
 
+    def is_silent(self, worker_id: int) -> bool:
+        """Whether a server is taken away because its probes went unanswered, rather than refused."""
+        server = self._servers.get(worker_id)
+        return server is not None and server.missing
+
     def card(self, model: str) -> Card | None:
         """A model's entry as the first live server that serves it listed it last; None: no server of these serves it."""
         for worker_id, server in self._servers.items():

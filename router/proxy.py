@@ -118,6 +118,7 @@ class Call:
         self._deadline = math.inf
         self._origin: Origin
         self._connection: Connection
+        self._connected = False
         self._read_any = False
         self._clean = False
 
@@ -129,6 +130,7 @@ class Call:
             raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:
             raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
+        self._connected = True
         try:
             sent = self._sent
             self._deadline = asyncio.get_running_loop().time() + self._patience.total
@@ -163,8 +165,9 @@ class Call:
         return self._connection.headers.get(b"content-type", b"application/json").decode("latin-1")
 
     def cut(self, why: str) -> None:
-        """Close the connection: the call fails as if the server had closed it."""
-        self._connection.cut(why)
+        """Close the connection, if there is one yet: the call fails as if the server had closed it."""
+        if self._connected:
+            self._connection.cut(why)
 
     async def read(self) -> bytes:
         """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks, ApiError 504 at the total limit."""

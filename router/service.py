@@ -257,6 +257,13 @@ class RouterService:
         self.hindsight.first_token(booking, now)
         self.waiting.wake()
 
+    def prompt_computed(self, booking: Booking) -> None:
+        """A booking's prompt counts as computed. That is an expectation: no speed is learnt from it, and it is no sign of life."""
+        self.picker.reservations.first_token(booking)
+        if self.peers is not None:
+            self.peers.first_token(booking)
+        self.waiting.wake()
+
     def expected_prefill_seconds(self, decision: Decision) -> float:
         """Seconds after a decision at which its prompt may count as computed where no first token will be seen: an answer that comes whole.
         By the stated or measured speed; by a guess before any is known."""

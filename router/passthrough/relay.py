@@ -3,6 +3,8 @@
 Another server is tried while the client has nothing yet; afterwards the answer ends with an error event.
 """
 
+from contextlib import nullcontext
+
 import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
@@ -14,6 +16,7 @@ from router.foreign_routings import Tap, Usage
 from router.passthrough.body import Asked
 from router.passthrough.events import EventStream, error_event
 from router.passthrough.headers import to_client, to_server, value_of
+from router.passthrough.unstreamed import Unstreamed
 from router.picker import Need, Try
 from router.prompt import TextPrompt
 from router.proxy import Call, Refused, Sent, UpstreamFailed, api_error
@@ -70,12 +73,13 @@ class Forwarded(msgspec.Struct, frozen=True):
 class Relay:
     """One request, from server to server until one answers."""
 
-    def __init__(self, service: RouterService, exchange: Exchange, reply: Reply, headers: Headers, request: Forwarded) -> None:
+    def __init__(self, service: RouterService, exchange: Exchange, reply: Reply, headers: Headers, request: Forwarded, unstreamed: Unstreamed) -> None:
         self._service = service
         self._exchange = exchange
         self._reply = reply
         self._headers = headers
         self._request = request
+        self._unstreamed = unstreamed
         self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed)
         self._failures: tuple[tuple[RankKey, Failure], ...] = ()
         self._reported = False
@@ -162,7 +166,12 @@ class Relay:
         salt = decision.cache_salt if request.is_json else ""
         body = with_salt(request.body, salt) if salt else request.body
         sent = Sent(request.method, decision.target.url, request.target, self._sent_headers(decision, span), body)
-        async with self._service.upstream.forward(sent, stream=request.asked.stream) as call:
+        call = self._service.upstream.forward(sent, stream=request.asked.stream)
+        with nullcontext() if request.asked.stream else self._unstreamed.awaited(decision, booking, call):
+            return await self._answered(decision, booking, call)
+
+    async def _answered(self, decision: Decision, booking: Booking, call: Call) -> bool:
+        async with call:
             if call.status >= 400:
                 await self._judge(decision, call)
             if call.status < 400 and call.content_type.startswith("text/event-stream"):
@@ -220,7 +229,7 @@ class Relay:
                     continue
                 if not self._reply.status:
                     self._first(booking)
-                    await self._start(call.status, call.headers, [(b"cache-control", b"no-cache")])
+                    await self._start(call.status, call.headers, [])
                 await self._reply.write(ready)
                 if tap is not None:
                     tap.feed(ready)
@@ -235,7 +244,7 @@ class Relay:
         if not self._reply.status and not stream.rest:
             raise UpstreamFailed(Failure.BROKEN, "the stream ended before it began")
         if not self._reply.status:
-            await self._start(call.status, call.headers, [(b"cache-control", b"no-cache")])
+            await self._start(call.status, call.headers, [])
         call.whole()
         self._count(tail.split(b"\n\n"))
         self._note(decision, tap)

@@ -1,5 +1,6 @@
 """Servers that Roost does not run, for tests: real HTTP servers whose answers a test writes."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.router.houses import House, OpenHouse, served_web, until
+from tests.router.houses import House, OpenHouse, until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -37,8 +38,17 @@ class ForeignServer:
     max_model_len: int = 4096
     requests: list[Asked] = field(default_factory=list)
     url: str = ""
+    listing: asyncio.Event = field(default_factory=asyncio.Event)
+    """set: its list of models is answered"""
+    refusing: Callable[[], Awaitable[None]] | None = None
+
+    async def refuse_connections(self) -> None:
+        """Listen no longer; open connections stay."""
+        assert self.refusing is not None
+        await self.refusing()
 
     async def list(self, _: web.Request) -> web.Response:
+        await self.listing.wait()
         data = [{"id": model, "max_model_len": self.max_model_len, "owned_by": self.owned_by} for model in self.models]
         return web.json_response({"object": "list", "data": data})
 
@@ -54,9 +64,27 @@ async def serving(server: ForeignServer, port: int = 0) -> AsyncIterator[Foreign
     app = web.Application(client_max_size=2**30)
     app.router.add_get("/v1/models", server.list)
     app.router.add_route("*", "/{path:.*}", server.handle)
-    async with served_web(app, port) as url:
-        server.url = url
+    server.listing.set()
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    listener = await asyncio.get_running_loop().create_server(_served(runner), "127.0.0.1", port)
+    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+    async def refuse() -> None:
+        listener.close()
+
+    server.refusing = refuse
+    try:
         yield server
+    finally:
+        listener.close()
+        await runner.cleanup()
+
+
+def _served(runner: web.AppRunner) -> web.Server:
+    """One protocol per connection."""
+    assert runner.server is not None
+    return runner.server
 
 
 def saying(body: Any, status: int = 200, **headers: str) -> Handler:

@@ -1,0 +1,70 @@
+"""Answers that are not streamed, while they are awaited: nothing arrives before their end, so time and probes must speak for the server."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
+
+from router.decision import Decision
+from router.muster import Standing
+from router.proxy import Call
+from router.reservations import Booking
+from router.roster import RankKey
+from router.service import RouterService
+
+LOOK_SECONDS = 0.5
+"""While answers are awaited, the standing of their servers is looked at so often."""
+SILENT = "its probes went unanswered while an answer was awaited"
+
+
+class Unstreamed:
+    """State: a heap of bookings by when their prompts should be computed, the calls that are awaited, and one timer for each."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._due: list[tuple[float, int, Booking]] = []
+        self._numbers = count()
+        self._next: asyncio.TimerHandle | None = None
+        self._calls: dict[Call, RankKey] = {}
+        self._look: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def awaited(self, decision: Decision, booking: Booking, call: Call) -> Iterator[None]:
+        """While the answer to a call is awaited. Its prompt counts as computed after the expected time, since no first token will show it;
+        the call is cut when its server is found dead."""
+        loop = asyncio.get_running_loop()
+        heappush(self._due, (loop.time() + self._service.expected_prefill_seconds(decision), next(self._numbers), booking))
+        self._wake_for_due(loop)
+        self._calls[call] = decision.target.key
+        if self._look is None:
+            self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
+        try:
+            yield
+        finally:
+            del self._calls[call]
+
+    def _wake_for_due(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._next is not None and (not self._due or self._next.when() > self._due[0][0]):
+            self._next.cancel()
+            self._next = None
+        if self._due and self._next is None:
+            self._next = loop.call_at(self._due[0][0], self._compute_due, loop)
+
+    def _compute_due(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._next = None
+        while self._due and self._due[0][0] <= loop.time():
+            self._service.prompt_computed(heappop(self._due)[2])
+        self._wake_for_due(loop)
+
+    def _look_around(self, loop: asyncio.AbstractEventLoop) -> None:
+        for call, key in list(self._calls.items()):
+            if self._is_dead(key):
+                call.cut(SILENT)
+        self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop) if self._calls else None
+
+    def _is_dead(self, key: RankKey) -> bool:
+        """A refused connection is no death here: a server that is stopping refuses new requests and finishes open ones, and where its
+        process has ended the open connection says so."""
+        state = self._service.view.engine(key[0])
+        return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is Standing.DEAD)
