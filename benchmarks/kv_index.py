@@ -186,8 +186,8 @@ async def _joined(feeds: KvFeeds, bus: MemoryBus, broker: MemoryBroker, ranks: l
     async with asyncio.TaskGroup() as tasks:
         repairing = tasks.create_task(feeds.run(), name="repairs feeds")
         for rank in ranks:
-            async with bus.serve(broker.subjects.kv_snapshot(*rank), empty):
-                feeds.add(rank)
+            async with bus.serve(broker.subjects.kv_snapshot("e", *rank), empty):
+                feeds.add(rank, "e")
                 while not feeds.in_step(rank):  # noqa: ASYNC110 a feed tells nobody
                     await asyncio.sleep(0)
         repairing.cancel()

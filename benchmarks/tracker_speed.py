@@ -117,7 +117,7 @@ async def ingest(layers: int, experts: int, messages: int) -> Ingested:
         subjects, counter = Subjects("bench"), Path(folder) / "counter"
         counter.write_bytes(bytes(8))
         async with nats(folder) as port, tracker(port, subjects) as service:
-            arguments = [port, subjects.experts, counter, messages, layers, experts, RANKS, UNDER_WAY]
+            arguments = [port, subjects.namespace, counter, messages, layers, experts, RANKS, UNDER_WAY]
             with counter.open("r+b") as file, mmap.mmap(file.fileno(), 8) as told:
                 sender = await asyncio.create_subprocess_exec(sys.executable, "-m", "benchmarks.rig.report_publisher", *map(str, arguments), cwd=ROOT)
                 try:

@@ -96,6 +96,8 @@ class Reason(StrEnum):
     """a known form with missing, misshapen or impossible fields"""
     BLOB = "blob"
     """a reference to content that is missing or damaged"""
+    SPEAKER = "speaker"
+    """a message of one engine on another one's subject"""
 
 
 class Refused(Exception):

@@ -38,7 +38,7 @@ from bus.codec import (
 )
 from bus.parts import Answers, Exchange, fetch_parts, wanted_part
 from bus.stores import FullStores
-from bus.subjects import check_subject, matches
+from bus.subjects import check_subject, engine_of, matches
 from fleet.events import STORED, RequestRefused
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,9 @@ async def _opened(subject: str, envelope: Envelope, fetch: Fetch) -> Received:
 
 
 def _received(subject: str, envelope: Envelope, message: Message) -> Received:
+    named, speaker = getattr(message, "engine", None), engine_of(subject)
+    if named is not None and speaker is not None and named != speaker:  # a server's permissions are by subject
+        raise Refused(Reason.SPEAKER, f"{type(message).__name__} of engine {named!r} on {subject}")
     return Received(subject, envelope.publisher_id, envelope.sequence, envelope.published_at / 1000, message)
 
 

@@ -1,7 +1,8 @@
 """Every subject name, in Dynamo's convention; the only strings of their kind.
 
 Telemetry of an endpoint: `namespace.<ns>.component.<component>.endpoint.<endpoint>.<topic>` (Dynamo's own two topics, so that
-its router could listen). Everything of Roost: `namespace.<ns>.component.<component>.<topic>[.<more>]`.
+its router could listen). Everything of Roost: `namespace.<ns>.component.<component>.<topic>[.<more>]`. What an engine writes, or answers, has
+its name behind the topic, so that a server's permissions can keep it to its own (`bus.nats.permissions`).
 """
 
 import re
@@ -49,6 +50,12 @@ def matches(pattern: str, subject: str) -> bool:
     return len(wanted) == len(tokens) and all(want in ("*", token) for want, token in zip(wanted, tokens, strict=True))
 
 
+def engine_of(subject: str) -> str | None:
+    """The engine whose name stands in a subject that engines write; None for any other subject."""
+    tokens = subject.split(".", 6)
+    return tokens[5] if len(tokens) > 5 and tokens[3] == "backend" and tokens[4] != "endpoint" else None
+
+
 class Subjects:
     """The subjects of one namespace. ValueError when the namespace is no subject token."""
 
@@ -56,6 +63,10 @@ class Subjects:
         self.namespace = check_token("namespace", namespace)
         self._engines = f"namespace.{namespace}.component.backend"
         self._roost = f"namespace.{namespace}.component"
+
+    def _of(self, engine: str, topic: str) -> str:
+        """What one engine says, or answers; `*`: all engines."""
+        return f"{self._engines}.{topic}.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
     def kv_events(self) -> str:
@@ -65,23 +76,25 @@ class Subjects:
     def kv_metrics(self) -> str:
         return f"{self._engines}.endpoint.generate.{KV_METRICS}"
 
-    @property
-    def heartbeats(self) -> str:
-        return f"{self._engines}.heartbeat"
+    def heartbeats(self, engine: str = "*") -> str:
+        return self._of(engine, "heartbeat")
 
-    @property
-    def experts(self) -> str:
-        return f"{self._engines}.experts"
+    def experts(self, engine: str = "*") -> str:
+        """What an engine's ranks activated."""
+        return self._of(engine, "experts")
 
-    @property
-    def dispatched(self) -> str:
+    def dispatched(self, engine: str = "*") -> str:
         """Where tokens were really sent."""
-        return f"{self._engines}.dispatched"
+        return self._of(engine, "dispatched")
+
+    def requests_profiled(self, engine: str = "*") -> str:
+        """What requests activated, by the ranks that served them."""
+        return self._of(engine, "requests")
 
     @property
-    def requests_profiled(self) -> str:
-        """What requests activated, by the ranks that served them."""
-        return f"{self._engines}.requests"
+    def requests_read(self) -> str:
+        """The same of servers that do not say it here, by the router that read it in their answers."""
+        return f"{self._roost}.router.profiled"
 
     @property
     def requests_finished(self) -> str:
@@ -120,17 +133,17 @@ class Subjects:
         """Request: what the tracker knows of a model (profile, clusters, tables or all of it for people)."""
         return f"{self._roost}.tracker.describe"
 
-    def describe_engine(self, worker_id: int) -> str:
+    def describe_engine(self, engine: str, worker_id: int | Literal["*"]) -> str:
         """Request: an engine's EngineJoined."""
-        return f"{self._engines}.describe.{worker_id}"
+        return f"{self._of(engine, 'describe')}.{worker_id}"
 
-    def kv_snapshot(self, worker_id: int, rank: int) -> str:
+    def kv_snapshot(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
         """Request: what a rank's KV cache holds."""
-        return f"{self._engines}.snapshot.{worker_id}.{rank}"
+        return f"{self._of(engine, 'snapshot')}.{worker_id}.{rank}"
 
     def membership(self, engine: str = "*") -> str:
         """Stored: joins and leaves of an engine, by name."""
-        return f"{self._engines}.membership.{engine if engine == '*' else check_token('engine name', engine)}"
+        return self._of(engine, "membership")
 
     def placements(self, engine: str = "*") -> str:
         """Stored: placements an engine has served."""
@@ -165,18 +178,17 @@ class Subjects:
         """Key under which stands what the migration service must not forget of its own doing: that it is paused, and what it learnt of its plans."""
         return "migration.loop"
 
-    def handover(self, worker_id: int, rank: int) -> str:
+    def handover(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
         """Request: commands of the coordinator to one rank."""
-        return f"{self._engines}.handover.{worker_id}.{rank}"
+        return f"{self._of(engine, 'handover')}.{worker_id}.{rank}"
 
-    @property
-    def handovers(self) -> str:
-        """Where ranks are with their handovers."""
-        return f"{self._engines}.handovers"
+    def handovers(self, engine: str = "*") -> str:
+        """Where an engine's ranks are with their handovers."""
+        return self._of(engine, "handovers")
 
-    def leases(self, worker_id: int, rank: int) -> str:
+    def leases(self, engine: str, worker_id: int | Literal["*"], rank: int | Literal["*"]) -> str:
         """Request: of one rank of an engine to another, to read its experts."""
-        return f"{self._engines}.lease.{worker_id}.{rank}"
+        return f"{self._of(engine, 'lease')}.{worker_id}.{rank}"
 
     def drains(self, engine: str = "*", rank: int | Literal["*"] | None = "*") -> str:
         """Stored: whether an operator wants no new requests on a rank, or (None) on all ranks of an engine."""
@@ -221,7 +233,7 @@ class Subjects:
 
     def claim(self, engine: str) -> str:
         """Key under which an engine's name is claimed."""
-        return f"engine.{check_token('engine name', engine)}"
+        return f"engine.{engine if engine == '*' else check_token('engine name', engine)}"
 
     @property
     def coordinator(self) -> str:

@@ -135,7 +135,7 @@ async def carried_out(bus: Bus, subjects: Subjects, order: Order, *, wait: bool,
     NotAccepted when the planner refuses, or does not answer.
     """
     known = {_identity(one) async for one in bus.replay(subjects.migrations(order.engine), since=BEFORE_SECONDS, follow=False)}
-    async with bus.subscribe(subjects.handovers) as heard:
+    async with bus.subscribe(subjects.handovers()) as heard:
         course = Course(await _accepted(bus, subjects, order, say))
         began(course)
         if wait:

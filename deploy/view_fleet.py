@@ -75,7 +75,7 @@ def on_bus(config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Found]]) 
 async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], dict[str, int]]:
     """Engines by name; waits for a sign of each, for at most LISTEN_SECONDS."""
     async with AsyncExitStack() as stack:
-        heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats, subjects.kv_metrics))
+        heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats(), subjects.kv_metrics))
         engines = await members(bus, subjects)
         await note_plans(bus, subjects, engines)
         by_worker = {engine.joined.worker_id: engine for engine in engines}

@@ -62,7 +62,7 @@ class Watch:
     async def going_on(self, interval: float) -> AsyncIterator[None]:
         """Listen while the context lasts; at its beginning what is stored is known. BusError without a bus."""
         names = self._subjects
-        told = (names.heartbeats, names.kv_metrics, names.dispatched, names.shifts, names.homes, *names.stored)
+        told = (names.heartbeats(), names.kv_metrics, names.dispatched(), names.shifts, names.homes, *names.stored)
         async with self._bus.subscribe(*told) as heard:
             known = await self._past()
             await self._ask_who_is_there()

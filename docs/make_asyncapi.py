@@ -33,6 +33,7 @@ SAID: dict[str, tuple[tuple[type, ...], str]] = {
     "experts": ((say.ExpertsActivated,), "every rank, once a second while it computes"),
     "dispatched": ((say.DispatchMeasured,), "every rank that can tell, once a second while it computes"),
     "requests_profiled": ((say.RequestsProfiled,), "every rank, about requests that ended there"),
+    "requests_read": ((say.RequestsProfiled,), "routers"),
     "requests_finished": ((say.RequestsFinished,), "routers"),
     "imports": ((say.CountsImported,), "`roost popularity --learn`"),
     "clusters": ((say.ClustersPublished,), "the tracker"),

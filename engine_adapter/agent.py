@@ -90,10 +90,10 @@ class Agent:
         self._experts_epoch = self._epoch
         self._kv = bus.publisher(subjects.kv_events)
         self._metrics = bus.publisher(subjects.kv_metrics)
-        self._experts = bus.publisher(subjects.experts)
+        self._experts = bus.publisher(subjects.experts(identity.engine))
         self._dispatching = DispatchReports(bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds)
         self._profiling = self._make_profiling()
-        self.desk = None if engine.experts is None else HandoverDesk(bus, subjects, engine, identity.worker_id, staging)
+        self.desk = None if engine.experts is None else HandoverDesk(bus, subjects, engine, identity.engine, identity.worker_id, staging)
         """takes part in handovers; None: this engine's experts stay where they are"""
 
     def _make_profiling(self) -> Profiling | None:
@@ -111,10 +111,10 @@ class Agent:
         """Speak until cancelled. NameTaken when another engine has this name."""
         async with AsyncExitStack() as stack:
             if self._about.capabilities.kv_events:
-                subject = self._subjects.kv_snapshot(self._identity.worker_id, self._about.rank)
+                subject = self._subjects.kv_snapshot(self._identity.engine, self._identity.worker_id, self._about.rank)
                 await stack.enter_async_context(self._bus.serve(subject, self._answer_snapshot))
             if self.desk is None:
-                commands = self._subjects.handover(self._identity.worker_id, self._about.rank)
+                commands = self._subjects.handover(self._identity.engine, self._identity.worker_id, self._about.rank)
                 await stack.enter_async_context(self._bus.serve(commands, self._refuse_handover))
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             if self.desk is not None:
@@ -252,7 +252,7 @@ class Agent:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._leave, claim)
             await self._patiently(claim.take)
-            await stack.enter_async_context(self._bus.serve(self._subjects.describe_engine(who.worker_id), self._answer_description))
+            await stack.enter_async_context(self._bus.serve(self._subjects.describe_engine(who.engine, who.worker_id), self._answer_description))
             await self._patiently(self._announce)
             self.joined.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -297,7 +297,7 @@ class Agent:
         return 0 if placement is None else placement.epoch
 
     async def _beat(self) -> None:
-        publisher = self._bus.publisher(self._subjects.heartbeats)
+        publisher = self._bus.publisher(self._subjects.heartbeats(self._identity.engine))
         while True:
             handover = self._engine.handover_seconds
             who = self._identity

@@ -11,7 +11,7 @@ class DispatchReports:
 
     def __init__(self, bus: Bus, subjects: Subjects, about: EngineDescription, engine: str, worker_id: int, interval: float) -> None:
         """interval: seconds of a report; shorter where the epoch changed."""
-        self._publisher = bus.publisher(subjects.dispatched)
+        self._publisher = bus.publisher(subjects.dispatched(engine))
         self._about = about
         self._engine, self._worker_id = engine, worker_id
         self._interval = interval

@@ -59,6 +59,7 @@ class Errands:
         bus: Bus,
         subjects: Subjects,
         *,
+        engine: str,
         worker_id: int,
         rank: int,
         memory: ExpertMemory,
@@ -74,6 +75,7 @@ class Errands:
         """compares checksums"""
         self._bus = bus
         self._subjects = subjects
+        self._engine = engine
         self._worker_id = worker_id
         self._rank = rank
         self._memory = memory
@@ -134,7 +136,7 @@ class Errands:
             experts=effect.experts,
             seconds=self._config.lease_seconds,
         )
-        answer = await self._bus.request(self._subjects.leases(self._worker_id, effect.source), request, seconds)
+        answer = await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, seconds)
         if not isinstance(answer, ExpertsLeased):
             raise TypeError(f"it answered with {type(answer).__name__}")
         return answer
@@ -159,7 +161,7 @@ class Errands:
     async def _let_source_go(self, effect: EndLease) -> None:
         request = EndLeaseRequest(worker_id=self._worker_id, rank=effect.source, lease=effect.lease)
         try:
-            await self._bus.request(self._subjects.leases(self._worker_id, effect.source), request, ANSWER_SECONDS)
+            await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS)
         except BusError as error:
             log.info("rank %d could not tell rank %d that it has read; the lease will run out: %s", self._rank, effect.source, error)
 

@@ -68,13 +68,14 @@ class Staging:
 class HandoverDesk:
     """Of one rank. `run` serves until it is cancelled."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, worker_id: int, staging: Staging) -> None:
-        """ValueError for an engine whose experts stay where they are."""
+    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging) -> None:
+        """name: the engine's. ValueError for an engine whose experts stay where they are."""
         if engine.experts is None or engine.placement is None:
             raise ValueError("this engine's experts stay where they are: it takes no part in handovers")
         self._experts: Experts = engine.experts
         self._bus = bus
         self._subjects = subjects
+        self._name = name
         self._worker_id = worker_id
         self._rank = engine.description.rank
         self._ranks = engine.description.ranks
@@ -89,7 +90,7 @@ class HandoverDesk:
         self.conduct = Conduct(
             worker_id=worker_id, rank=self._rank, placement=engine.placement, residency=residency, tensors=len(self._memory.tensors), config=staging.config
         )
-        self._publisher = bus.publisher(subjects.handovers)
+        self._publisher = bus.publisher(subjects.handovers(name))
         self._told: HandoverDescribed | None = None
         self._changed = asyncio.Event()
         self._sealed = asyncio.Event()
@@ -97,6 +98,7 @@ class HandoverDesk:
         self._errands = Errands(
             bus,
             subjects,
+            engine=name,
             worker_id=worker_id,
             rank=self._rank,
             memory=self._memory,
@@ -122,8 +124,8 @@ class HandoverDesk:
             self._tasks = tasks
             stack.callback(self._end)
             tasks.create_task(self._seal(), name=f"checksums of what rank {self._rank} serves")
-            await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._worker_id, self._rank), self._command))
-            await stack.enter_async_context(self._bus.serve(self._subjects.leases(self._worker_id, self._rank), self._answer_reader))
+            await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._name, self._worker_id, self._rank), self._command))
+            await stack.enter_async_context(self._bus.serve(self._subjects.leases(self._name, self._worker_id, self._rank), self._answer_reader))
             await self._keep()
 
     def _end(self) -> None:

@@ -84,7 +84,7 @@ class Profiling:
         self._config = config
         self._node = np.array(numbered(nodes or ("",) * about.ranks), np.intp)
         self._clusters = ClusterFeed(bus, subjects, about.model, shape, config.heartbeat_seconds)
-        self._publisher = bus.publisher(subjects.requests_profiled)
+        self._publisher = bus.publisher(subjects.requests_profiled(engine))
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
         self._work = asyncio.Event()

@@ -13,7 +13,7 @@ import msgspec
 
 from bus import BlobLost, Bus, BusError, Subscription
 from bus.claims import LeaseTaken
-from bus.subjects import Subjects
+from bus.subjects import Subjects, engine_of
 from fleet.events import EngineHeartbeat, HandoverDescribed, MigrationAccepted, MigrationPlanned, Origin, PlacementCommitted
 from fleet.handover import Conducting as State
 from migration.chronicle import Course
@@ -85,7 +85,7 @@ class Conductor:
     async def run(self, ready: Callable[[], None]) -> None:
         """Until cancelled. ready: called once the log is read. BusError when it cannot be at the start; LeaseTaken when somebody else leads."""
         subjects = self._subjects
-        async with self._bus.subscribe(subjects.handovers, subjects.heartbeats) as heard:
+        async with self._bus.subscribe(subjects.handovers(), subjects.heartbeats()) as heard:
             await self._journal.read()
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -148,24 +148,27 @@ class Conductor:
 
     async def survey(self, entry: Entry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
         """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds. token: see `DescribeHandover`."""
-        told = await self._handing.survey(entry.worker_id, entry.placement.ranks, patience, token)
+        told = await self._handing.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
         for said in told:
-            self._note(said)
+            self._note(said, self._ledger.entry(said.worker_id))
         return told
 
     # What is heard
 
     async def _listen(self, heard: Subscription) -> None:
         async for one in heard:
-            match one.message:
-                case HandoverDescribed() as said if sane(said):
-                    self._note(said)
-                    self._handing.hear(said)
-                case EngineHeartbeat() as beat:
-                    self._pulse.heard(beat.worker_id, self._clock())
+            if not isinstance(said := one.message, HandoverDescribed | EngineHeartbeat):
+                continue
+            entry = self._ledger.entry(said.worker_id)
+            if entry is not None and entry.engine != engine_of(one.subject):
+                continue  # one engine speaks for another
+            if isinstance(said, EngineHeartbeat):
+                self._pulse.heard(said.worker_id, self._clock())
+            elif sane(said):
+                self._note(said, entry)
+                self._handing.hear(said)
 
-    def _note(self, said: HandoverDescribed) -> None:
-        entry = self._ledger.entry(said.worker_id)
+    def _note(self, said: HandoverDescribed, entry: Entry | None) -> None:
         if entry is not None and 0 <= said.rank < entry.placement.ranks:
             self._told.setdefault(said.worker_id, {})[said.rank] = said
 

@@ -86,10 +86,10 @@ class Handing:
         if (inbox := self._inboxes.get(said.worker_id)) is not None and not inbox.full():
             inbox.put_nowait(said)
 
-    async def survey(self, worker_id: int, ranks: int, patience: float, token: int) -> tuple[HandoverDescribed, ...]:
+    async def survey(self, engine: str, worker_id: int, ranks: int, patience: float, token: int) -> tuple[HandoverDescribed, ...]:
         """Where every rank is. Unfit names the first that does not say within so many seconds."""
         until = self._clock() + patience
-        answers = await asyncio.gather(*(self._where(worker_id, rank, until, token) for rank in range(ranks)))
+        answers = await asyncio.gather(*(self._where(engine, worker_id, rank, until, token) for rank in range(ranks)))
         for answer in answers:
             if isinstance(answer, Failure):
                 raise Unfit(answer)
@@ -111,7 +111,7 @@ class Handing:
                             trace.moved(proceeding, move)
                         continue
                     for rank, command in proceeding.due(now):
-                        ask(self._send(inbox, rank, command), f"tells rank {rank} of engine {proceeding.what.engine} to go on")
+                        ask(self._send(inbox, proceeding.what.engine, rank, command), f"tells rank {rank} of engine {proceeding.what.engine} to go on")
                         proceeding = proceeding.asked((rank,), now)
                     proceeding = await self._listen(inbox, proceeding)
         return proceeding
@@ -165,9 +165,9 @@ class Handing:
             proceeding = proceeding.declined(word.rank, word.reason) if isinstance(word, Refusal) else proceeding.heard(word)
         return proceeding
 
-    async def _send(self, inbox: asyncio.Queue[Word], rank: int, command: Command) -> None:
+    async def _send(self, inbox: asyncio.Queue[Word], engine: str, rank: int, command: Command) -> None:
         try:
-            answer = await self._ask(command, rank)
+            answer = await self._ask(engine, command, rank)
         except Declined as refusal:
             await inbox.put(Refusal(rank, str(refusal)))
         except BusError as error:
@@ -175,18 +175,18 @@ class Handing:
         else:
             await inbox.put(answer)
 
-    async def _ask(self, command: Command, rank: int) -> HandoverDescribed:
-        answer = await self._bus.request(self._subjects.handover(command.worker_id, rank), command, ANSWER_SECONDS)
+    async def _ask(self, engine: str, command: Command, rank: int) -> HandoverDescribed:
+        answer = await self._bus.request(self._subjects.handover(engine, command.worker_id, rank), command, ANSWER_SECONDS)
         if not isinstance(answer, HandoverDescribed) or (answer.worker_id, answer.rank) != (command.worker_id, rank):
             raise Declined(f"its answer is a {type(answer).__name__} of something else; do both sides run the same version?")
         if not sane(answer):
             raise Declined(f"it tells of handover {answer.handover} and token {answer.token}, which cannot be; restart its engine")
         return answer
 
-    async def _where(self, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | Failure:
+    async def _where(self, engine: str, worker_id: int, rank: int, until: float, token: int) -> HandoverDescribed | Failure:
         while True:
             try:
-                return await self._ask(DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank)
+                return await self._ask(engine, DescribeHandover(worker_id=worker_id, rank=rank, token=token), rank)
             except Declined as refusal:
                 return Failure(f"rank {rank} takes part in no handover: {refusal}", DECLINED, rank)
             except BusError as error:

@@ -118,9 +118,9 @@ class MigrationService:
         autopilot = self._autopilot = self._pilots(conductor, requests)
         async with (
             self._bus.subscribe(subjects.demand, subjects.kv_metrics) as heard,
-            self._bus.subscribe(subjects.dispatched, subjects.shifts) as noticed,
+            self._bus.subscribe(subjects.dispatched(), subjects.shifts) as noticed,
             self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING) as foretold,
-            self._bus.subscribe(subjects.heartbeats, limit=_BEATS_WAITING) as beating,
+            self._bus.subscribe(subjects.heartbeats(), limit=_BEATS_WAITING) as beating,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(self._lead.hold(), name="holds the lead among migration services")
@@ -239,7 +239,7 @@ class MigrationService:
     async def _meet(self, engine: str, worker_id: int) -> bool:
         """Ask an engine of which no join is known who it is; whether it is known now."""
         try:
-            answer = await self._bus.request(self._subjects.describe_engine(worker_id), DescribeEngine(worker_id=worker_id))
+            answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
         except BusError as error:
             logger.debug("worker %d of engine %s does not say who it is: %s", worker_id, engine, error)
             return False

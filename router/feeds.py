@@ -64,14 +64,14 @@ class Feeds:
         """set once nothing said on the bus is missed any more"""
         self.kv = KvFeeds(picker.kv, bus, subjects, metrics)
         self.tracker = TrackerFeeds(picker.foresight, bus, subjects, metrics, threads, clock, self._learnt)
-        self._strangers: Chores[int] = Chores(256)
+        self._strangers: Chores[tuple[str, int]] = Chores(256)
         self._unpriced: Chores[int] = Chores(65_536)
 
     async def run(self) -> None:
         subjects = self._subjects
         async with AsyncExitStack() as stack:
             kv = await stack.enter_async_context(self._bus.subscribe(subjects.kv_events))
-            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats, subjects.kv_metrics, subjects.homes))
+            said = await stack.enter_async_context(self._bus.subscribe(subjects.heartbeats(), subjects.kv_metrics, subjects.homes))
             foretold = await stack.enter_async_context(self._bus.subscribe(subjects.clusters, subjects.tables, limit=_TABLES_WAITING))
             self.listening.set()
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -157,7 +157,7 @@ class Feeds:
             self._view.block(joined.worker_id, self._lexicon.want(joined.tokenizer))
         if joined.capabilities.kv_events:
             for rank in range(len(joined.urls)):
-                self.kv.add((joined.worker_id, rank))
+                self.kv.add((joined.worker_id, rank), joined.engine)
         self._unpriced.ask(joined.worker_id)
         if joined.shape is not None:
             self.tracker.add(joined.model)
@@ -166,7 +166,7 @@ class Feeds:
         known = self._view.engine(beat.worker_id)
         behind = known is not None and known.placement is not None and known.placement.epoch != beat.epoch
         if not self._view.heard(beat.worker_id, self._clock()) or behind:
-            self._strangers.ask(beat.worker_id)
+            self._strangers.ask((beat.engine, beat.worker_id))
         self._view.handing_over(beat.worker_id, beat.handover_seconds)
 
     def _load(self, load: KvMetrics) -> None:
@@ -207,14 +207,14 @@ class Feeds:
     async def _meet(self) -> None:
         """Heartbeats of somebody whose join was missed, or whose placement moved on without us."""
         while True:
-            worker_id = await self._strangers.next()
+            engine, worker_id = await self._strangers.next()
             try:
-                answer = await self._bus.request(self._subjects.describe_engine(worker_id), DescribeEngine(worker_id=worker_id))
+                answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
             except BusError as error:
                 log.debug("worker %d could not be asked who it is: %s", worker_id, error)
                 await asyncio.sleep(_DESCRIBE_PAUSE_SECONDS)
                 continue
-            if isinstance(answer, EngineJoined) and answer.worker_id == worker_id:
+            if isinstance(answer, EngineJoined) and (answer.engine, answer.worker_id) == (engine, worker_id):
                 self._introduced(answer)
 
     def _introduced(self, joined: EngineJoined) -> None:

@@ -40,7 +40,7 @@ class ForeignReports:
 
     def __init__(self, bus: Bus, subjects: Subjects, view: View, metrics: RouterMetrics, threads: ThreadPoolExecutor, most_event_bytes: int) -> None:
         self._imports = bus.publisher(subjects.imports)
-        self._profiles = bus.publisher(subjects.requests_profiled)
+        self._profiles = bus.publisher(subjects.requests_read)
         self._view = view
         self._metrics = metrics
         self._threads = threads

@@ -207,7 +207,7 @@ class Hindsight:
     # What ranks tell of requests
 
     async def _listen(self, bus: Bus) -> None:
-        async with bus.subscribe(self._subjects.requests_profiled, limit=_PROFILES_WAITING) as said:
+        async with bus.subscribe(self._subjects.requests_profiled(), self._subjects.requests_read, limit=_PROFILES_WAITING) as said:
             dropped = 0
             async for received in said:
                 if isinstance(received.message, RequestsProfiled):

@@ -42,6 +42,7 @@ class _Feed:
     KV events depend on one another, so only the message with exactly the `next` number will do (`bus.sequence` is laxer).
     """
 
+    engine: str
     publisher_id: int | None = None
     next: int = 0
     late: deque[tuple[int, int, Batch]] | None = field(default_factory=deque)
@@ -66,10 +67,10 @@ class KvFeeds:
         self._due: Chores[RankKey] = Chores(65_536)
         self._late_blocks = 0
 
-    def add(self, rank: RankKey) -> None:
-        """A rank joined: what it holds already is asked for."""
+    def add(self, rank: RankKey, engine: str) -> None:
+        """A rank of the engine of that name joined: what it holds already is asked for."""
         if rank not in self._feeds:
-            self._feeds[rank] = _Feed()
+            self._feeds[rank] = _Feed(engine)
             self._ask(rank, "joined")
 
     def forget_worker(self, worker_id: int) -> None:
@@ -172,7 +173,7 @@ class KvFeeds:
     async def _snapshot(self, rank: RankKey, feed: _Feed) -> None:
         """BusError when it cannot be had; OrphanBlock or BadKvEvent when it is inconsistent."""
         request = KvSnapshotRequested(worker_id=rank[0], rank=rank[1], after=feed.missed)
-        answer = await self._bus.request(self._subjects.kv_snapshot(*rank), request, _SNAPSHOT_SECONDS)
+        answer = await self._bus.request(self._subjects.kv_snapshot(feed.engine, *rank), request, _SNAPSHOT_SECONDS)
         if not isinstance(answer, KvSnapshot) or (answer.worker_id, answer.rank) != rank:
             raise BusError(f"asked worker {rank[0]} rank {rank[1]} for a snapshot and got a {type(answer).__name__} of something else")
         if self._feeds.get(rank) is not feed:

@@ -122,8 +122,8 @@ class TrackerService:
         subjects = self._subjects
         async with (
             self._keeping(),
-            self._bus.subscribe(subjects.experts, subjects.heartbeats) as heard,
-            self._bus.subscribe(subjects.requests_profiled, subjects.requests_finished, subjects.imports) as told,
+            self._bus.subscribe(subjects.experts(), subjects.heartbeats()) as heard,
+            self._bus.subscribe(subjects.requests_profiled(), subjects.requests_read, subjects.requests_finished, subjects.imports) as told,
             self._bus.serve(subjects.describe_profile, self._describe),
         ):
             for stored in (subjects.membership(), subjects.placements()):

@@ -166,7 +166,7 @@ def _rounded(value: float) -> float | None:
 async def watching(bus: Bus, subjects: Subjects) -> AsyncIterator[Watcher]:
     """Hears what is said while the context lasts."""
     watcher = Watcher()
-    said = (subjects.dispatched, subjects.migrations(), subjects.placements(), subjects.shifts, subjects.homes, subjects.tables)
+    said = (subjects.dispatched(), subjects.migrations(), subjects.placements(), subjects.shifts, subjects.homes, subjects.tables)
 
     async def listen(heard: Subscription) -> None:
         async for received in heard:

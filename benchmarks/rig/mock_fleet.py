@@ -70,8 +70,8 @@ def _joined(name: str, port: int, digest: str) -> EngineJoined:
 
 
 async def _beat(bus: NatsBus, subjects: Subjects, engines: list[EngineJoined]) -> None:
-    publisher = bus.publisher(subjects.heartbeats)
+    publishers = [bus.publisher(subjects.heartbeats(engine.engine)) for engine in engines]
     while True:
-        for engine in engines:
+        for engine, publisher in zip(engines, publishers, strict=True):
             await publisher.publish(EngineHeartbeat(engine=engine.engine, worker_id=engine.worker_id, epoch=0))
         await asyncio.sleep(1)

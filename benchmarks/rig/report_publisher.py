@@ -3,7 +3,7 @@
 Every rank's message is encoded once; only its sequence number is written anew. As many messages as the reader has counted (in a shared file
 of 8 bytes) plus a fixed number may be under way: nothing is ever lost for want of room, and the reader never waits.
 
-    python -m benchmarks.rig.report_publisher PORT SUBJECT COUNTER MESSAGES LAYERS EXPERTS RANKS UNDER_WAY
+    python -m benchmarks.rig.report_publisher PORT NAMESPACE COUNTER MESSAGES LAYERS EXPERTS RANKS UNDER_WAY
 """
 
 import mmap
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bus.codec import encode, seal, topic_of
+from bus.subjects import Subjects
 from fleet.events import ExpertsActivated
 from fleet.popularity import ExpertCounts
 
@@ -44,11 +45,13 @@ def report(layers: int, experts: int, rank: int, ranks_per_engine: int = 8) -> E
     )
 
 
-def frames(subject: str, layers: int, experts: int, ranks: int) -> list[tuple[bytearray, int]]:
+def frames(namespace: str, layers: int, experts: int, ranks: int) -> list[tuple[bytearray, int]]:
     """Each rank's NATS frame, and where its sequence number is."""
     made = []
     for rank in range(ranks):
-        payload = encode(topic_of(subject), report(layers, experts, rank))
+        said = report(layers, experts, rank)
+        subject = Subjects(namespace).experts(said.engine)
+        payload = encode(topic_of(subject), said)
         envelope = seal(1_000_000 + rank, FIRST, time.time(), topic_of(subject), payload)
         head = b"PUB %s %d\r\n" % (subject.encode(), len(envelope))
         at = envelope.index(b"\xa8sequence\xce") + len(b"\xa8sequence\xce")
@@ -56,9 +59,9 @@ def frames(subject: str, layers: int, experts: int, ranks: int) -> list[tuple[by
     return made
 
 
-def main(port: int, subject: str, counter: str, messages: int, layers: int, experts: int, ranks: int, under_way: int) -> None:
+def main(port: int, namespace: str, counter: str, messages: int, layers: int, experts: int, ranks: int, under_way: int) -> None:
     """Send so many messages, then wait until the reader has counted them all."""
-    made = frames(subject, layers, experts, ranks)
+    made = frames(namespace, layers, experts, ranks)
     with Path(counter).open("rb") as file, mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ) as read, socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(b'CONNECT {"verbose":false,"pedantic":false,"lang":"bench","version":"1"}\r\n')
         for number in range(messages):

@@ -139,9 +139,9 @@ def test_every_subject_is_a_channel_and_the_other_way_round(document: dict[str, 
     for name, channel in document["channels"].items():
         assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {})), name
     subjects = Subjects("roost")
-    assert document["channels"]["heartbeats"]["address"].format(namespace="roost") == subjects.heartbeats
+    assert document["channels"]["heartbeats"]["address"].format(namespace="roost", engine="e") == subjects.heartbeats("e")
     assert document["channels"]["migrations"]["address"].format(namespace="roost", engine="e") == subjects.migrations("e")
-    assert document["channels"]["handover"]["address"].format(namespace="roost", worker_id=5, rank=1) == subjects.handover(5, 1)
+    assert document["channels"]["handover"]["address"].format(namespace="roost", engine="e", worker_id=5, rank=1) == subjects.handover("e", 5, 1)
     assert document["channels"]["drains"]["address"].format(namespace="roost", engine="e", drained="all") == subjects.drains("e", None)
 
 

@@ -296,9 +296,9 @@ def test_a_message_on_the_wrong_topic_or_beyond_msgpack_is_the_callers_error() -
 
 def test_rejected_counts_by_reason_and_has_every_reason_from_the_start() -> None:
     rejected = Rejected()
-    assert dict(rejected) == dict.fromkeys(("oversize", "envelope", "kind", "payload", "blob"), 0)
+    assert dict(rejected) == dict.fromkeys(("oversize", "envelope", "kind", "payload", "blob", "speaker"), 0)
     rejected.count(Reason.KIND)
-    assert (rejected["kind"], sum(rejected.values()), len(rejected)) == (1, 1, 5)
+    assert (rejected["kind"], sum(rejected.values()), len(rejected)) == (1, 1, 6)
 
 
 def test_topics_follow_dynamos_convention() -> None:
@@ -306,10 +306,10 @@ def test_topics_follow_dynamos_convention() -> None:
     topics = {
         subjects.kv_events: "kv-events",
         subjects.kv_metrics: "kv_metrics",
-        subjects.heartbeats: "heartbeat",
+        subjects.heartbeats("e"): "heartbeat",
         subjects.membership("engine-0"): "membership",
-        subjects.describe_engine(7): "describe",
-        subjects.kv_snapshot(7, 1): "snapshot",
+        subjects.describe_engine("e", 7): "describe",
+        subjects.kv_snapshot("e", 7, 1): "snapshot",
         "namespace.dynamo.component.backend.endpoint.generate.kv-events": "kv-events",
         "anything.else": "else",
         "namespace.short": "short",

@@ -239,13 +239,13 @@ async def test_a_connection_that_the_server_ends_for_good_is_replaced_with_all_i
         return message
 
     async with proxy.open() as url, connected(url, subjects) as bus, connected(nats_server.url, subjects) as other:
-        async with bus.subscribe(subjects.heartbeats) as subscription, bus.serve(subjects.describe_profile, echo):
+        async with bus.subscribe(subjects.heartbeats()) as subscription, bus.serve(subjects.describe_profile, echo):
             following = asyncio.create_task(numbers(bus.replay(subjects.membership()), 2))
             await bus.record(subjects.membership("e"), left(1))
             before = bus._link.client
             proxy.say(b"-ERR 'User Authentication Revoked'\r\n")
             await until(lambda: bus._link.client is not before and bus.connected)
-            await other.publisher(subjects.heartbeats).publish(EngineHeartbeat(engine="e", worker_id=1, epoch=3))
+            await other.publisher(subjects.heartbeats("e")).publish(EngineHeartbeat(engine="e", worker_id=1, epoch=3))
             async with asyncio.timeout(5):
                 assert (await anext(aiter(subscription))).message.epoch == 3
             assert await other.request(subjects.describe_profile, left(5)) == left(5)
@@ -264,7 +264,7 @@ async def test_nonsense_in_the_servers_name_does_not_end_the_bus(nats_server: An
 async def test_a_server_that_stands_still_is_noticed_and_blocks_neither_publishing_nor_closing(nats_server: Any) -> None:
     subjects = Subjects()
     async with connected(nats_server.url, subjects, replace(CONFIG, ping_seconds=0.1, unsent_bytes=2_000_000)) as bus:
-        publisher = bus.publisher(subjects.heartbeats)
+        publisher = bus.publisher(subjects.heartbeats("e"))
         nats_server.send(signal.SIGSTOP)
         async with asyncio.timeout(2):
             for epoch in range(100):

@@ -85,13 +85,13 @@ async def ask_for_snapshots(connect: Connect, count: int) -> list[KvSnapshot]:
     async with contextlib.AsyncExitStack() as stack:
         engine, *routers = [await stack.enter_async_context(connect()) for _ in range(1 + ROUTERS)]
         for number, rank in enumerate(ranks):
-            await stack.enter_async_context(engine.serve(subjects.kv_snapshot(1, number), rank.answer))
+            await stack.enter_async_context(engine.serve(subjects.kv_snapshot("e", 1, number), rank.answer))
         wanted = iter(range(count))
 
         async def ask(router: Bus) -> None:
             for number in wanted:
                 rank = number % RANKS
-                answer = await router.request(subjects.kv_snapshot(1, rank), KvSnapshotRequested(worker_id=1, rank=rank), 20.0)
+                answer = await router.request(subjects.kv_snapshot("e", 1, rank), KvSnapshotRequested(worker_id=1, rank=rank), 20.0)
                 assert isinstance(answer, KvSnapshot)
                 assert (answer.rank, len(answer.events[0].data.stored.blocks)) == (rank, BLOCKS)  # type: ignore[union-attr]
                 found.append(KvSnapshot(worker_id=1, rank=rank, publisher_id=7, sequence=answer.sequence, events=()))

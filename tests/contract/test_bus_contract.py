@@ -69,38 +69,50 @@ async def collected(replay: AsyncIterator[Received]) -> list[int]:
 
 async def nothing_more(iterator: AsyncIterator[Any], bus: Bus, house: Any) -> bool:
     """Whether nothing waits: a last message sent now is the next to be read."""
-    await bus.publisher(house.subjects.heartbeats).publish(beat(4242))
+    await bus.publisher(house.subjects.heartbeats("e")).publish(beat(4242))
     return (await soon(anext(iterator))).message == beat(4242)
 
 
 # Publishing and subscribing
 
 
+async def test_a_message_of_one_engine_on_the_subject_of_another_is_refused_and_counted_wherever_it_comes_from(house: Any) -> None:
+    bus = await house.client()
+    async with bus.subscribe(house.subjects.heartbeats()) as subscription:
+        await bus.publisher(house.subjects.heartbeats("e")).publish(beat(1, "victim"))
+        await bus.publisher(house.subjects.heartbeats("e")).publish(beat(2, "e"))
+        assert (await soon(anext(aiter(subscription)))).message == beat(2, "e")
+    await bus.record(house.subjects.membership("e"), left(1, "victim"))
+    await bus.record(house.subjects.membership("e"), left(2, "e"))
+    assert await collected(bus.replay(house.subjects.membership(), follow=False)) == [2]
+    assert bus.rejected["speaker"] == 2
+
+
 async def test_a_message_arrives_with_subject_identity_sequence_and_time(house: Any) -> None:
     speaker, listener = await house.client(), await house.client()
-    publisher = speaker.publisher(house.subjects.heartbeats)
+    publisher = speaker.publisher(house.subjects.heartbeats("e"))
     assert (publisher.sequence, publisher.publisher_id < 1 << 64) == (0, True)
-    async with listener.subscribe(house.subjects.heartbeats) as subscription:
+    async with listener.subscribe(house.subjects.heartbeats()) as subscription:
         for epoch in range(3):
             await publisher.publish(beat(epoch))
         heard = await take(aiter(subscription), 3)
     assert [received.message for received in heard] == [beat(0), beat(1), beat(2)]
     assert [received.sequence for received in heard] == [0, 1, 2]
     assert publisher.sequence == 3
-    assert {(received.subject, received.publisher_id) for received in heard} == {(house.subjects.heartbeats, publisher.publisher_id)}
+    assert {(received.subject, received.publisher_id) for received in heard} == {(house.subjects.heartbeats("e"), publisher.publisher_id)}
     assert 0 <= heard[2].published_at - heard[0].published_at < 60
 
 
 async def test_every_publisher_has_an_identity_of_its_own(house: Any) -> None:
     bus = await house.client()
-    assert len({bus.publisher(house.subjects.heartbeats).publisher_id for _ in range(50)}) == 50
+    assert len({bus.publisher(house.subjects.heartbeats("e")).publisher_id for _ in range(50)}) == 50
 
 
 async def test_telemetry_is_not_stored_and_every_listener_hears_it_also_the_speaker_itself(house: Any) -> None:
     speaker, listener = await house.client(), await house.client()
-    publisher = speaker.publisher(house.subjects.heartbeats)
+    publisher = speaker.publisher(house.subjects.heartbeats("e"))
     await publisher.publish(beat(1))
-    async with speaker.subscribe(house.subjects.heartbeats) as own, listener.subscribe(house.subjects.heartbeats) as other:
+    async with speaker.subscribe(house.subjects.heartbeats()) as own, listener.subscribe(house.subjects.heartbeats()) as other:
         await publisher.publish(beat(2))
         assert (await take(aiter(own), 1))[0].message == beat(2)
         assert (await take(aiter(other), 1))[0].message == beat(2)
@@ -108,9 +120,9 @@ async def test_telemetry_is_not_stored_and_every_listener_hears_it_also_the_spea
 
 async def test_a_subscription_is_live_before_its_context_is_entered(house: Any) -> None:
     speaker, listener = await house.client(), await house.client()
-    publisher = speaker.publisher(house.subjects.heartbeats)
+    publisher = speaker.publisher(house.subjects.heartbeats("e"))
     for epoch in range(20):
-        async with listener.subscribe(house.subjects.heartbeats) as subscription:
+        async with listener.subscribe(house.subjects.heartbeats()) as subscription:
             await publisher.publish(beat(epoch))
             assert (await take(aiter(subscription), 1))[0].message == beat(epoch)
 
@@ -128,8 +140,8 @@ async def test_a_star_matches_one_token_and_an_arrow_the_rest(house: Any) -> Non
 
 async def test_the_oldest_messages_are_dropped_and_counted_when_the_reader_is_too_slow(house: Any) -> None:
     speaker, listener = await house.client(), await house.client()
-    publisher = speaker.publisher(house.subjects.heartbeats)
-    async with listener.subscribe(house.subjects.heartbeats, limit=10) as slow, listener.subscribe(house.subjects.heartbeats) as quick:
+    publisher = speaker.publisher(house.subjects.heartbeats("e"))
+    async with listener.subscribe(house.subjects.heartbeats(), limit=10) as slow, listener.subscribe(house.subjects.heartbeats()) as quick:
         for epoch in range(100):
             await publisher.publish(beat(epoch))
         await take(aiter(quick), 100)
@@ -140,8 +152,8 @@ async def test_the_oldest_messages_are_dropped_and_counted_when_the_reader_is_to
 
 async def test_a_subscription_holds_no_more_bytes_than_it_may(house: Any) -> None:
     bus = await house.client(replace(house.config, queue_bytes=1_000_000))
-    publisher = bus.publisher(house.subjects.heartbeats)
-    async with bus.subscribe(house.subjects.heartbeats) as slow, bus.subscribe(house.subjects.kv_metrics) as quick:
+    publisher = bus.publisher(house.subjects.heartbeats("e"))
+    async with bus.subscribe(house.subjects.heartbeats()) as slow, bus.subscribe(house.subjects.kv_metrics) as quick:
         for epoch in range(10):
             await publisher.publish(beat(epoch, "x" * 300_000))
         await bus.publisher(house.subjects.kv_metrics).publish(KvMetrics(worker_id=1))
@@ -152,8 +164,8 @@ async def test_a_subscription_holds_no_more_bytes_than_it_may(house: Any) -> Non
 
 async def test_a_cancelled_read_loses_nothing(house: Any) -> None:
     bus = await house.client()
-    publisher = bus.publisher(house.subjects.heartbeats)
-    async with bus.subscribe(house.subjects.heartbeats) as subscription:
+    publisher = bus.publisher(house.subjects.heartbeats("e"))
+    async with bus.subscribe(house.subjects.heartbeats()) as subscription:
         waiting = asyncio.create_task(anext(aiter(subscription)))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -176,7 +188,7 @@ async def test_leaving_the_context_ends_the_reading(house: Any) -> None:
     async def read(subscription: Any) -> int:
         return len([received async for received in subscription])
 
-    async with bus.subscribe(house.subjects.heartbeats) as subscription:
+    async with bus.subscribe(house.subjects.heartbeats()) as subscription:
         reader = asyncio.create_task(read(subscription))
         await asyncio.sleep(0)
     assert await soon(reader) == 0
@@ -189,7 +201,7 @@ async def test_garbage_is_refused_and_counted_and_what_is_good_goes_through(hous
     async with bus.subscribe(house.subjects.everything) as subscription:
         for raw in GARBAGE:
             await house.disturb(subject, raw)
-        await bus.publisher(house.subjects.heartbeats).publish(beat(7))
+        await bus.publisher(house.subjects.heartbeats("e")).publish(beat(7))
         assert (await take(aiter(subscription), 1))[0].message == beat(7)
     assert sum(bus.rejected.values()) == len(GARBAGE)
     assert bus.rejected["kind"] == 1
@@ -201,9 +213,9 @@ async def test_garbage_is_refused_and_counted_and_what_is_good_goes_through(hous
 async def test_a_message_that_can_never_be_sent_is_the_callers_error(house: Any) -> None:
     bus = await house.client()
     with pytest.raises(BusError, match="kv_metrics"):
-        await bus.publisher(house.subjects.heartbeats).publish(KvMetrics(worker_id=1))
+        await bus.publisher(house.subjects.heartbeats("e")).publish(KvMetrics(worker_id=1))
     with pytest.raises(BusError, match="encoded"):
-        await bus.publisher(house.subjects.heartbeats).publish(EngineHeartbeat(engine="e", worker_id=1 << 64, epoch=0))
+        await bus.publisher(house.subjects.heartbeats("e")).publish(EngineHeartbeat(engine="e", worker_id=1 << 64, epoch=0))
     for subject in ("", "a..b", "a b", "a.*", "a.>", "a\r\nPUB b 0\r\n"):
         with pytest.raises(BusError, match="subject"):
             bus.publisher(subject)
@@ -212,17 +224,17 @@ async def test_a_message_that_can_never_be_sent_is_the_callers_error(house: Any)
 @pytest.mark.parametrize("length", [LARGE - 200, LARGE + 1, 3_000_000])
 async def test_a_message_of_any_size_arrives_whole(house: Any, length: int) -> None:
     speaker, listener = await house.client(), await house.client()
-    async with listener.subscribe(house.subjects.heartbeats) as subscription:
-        await speaker.publisher(house.subjects.heartbeats).publish(beat(1, "x" * length))
+    async with listener.subscribe(house.subjects.heartbeats()) as subscription:
+        await speaker.publisher(house.subjects.heartbeats("e")).publish(beat(1, "x" * length))
         assert (await take(aiter(subscription), 1))[0].message == beat(1, "x" * length)
 
 
 async def test_a_large_message_whose_content_was_damaged_is_refused_and_counted(house: Any) -> None:
     bus = await house.client()
-    async with bus.subscribe(house.subjects.profiles, house.subjects.heartbeats) as subscription:
+    async with bus.subscribe(house.subjects.profiles, house.subjects.heartbeats()) as subscription:
         await bus.publisher(house.subjects.profiles).publish(heavy())
         await house.damage(hashlib.sha256(msgspec.msgpack.encode(heavy())).hexdigest())
-        await bus.publisher(house.subjects.heartbeats).publish(beat())
+        await bus.publisher(house.subjects.heartbeats("e")).publish(beat())
         assert (await take(aiter(subscription), 1))[0].message == beat()
     assert bus.rejected["blob"] == 1
 
@@ -458,7 +470,7 @@ async def test_only_promised_kinds_on_promised_subjects_are_stored(house: Any) -
     with pytest.raises(BusError, match="EngineHeartbeat is not stored"):
         await bus.record(house.subjects.membership("e"), beat())
     with pytest.raises(BusError, match="heartbeat"):
-        await bus.record(house.subjects.heartbeats, left(1))
+        await bus.record(house.subjects.heartbeats("e"), left(1))
 
 
 async def test_a_followed_replay_gives_the_past_and_then_what_is_new(house: Any) -> None:
@@ -667,8 +679,8 @@ async def test_a_blob_that_was_dropped_is_unknown_gives_its_room_back_and_may_be
 async def test_publishing_while_disconnected_neither_blocks_nor_raises_and_the_sequence_shows_it(shaky_house: Any) -> None:
     bus = await shaky_house.client()
     assert bus.connected
-    publisher = bus.publisher(shaky_house.subjects.heartbeats)
-    async with bus.subscribe(shaky_house.subjects.heartbeats) as subscription:
+    publisher = bus.publisher(shaky_house.subjects.heartbeats("e"))
+    async with bus.subscribe(shaky_house.subjects.heartbeats()) as subscription:
         await publisher.publish(beat(0))
         await take(aiter(subscription), 1)
         await shaky_house.fail()
@@ -757,12 +769,12 @@ async def test_closing_ends_everything_at_once_and_may_be_repeated(house: Any) -
         return len([received async for received in iterator])
 
     replaying = asyncio.create_task(read(bus.replay(house.subjects.membership())))
-    async with bus.subscribe(house.subjects.heartbeats) as subscription:
+    async with bus.subscribe(house.subjects.heartbeats()) as subscription:
         reading = asyncio.create_task(read(aiter(subscription)))
         await asyncio.sleep(0.05)
         await bus.close()
         assert await soon(asyncio.gather(replaying, reading), seconds=3.0) == [0, 0]
-        await bus.publisher(house.subjects.heartbeats).publish(beat())
+        await bus.publisher(house.subjects.heartbeats("e")).publish(beat())
     await bus.close()
     assert not bus.connected
     with pytest.raises(BusError, match="closed"):

@@ -386,7 +386,7 @@ async def test_an_engine_that_leaves_amid_a_plan_ends_it_with_a_word_why() -> No
     service = MigrationService(bus, SUBJECTS, MigrationConfig(cycle_seconds=3600.0))
 
     async def hear() -> None:
-        async with bus.subscribe(SUBJECTS.handovers) as heard:
+        async with bus.subscribe(SUBJECTS.handovers()) as heard:
             async for one in heard:
                 if isinstance(one.message, HandoverDescribed) and one.message.state == "staging":
                     staging.set()

@@ -214,7 +214,7 @@ async def test_a_running_tracker_is_asked_about_the_only_model(dump: Path) -> No
             engine="a", worker_id=joined().worker_id, rank=1, model="m", epoch=0, seconds=1.0, tokens=tokens, cached_tokens=0, counts=counts
         )
         async with bus.subscribe(SUBJECTS.profiles) as profiles:
-            await bus.publisher(SUBJECTS.experts).publish(report)
+            await bus.publisher(SUBJECTS.experts("a")).publish(report)
             await asyncio.wait_for(anext(aiter(profiles)), 10)
         answer = await describe(bus, SUBJECTS, None)
         assert answer.model == "m"

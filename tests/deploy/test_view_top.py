@@ -51,7 +51,7 @@ async def watching(bus: Bus) -> AsyncIterator[Watch]:
     """With an engine that speaks and a planner that answers."""
     watch = Watch(bus, SUBJECTS, "NATS somewhere")
     async with asyncio.timeout(10), bus.serve(SUBJECTS.loop, here), watch.going_on(0.01):
-        await bus.publisher(SUBJECTS.heartbeats).publish(EngineHeartbeat(engine="engine-0", worker_id=7, epoch=4))
+        await bus.publisher(SUBJECTS.heartbeats("engine-0")).publish(EngineHeartbeat(engine="engine-0", worker_id=7, epoch=4))
         for rank in range(2):
             await bus.publisher(SUBJECTS.kv_metrics).publish(KvMetrics(worker_id=7, dp_rank=rank, running=3))
         await until(watch, lambda: all(one.complete for one in watch.live.engines.values()) and isinstance(watch.loop, LoopDescribed))
@@ -72,7 +72,7 @@ async def test_the_page_shows_engines_the_loop_and_what_happens(bus: MemoryBus) 
     async with watching(bus) as watch:
         assert watch.live.engines["engine-0"].migrating == "cafe", "the past is known"
         await bus.record(SUBJECTS.migrations("engine-0"), COMMITTED)
-        await bus.publisher(SUBJECTS.dispatched).publish(measured())
+        await bus.publisher(SUBJECTS.dispatched("engine-0")).publish(measured())
         await until(watch, watch.live.figures)
         said = plain(watch)
         assert len(said) <= 40
@@ -94,7 +94,7 @@ async def test_the_page_is_never_longer_than_the_window(bus: MemoryBus, height: 
 async def test_a_planner_that_is_gone_is_said_and_measurements_go_on(bus: MemoryBus) -> None:
     async with asyncio.timeout(10), watching(bus) as watch:
         watch.loop = view_top.NotTold("nobody is there")
-        await bus.publisher(SUBJECTS.dispatched).publish(measured())
+        await bus.publisher(SUBJECTS.dispatched("engine-0")).publish(measured())
         await until(watch, watch.live.figures)
         watch.loop = view_top.NotTold("nobody is there")
         said = plain(watch)

@@ -157,7 +157,7 @@ class Group:
         )  # fmt: skip
 
     async def tell(self, rank: int, command: Any) -> HandoverDescribed:
-        answer = await self.bus.request(SUBJECTS.handover(WORKER, rank), command)
+        answer = await self.bus.request(SUBJECTS.handover("a", WORKER, rank), command)
         assert isinstance(answer, HandoverDescribed)
         return answer
 
@@ -245,7 +245,7 @@ async def standing(placement: Placement, config: TransferConfig = CONFIG, *, tra
             group.ways.append(way)
         for one, way in zip(group.ranks, group.ways, strict=True):
             staging = Staging(ways=(way,), config=config, tracing=tracing, executor=Inline())
-            group.desks.append(HandoverDesk(MemoryBus(group.broker), SUBJECTS, one, WORKER, staging))  # type: ignore[arg-type]
+            group.desks.append(HandoverDesk(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
         running = [asyncio.create_task(desk.run(), name=f"desk {rank}") for rank, desk in enumerate(group.desks)]
         stack.push_async_callback(_stop, running)
         await asyncio.sleep(0.01)

@@ -146,12 +146,12 @@ async def history(broker: MemoryBroker) -> list[object]:
 
 async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
-    async with bus.subscribe(SUBJECTS.heartbeats) as heard:
+    async with bus.subscribe(SUBJECTS.heartbeats()) as heard:
         async with running(broker, PuppetEngine(), identity()) as agent:
             beats = [await next_of(heard, EngineHeartbeat) for _ in range(3)]
             assert [beat.sequence for beat in beats] == [0, 1, 2]
             assert beats[0].message == EngineHeartbeat(engine="a", worker_id=WORKER, epoch=0)
-            described = await bus.request(SUBJECTS.describe_engine(WORKER), DescribeEngine(worker_id=WORKER))
+            described = await bus.request(SUBJECTS.describe_engine("a", WORKER), DescribeEngine(worker_id=WORKER))
             assert isinstance(described, EngineJoined)
             assert (described.urls, described.kv_blocks, described.layout) == (("http://127.0.0.1:9000",), 64, EP)
             assert described.tokenizer is not None
@@ -202,7 +202,7 @@ async def test_kv_changes_of_one_look_are_one_message_numbered_from_one(broker: 
 
 async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later(broker: MemoryBroker) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
-    subject = SUBJECTS.kv_snapshot(WORKER, 1)
+    subject = SUBJECTS.kv_snapshot("a", WORKER, 1)
 
     async def sequence_for(after: int | None) -> int:
         answer = await bus.request(subject, KvSnapshotRequested(worker_id=WORKER, rank=1, after=after))
@@ -223,7 +223,7 @@ async def test_a_snapshot_of_a_moment_ago_answers_those_who_missed_nothing_later
 
 async def test_a_snapshot_holds_what_the_last_published_message_left(broker: MemoryBroker) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
-    request, subject = KvSnapshotRequested(worker_id=WORKER, rank=1), SUBJECTS.kv_snapshot(WORKER, 1)
+    request, subject = KvSnapshotRequested(worker_id=WORKER, rank=1), SUBJECTS.kv_snapshot("a", WORKER, 1)
     async with bus.subscribe(SUBJECTS.kv_events) as heard, running(broker, engine, identity(ranks=2)):
         empty = await bus.request(subject, request)
         assert isinstance(empty, KvSnapshot)
@@ -260,7 +260,7 @@ async def test_a_restless_engine_is_looked_at_a_bounded_number_of_times(broker: 
 
 async def test_activated_experts_of_an_interval_are_summed_and_silence_says_nothing(broker: MemoryBroker) -> None:
     engine = PuppetEngine()
-    async with MemoryBus(broker).subscribe(SUBJECTS.experts) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as heard, running(broker, engine):
         for _ in range(2):
             engine.did(activations=Activations(counts=np.full((2, 4), 3), tokens=6, cached_tokens=16))
         got = tokens = 0
@@ -281,7 +281,7 @@ async def test_activated_experts_of_an_interval_are_summed_and_silence_says_noth
 async def test_a_report_of_activated_experts_is_of_one_epoch_and_a_flip_ends_it_early(broker: MemoryBroker) -> None:
     engine, per_token = PuppetEngine(), np.ones((2, 4), np.int64)
     second = Placement(linear(layers=2, experts=4, ranks=1).expert_of_slot, experts=4, ranks=1, epoch=1)
-    async with MemoryBus(broker).subscribe(SUBJECTS.experts) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.experts()) as heard, running(broker, engine):
         engine.did(activations=Activations(counts=per_token, tokens=1, cached_tokens=0))
         await engine.seen.wait()
         engine.placement = second
@@ -299,7 +299,7 @@ def sent(epoch: int, steps: int) -> Sent:
 
 async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_who_says_it(broker: MemoryBroker) -> None:
     engine = PuppetEngine(rank=1, ranks=2)
-    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched) as heard, running(broker, engine, identity(ranks=2)):
+    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard, running(broker, engine, identity(ranks=2)):
         total, reports = 0, 0
         for _ in range(3):
             engine.did(sent=(sent(0, 2),))
@@ -321,7 +321,7 @@ async def test_where_tokens_were_sent_is_summed_over_an_interval_and_said_with_w
 
 async def test_a_report_of_where_tokens_were_sent_is_of_one_epoch_however_many_there_were_between_two_looks(broker: MemoryBroker) -> None:
     engine = PuppetEngine()
-    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched) as heard, running(broker, engine):
+    async with MemoryBus(broker).subscribe(SUBJECTS.dispatched()) as heard, running(broker, engine):
         engine.did(sent=(sent(0, 1),))
         await engine.seen.wait()
         engine.did(sent=(sent(0, 2), sent(1, 4)))
@@ -354,7 +354,7 @@ async def tracking(broker: MemoryBroker) -> AsyncIterator[list[Message]]:
 async def test_what_an_ended_request_activated_is_said_beside_the_counts_and_on_any_rank(broker: MemoryBroker) -> None:
     bus, engine = MemoryBus(broker), PuppetEngine(rank=1, ranks=2)
     routed = np.array([[[0, 1], [2, 3]]] * 20, np.int16)
-    requests = bus.subscribe(SUBJECTS.requests_profiled)
+    requests = bus.subscribe(SUBJECTS.requests_profiled())
     async with tracking(broker) as asked, requests as heard, running(broker, engine, identity(ranks=2)), asyncio.timeout(5):
         message = None
         while message is None:
@@ -401,7 +401,7 @@ async def test_a_bus_that_was_away_hears_the_join_again_and_the_name_is_still_ou
         broker.reachable = False
         await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
         broker.reachable = True
-        async with bus.subscribe(SUBJECTS.heartbeats) as heard:
+        async with bus.subscribe(SUBJECTS.heartbeats()) as heard:
             beat = await next_of(heard, EngineHeartbeat)
             assert beat.sequence > 0
         async with asyncio.timeout(5):
@@ -420,7 +420,7 @@ async def test_an_engine_that_announces_itself_again_names_the_placement_that_it
         broker.reachable = True
         async with asyncio.timeout(5):
             _, again = await first_of(bus.replay(SUBJECTS.membership()), 2)
-        async with bus.subscribe(SUBJECTS.heartbeats) as heard:
+        async with bus.subscribe(SUBJECTS.heartbeats()) as heard:
             beat = await next_of(heard, EngineHeartbeat)
     assert isinstance(again.message, EngineJoined)
     assert again.message.placement == engine.placement.record()
@@ -431,7 +431,7 @@ async def test_an_engine_whose_experts_stay_where_they_are_refuses_handovers_in_
     bus = MemoryBus(broker)
     async with running(broker, PuppetEngine()):
         with pytest.raises(Declined, match="the experts of a stay where they are"):
-            await bus.request(SUBJECTS.handover(WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+            await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
 
 
 async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordinator(broker: MemoryBroker) -> None:
@@ -439,7 +439,7 @@ async def test_the_agent_of_an_engine_that_hands_experts_over_answers_the_coordi
     assert engine.placement is not None
     engine.experts = StandingExperts(Group(engine.placement, broker), 0)
     async with running(broker, engine) as agent:
-        described = await bus.request(SUBJECTS.handover(WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
+        described = await bus.request(SUBJECTS.handover("a", WORKER, 0), DescribeHandover(worker_id=WORKER, rank=0))
         assert agent.desk is not None
     assert isinstance(described, HandoverDescribed)
     assert (described.state, described.served, described.free) == ("serving", 0, engine.placement.slots_per_rank)

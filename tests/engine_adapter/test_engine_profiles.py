@@ -139,7 +139,7 @@ async def test_a_request_is_profiled_as_the_models_own_routers_chose_and_a_secon
     routers: Routers, tmp_path: Path, ranks: int
 ) -> None:
     broker, at = MemoryBroker(SUBJECTS), ranks - 1
-    requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled)
+    requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
     async with requests as heard, fleet(ranks, tmp_path, broker) as served:
         await clusters_are_known(served[at], heard)
         for decision, tail, reused in (("one", TAILS[0], 0), ("two", TAILS[1], len(PREFIX) // BLOCK)):
@@ -170,7 +170,7 @@ async def test_a_request_is_profiled_as_the_models_own_routers_chose_and_a_secon
 
 async def test_a_request_that_is_cancelled_half_way_is_profiled_as_far_as_it_came(routers: Routers, tmp_path: Path) -> None:
     broker = MemoryBroker(SUBJECTS)
-    requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled)
+    requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
     async with requests as heard, fleet(1, tmp_path, broker) as (rank,):
         await clusters_are_known(rank, heard)
         wanted = GenerationRequest(prompt=PREFIX, max_tokens=1500, ignore_eos=True, decision="gone")

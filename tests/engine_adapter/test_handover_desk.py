@@ -39,7 +39,7 @@ def lease(*experts: tuple[int, int, int], rank: int = 0, reader: int = 2, handov
 
 
 async def ask(group: Group, request: Any, rank: int = 0) -> Any:
-    return await group.bus.request(SUBJECTS.leases(WORKER, rank), request)
+    return await group.bus.request(SUBJECTS.leases("a", WORKER, rank), request)
 
 
 async def all_free(group: Group, seconds: float = 60.0) -> None:
@@ -92,7 +92,7 @@ async def test_experts_of_one_rank_are_one_read_and_come_in_order() -> None:
 
 async def test_every_change_is_said_on_the_bus_once() -> None:
     states: list[str] = []
-    async with standing(FIRST) as group, MemoryBus(group.broker).subscribe(SUBJECTS.handovers) as heard:
+    async with standing(FIRST) as group, MemoryBus(group.broker).subscribe(SUBJECTS.handovers()) as heard:
         await group.propose(COPIED)
         for rank in (2, 1, 0):
             await group.reaches(rank, RankState.STAGED)
@@ -238,11 +238,11 @@ async def test_a_coordinator_that_is_silent_for_ever_leaves_the_rank_serving_and
 async def test_commands_for_others_and_strange_ones_are_refused_in_a_sentence() -> None:
     async with standing(FIRST) as group:
         with pytest.raises(Declined, match="this is rank 1 of worker 7, not rank 2 of worker 7"):
-            await group.bus.request(SUBJECTS.handover(WORKER, 1), DescribeHandover(worker_id=WORKER, rank=2))
+            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=WORKER, rank=2))
         with pytest.raises(Declined, match="this is rank 1 of worker 7, not rank 1 of worker 8"):
-            await group.bus.request(SUBJECTS.handover(WORKER, 1), DescribeHandover(worker_id=8, rank=1))
+            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=8, rank=1))
         with pytest.raises(Declined, match="expected a command about handovers, got LeaseEnded"):
-            await group.bus.request(SUBJECTS.handover(WORKER, 1), LeaseEnded(worker_id=WORKER, rank=1, lease=1))
+            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), LeaseEnded(worker_id=WORKER, rank=1, lease=1))
         with pytest.raises(Declined, match="expected LeaseExperts or EndLease"):
             await ask(group, DescribeHandover(worker_id=WORKER, rank=0))
 

@@ -129,7 +129,7 @@ def expected(one: EndedRequest, model: ClusterModel, placement: Placement = HERE
 
 
 async def test_an_ended_request_is_said_with_all_that_a_reader_needs_to_place_it(broker: MemoryBroker) -> None:
-    async with tracking(broker, clusters(5)), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled) as heard, running(broker) as profiles:
+    async with tracking(broker, clusters(5)), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
         message = await known(profiles, heard)
     assert (message.engine, message.worker_id, message.rank, message.model, message.epoch, message.clusters) == ("a", 7, 1, "m", 0, 5)
     assert message.requests[0] == expected(ended("first"), clusters(5))
@@ -137,7 +137,7 @@ async def test_an_ended_request_is_said_with_all_that_a_reader_needs_to_place_it
 
 async def test_what_ends_in_an_interval_is_said_together_and_each_once(broker: MemoryBroker) -> None:
     config = replace(CONFIG, experts_seconds=0.2)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled) as heard, running(broker, config) as profiles:
+    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker, config) as profiles:
         await known(profiles, heard)
         began = asyncio.get_running_loop().time()
         for at in range(20):
@@ -151,7 +151,7 @@ async def test_what_ends_in_an_interval_is_said_together_and_each_once(broker: M
 
 async def test_a_tracker_that_comes_later_is_heard_or_asked(broker: MemoryBroker) -> None:
     bus = MemoryBus(broker)
-    async with bus.subscribe(SUBJECTS.requests_profiled) as heard, running(broker) as profiles:
+    async with bus.subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
         profiles.take([ended()] * 3, 9, HERE)
         await asyncio.sleep(3 * CONFIG.heartbeat_seconds)
         assert (profiles.lost, profiles._waiting_bytes) == (0, 0), "without clusters nothing is kept"
@@ -175,7 +175,7 @@ async def test_a_tracker_that_comes_later_is_heard_or_asked(broker: MemoryBroker
 async def test_clusters_that_cannot_be_used_are_refused_with_one_line_and_the_ones_before_stay(broker: MemoryBroker, caplog: pytest.LogCaptureFixture) -> None:
     bus = MemoryBus(broker)
     publisher = bus.publisher(SUBJECTS.clusters)
-    async with tracking(broker, clusters(1)), bus.subscribe(SUBJECTS.requests_profiled) as heard, running(broker) as profiles:
+    async with tracking(broker, clusters(1)), bus.subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
         await known(profiles, heard)
         for version in (2, 3, 4):
             await publisher.publish(published(clusters(version, layers=3)))
@@ -194,7 +194,7 @@ async def test_clusters_that_cannot_be_used_are_refused_with_one_line_and_the_on
 
 
 async def test_after_the_bus_was_away_the_tracker_is_asked_again_and_never_without_need(broker: MemoryBroker) -> None:
-    requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled)
+    requests = MemoryBus(broker).subscribe(SUBJECTS.requests_profiled())
     async with tracking(broker, clusters()) as tracker, requests as heard, running(broker) as profiles:
         await known(profiles, heard)
         await asyncio.sleep(5 * CONFIG.heartbeat_seconds)
@@ -230,7 +230,7 @@ async def test_a_tracker_that_never_answers_is_asked_ever_more_seldom(broker: Me
 
 async def test_requests_of_another_epoch_or_cluster_version_are_another_message(broker: MemoryBroker) -> None:
     later = Placement(HERE.expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=4)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled) as heard, running(broker) as profiles:
+    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
         await known(profiles, heard)
         profiles.take([ended("x")], 0, HERE)
         profiles.take([ended("y"), ended("z")], 0, later)
@@ -242,7 +242,7 @@ async def test_requests_of_another_epoch_or_cluster_version_are_another_message(
 
 async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> None:
     config = replace(CONFIG, samples_per_second=1e-6, samples_burst=3.0)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled) as heard, running(broker, config) as profiles:
+    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker, config) as profiles:
         await known(profiles, heard)
         profiles.take([ended(str(at)) for at in range(5)], 0, HERE)
         (message,) = await said_until(heard, "4")
@@ -253,7 +253,7 @@ async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> No
 
 async def test_large_batches_are_several_messages_in_order(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MESSAGE_BYTES", 1000)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled) as heard, running(broker) as profiles:
+    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
         await known(profiles, heard)
         profiles.take([ended(str(at)) for at in range(40)], 0, HERE)
         messages = await said_until(heard, "39")
@@ -263,7 +263,7 @@ async def test_large_batches_are_several_messages_in_order(broker: MemoryBroker,
 
 async def test_when_too_much_waits_the_oldest_are_left_out_and_counted(broker: MemoryBroker, caplog: pytest.LogCaptureFixture) -> None:
     config = replace(CONFIG, profile_queue_bytes=1 << 20)
-    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled) as heard, running(broker, config) as profiles:
+    async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker, config) as profiles:
         await known(profiles, heard)
         large = [ended(str(at), 40_000) for at in range(9)]  # 320 kB, and 160 kB of blocks
         profiles.take(large, 3, HERE)

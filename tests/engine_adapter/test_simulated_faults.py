@@ -146,7 +146,7 @@ async def test_kv_events_are_lost_without_a_trace(house):
 
 
 async def test_a_handover_is_announced_and_holds_the_steps(house):
-    async with house.bus.subscribe(house.subjects.heartbeats) as beats:
+    async with house.bus.subscribe(house.subjects.heartbeats()) as beats:
         await house.simulate(fault="handover", seconds=1.0)
         asked = asyncio.create_task(house.ask(0, max_tokens=2))
         beat = await anext(one.message async for one in beats if isinstance(one.message, EngineHeartbeat) and one.message.handover_seconds)

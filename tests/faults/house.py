@@ -284,7 +284,7 @@ class Engine:
 
     async def command(self, command: ProposeHandover | CommitHandover | AbortHandover) -> HandoverDescribed:
         """What a rank answers to a command, from whoever it is."""
-        answer = await self.house.bus.request(self.house.subjects.handover(self.worker_id, command.rank), command)
+        answer = await self.house.bus.request(self.house.subjects.handover(self.name, self.worker_id, command.rank), command)
         assert isinstance(answer, HandoverDescribed)
         return answer
 
@@ -292,7 +292,7 @@ class Engine:
         """Where a rank says it is; None: it does not answer."""
         try:
             answer = await self.house.bus.request(
-                self.house.subjects.handover(self.worker_id, rank), DescribeHandover(worker_id=self.worker_id, rank=rank), 1.0
+                self.house.subjects.handover(self.name, self.worker_id, rank), DescribeHandover(worker_id=self.worker_id, rank=rank), 1.0
             )
         except BusError:
             return None

@@ -67,7 +67,7 @@ class Traffic:
 
     async def speak(self) -> None:
         bus, subjects, dice = self._house.bus, self._house.subjects, np.random.default_rng(5)
-        demand, load, sent = (bus.publisher(subject) for subject in (subjects.demand, subjects.kv_metrics, subjects.dispatched))
+        demand, load, sent = (bus.publisher(subject) for subject in (subjects.demand, subjects.kv_metrics, subjects.dispatched(self._engine.name)))
         version = 0
         while True:
             version += 1

@@ -62,7 +62,7 @@ class Flight:
         self.noise = np.random.default_rng(7)
         self.name, self.worker_id = name, worker_id
         self._speed = speed
-        self._demand, self._load, self._sent = (self.bus.publisher(subject) for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched))
+        self._demand, self._load, self._sent = (self.bus.publisher(subject) for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched(name)))
         self._version = self._seconds = 0
         self._log: Counter[type[Any]] = Counter()
         self._newest: dict[type[Any], Any] = {}

@@ -42,8 +42,8 @@ class Ranks:
         self.free = free
         self.draining = 0
         self._bus, self._subjects, self._engine, self._worker_id = bus, subjects, engine, worker_id
-        self._voice = bus.publisher(subjects.handovers)
-        self._heart = bus.publisher(subjects.heartbeats)
+        self._voice = bus.publisher(subjects.handovers(engine))
+        self._heart = bus.publisher(subjects.heartbeats(engine))
         self._failures: dict[int, tuple[str, str]] = {}
         self._proposed: dict[int, Placement] = {}
         self._staging: dict[int, asyncio.Task[None]] = {}
@@ -53,7 +53,7 @@ class Ranks:
     async def serving(self) -> AsyncIterator["Ranks"]:
         async with AsyncExitStack() as stack:
             for rank in range(self.placement.ranks):
-                await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._worker_id, rank), self._answering(rank)))
+                await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._engine, self._worker_id, rank), self._answering(rank)))
             beating = asyncio.create_task(self._beat())
             try:
                 yield self

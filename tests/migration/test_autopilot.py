@@ -799,7 +799,7 @@ async def test_what_was_judged_on_a_clock_that_is_ahead_does_not_keep_us_from_le
 async def test_measurements_that_cannot_be_are_counted_and_change_nothing() -> None:
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker) as service:
-        voice = world.bus.publisher(SUBJECTS.dispatched)
+        voice = world.bus.publisher(SUBJECTS.dispatched(world.name))
         for wrong in ({"rank": 7}, {"steps": 0}, {"balance": (1.0,)}, {"local": (1e9, 0.0)}, {"remote_ranks": (float("nan"), 0.0)}, {"tokens": -1}):
             await voice.publish(
                 world.measured(0, **{key: value for key, value in wrong.items() if key != "rank"}) if "rank" not in wrong else world.measured(7)

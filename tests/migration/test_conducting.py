@@ -435,7 +435,7 @@ async def test_a_plan_is_gone_on_with_though_the_join_of_its_engine_was_pushed_o
     async def describe(request: Message) -> Message:
         return joined(1, "a", ranks.placement)
 
-    async with engine(broker) as ranks, bus.serve(SUBJECTS.describe_engine(1), describe):
+    async with engine(broker) as ranks, bus.serve(SUBJECTS.describe_engine("a", 1), describe):
         async with leading(bus):
             await apply(bus, replicating())
         broker._log = [entry for entry in broker._log if entry.subject != SUBJECTS.membership("a")]

@@ -240,7 +240,7 @@ class House:
         return joined
 
     async def beat(self, joined: EngineJoined) -> None:
-        await self.bus.publisher(self.subjects.heartbeats).publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0))
+        await self.bus.publisher(self.subjects.heartbeats(joined.engine)).publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0))
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> "Answered":
         """A request, read to its end."""

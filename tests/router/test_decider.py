@@ -82,7 +82,7 @@ class Street:
 
     async def beat(self) -> None:
         assert self.joined is not None
-        await self.bus.publisher(self.subjects.heartbeats).publish(EngineHeartbeat(engine="a", worker_id=self.joined.worker_id, epoch=0))
+        await self.bus.publisher(self.subjects.heartbeats("a")).publish(EngineHeartbeat(engine="a", worker_id=self.joined.worker_id, epoch=0))
 
     async def report(self, busy: str, *doors: Door, running: int) -> None:
         """Both ranks report as many running requests, 100 blocks and 10 prompt tokens, `busy` (engine/rank) before the other; returns once

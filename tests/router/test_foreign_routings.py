@@ -206,7 +206,7 @@ async def heard(house: House) -> AsyncIterator[list[Any]]:
     """What is said of requests and imports."""
     said: list[Any] = []
     subjects = house.subjects
-    async with MemoryBus(house.broker).subscribe(subjects.imports, subjects.requests_profiled, subjects.requests_finished) as subscription:
+    async with MemoryBus(house.broker).subscribe(subjects.imports, subjects.requests_read, subjects.requests_finished) as subscription:
 
         async def listen() -> None:
             async for received in subscription:

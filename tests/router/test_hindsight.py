@@ -246,7 +246,7 @@ def profiled(joined: EngineJoined, decision: Decision, weights: Any, local: floa
 @pytest.mark.looptime
 async def test_locality_is_told_as_predicted_and_as_it_was_and_regretted(town: Town) -> None:
     joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled)
+    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     assert decision.target.rank == 0
     assert decision.outlook is not None
@@ -265,7 +265,7 @@ async def test_locality_is_told_as_predicted_and_as_it_was_and_regretted(town: T
 @pytest.mark.looptime
 async def test_profiles_of_others_are_ignored_and_a_request_that_tells_nothing_is_settled_in_the_end(town: Town) -> None:
     joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled)
+    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)
     elsewhere = profiled(joined, decision, [1.0, 0.0], 0.9)
@@ -289,7 +289,7 @@ def _fields(event: RequestsProfiled) -> dict[str, Any]:
 @pytest.mark.looptime
 async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(town: Town) -> None:
     joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled)
+    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
     for local, signature, cached in ((float("nan"), b"\xff" * 8, -5), (7.0, b"", 10**9), (-1.0, b"123", 3)):
         decision, booking = book(service, need(100))
         service.release(booking)
@@ -304,7 +304,7 @@ async def test_nonsense_in_a_profile_changes_nothing_but_is_survived(town: Town)
 @pytest.mark.looptime
 async def test_many_profiles_are_dropped_unread(town: Town) -> None:
     joined, service = await foretold(town)
-    voice = town.bus.publisher(town.subjects.requests_profiled)
+    voice = town.bus.publisher(town.subjects.requests_profiled("e"))
     decision, booking = book(service, need(100))
     service.release(booking)
     for _ in range(500):

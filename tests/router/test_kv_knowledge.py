@@ -77,7 +77,7 @@ class World:
     async def live(self, started: asyncio.Event) -> None:
         """Until cancelled: the rank answers, the router listens."""
         subjects = self.broker.subjects
-        async with self.bus.serve(subjects.kv_snapshot(WORKER, 0), self.rank.answer), MemoryBus(self.broker).subscribe(subjects.kv_events) as inbox:
+        async with self.bus.serve(subjects.kv_snapshot("e", WORKER, 0), self.rank.answer), MemoryBus(self.broker).subscribe(subjects.kv_events) as inbox:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.feeds.run(), name="repairs")
                 started.set()
@@ -97,7 +97,7 @@ async def world() -> AsyncIterator[World]:
 
 async def test_a_router_that_starts_late_asks_for_what_is_there(world: World) -> None:
     await world.rank.say(stored(LOCAL[:5]))
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
     assert world.overlap == 5
     await world.rank.say(stored(LOCAL[5:7], LOCAL[:5]))
@@ -106,7 +106,7 @@ async def test_a_router_that_starts_late_asks_for_what_is_there(world: World) ->
 
 
 async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await world.rank.say(stored(LOCAL[:2]))
     await until(lambda: world.in_step and world.overlap == 2)
     await world.rank.say(stored(LOCAL[2:4], LOCAL[:2]), lost=True)
@@ -116,7 +116,7 @@ async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
 
 
 async def test_a_lost_removal_is_noticed_by_the_next_message(world: World) -> None:
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await world.rank.say(stored(LOCAL[:6]))
     await until(lambda: world.overlap == 6)
     await world.rank.say(removed(LOCAL, [5, 4, 3]), lost=True)
@@ -127,7 +127,7 @@ async def test_a_lost_removal_is_noticed_by_the_next_message(world: World) -> No
 async def test_events_that_arrive_while_a_snapshot_is_awaited_are_applied_after_it(world: World) -> None:
     world.rank.answering.clear()
     await world.rank.say(stored(LOCAL[:2]))
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.rank.snapshots == 1)
     await world.rank.say(stored(LOCAL[2:5], LOCAL[:2]))
     await world.rank.say(removed(LOCAL, [4]))
@@ -140,7 +140,7 @@ async def test_events_that_arrive_while_a_snapshot_is_awaited_are_applied_after_
 
 
 async def test_messages_that_a_snapshot_contains_already_are_not_applied_twice(world: World) -> None:
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
     await world.rank.say(stored(LOCAL[:3]))
     await until(lambda: world.overlap == 3)
@@ -150,7 +150,7 @@ async def test_messages_that_a_snapshot_contains_already_are_not_applied_twice(w
 
 
 async def test_a_restarted_publisher_is_met_with_a_snapshot(world: World) -> None:
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await world.rank.say(stored(LOCAL[:3]))
     await until(lambda: world.overlap == 3)
     world.rank.publisher = world.bus.publisher(world.broker.subjects.kv_events)
@@ -160,7 +160,7 @@ async def test_a_restarted_publisher_is_met_with_a_snapshot(world: World) -> Non
 
 
 async def test_a_block_behind_an_unknown_parent_calls_for_a_snapshot(world: World) -> None:
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
     world.rank.said = [stored(LOCAL[:2]).event]
     await world.rank.say(stored(LOCAL[2:4], LOCAL[:2]))
@@ -177,8 +177,8 @@ async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World
             raise RuntimeError("not now")
         return await honest(request)
 
-    async with world.bus.serve(world.broker.subjects.kv_snapshot(WORKER, 1), reluctant):
-        world.feeds.add((WORKER, 1))
+    async with world.bus.serve(world.broker.subjects.kv_snapshot("e", WORKER, 1), reluctant):
+        world.feeds.add((WORKER, 1), "e")
         await until(lambda: next(refusals, None) is None)
     world.feeds.forget_worker(WORKER)
     assert not world.feeds.in_step((WORKER, 1))
@@ -187,7 +187,7 @@ async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World
 async def test_what_waits_for_a_snapshot_is_bounded_and_asked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.kv_feeds._LATE_BLOCKS", 8)
     world.rank.answering.clear()
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.rank.snapshots == 1)
     for at in range(9):
         await world.rank.say(stored(LOCAL[at : at + 1], LOCAL[:at]))
@@ -204,13 +204,13 @@ async def test_snapshots_larger_than_a_slice_are_applied_whole(world: World) -> 
         one = KvStored(blocks=(KvBlock(chained[at], long[at]),), parent_hash=chained[at - 1] if at else None)
         world.rank.said.append(KvEvent(event_id=at, data=KvChange(stored=one)))
     await world.rank.publisher.publish((stored(local_hashes([9, 9, 9, 9], 4)),))
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
     assert overlap(world.index.holders, chained)[WORKER, 0] == 1500
 
 
 async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) -> None:
-    world.feeds.add((WORKER, 0))
+    world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.in_step)
     await world.rank.say(stored(LOCAL[:2]))
     subject, publisher = world.broker.subjects.kv_events, world.rank.publisher.publisher_id

@@ -60,7 +60,9 @@ class Fleet:
         return joined
 
     async def beat(self, joined: EngineJoined, epoch: int = 0) -> None:
-        await self.bus.publisher(self.subjects.heartbeats).publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=epoch))
+        await self.bus.publisher(self.subjects.heartbeats(joined.engine)).publish(
+            EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=epoch)
+        )
 
     def excluded(self) -> dict[str, str]:
         return {out.engine: out.reason for out in self.service.view.roster("demo").excluded}
@@ -135,7 +137,7 @@ async def test_a_stranger_with_a_heartbeat_is_asked_who_it_is(fleet: Fleet) -> N
         assert request == DescribeEngine(worker_id=joined.worker_id)
         return joined
 
-    async with fleet.bus.serve(fleet.subjects.describe_engine(joined.worker_id), describe):
+    async with fleet.bus.serve(fleet.subjects.describe_engine(joined.engine, joined.worker_id), describe):
         await fleet.beat(joined)
         await until(lambda: fleet.names() == ["stranger/0", "stranger/1"])
 
@@ -150,7 +152,7 @@ async def test_a_stranger_that_bears_a_living_engines_name_is_not_used(fleet: Fl
         asked.set()
         return impostor
 
-    async with fleet.bus.serve(fleet.subjects.describe_engine(2), describe):
+    async with fleet.bus.serve(fleet.subjects.describe_engine("a", 2), describe):
         await fleet.beat(impostor)
         await asked.wait()
         await asyncio.sleep(0.01)
@@ -182,7 +184,7 @@ async def test_a_handover_in_progress_costs_what_heartbeats_say_until_they_say_i
     await fleet.beat(joined)
     await until(lambda: fleet.names())
     view, roster = fleet.service.view, fleet.service.view.roster("demo")
-    heartbeats = fleet.bus.publisher(fleet.subjects.heartbeats)
+    heartbeats = fleet.bus.publisher(fleet.subjects.heartbeats("a"))
     for seconds, told in ((0.75, [0.75, 0.75]), (float("nan"), [0.75, 0.75]), (0.0, None)):
         await heartbeats.publish(EngineHeartbeat(engine="a", worker_id=joined.worker_id, epoch=0, handover_seconds=seconds))
         await until(lambda told=told: (None if (found := view.handovers(roster)) is None else found.tolist()) == told)
@@ -236,7 +238,7 @@ async def test_a_heartbeat_of_another_epoch_makes_the_router_ask(fleet: Fleet) -
     async def describe(_: Message) -> Message:
         return moved
 
-    async with fleet.bus.serve(fleet.subjects.describe_engine(joined.worker_id), describe):
+    async with fleet.bus.serve(fleet.subjects.describe_engine(joined.engine, joined.worker_id), describe):
         await fleet.beat(joined, epoch=4)
         await until(lambda: fleet.target().epoch == 4)
 
@@ -278,7 +280,7 @@ async def test_a_tokenizer_that_is_none_keeps_its_engine_out_and_says_why(fleet:
 async def test_garbage_and_contradictions_stop_nothing(fleet: Fleet) -> None:
     subjects = fleet.subjects
     for subject in (
-        subjects.heartbeats,
+        subjects.heartbeats("x"),
         subjects.kv_events,
         subjects.kv_metrics,
         subjects.tables,
@@ -296,7 +298,7 @@ async def test_garbage_and_contradictions_stop_nothing(fleet: Fleet) -> None:
     await fleet.bus.publisher(subjects.clusters).publish(ClustersPublished(model="demo", record=short))
     absurd = KvMetrics(worker_id=1, active_prefill_tokens=2**63)
     await fleet.bus.publisher(subjects.kv_metrics).publish(absurd)
-    await fleet.bus.publisher(subjects.heartbeats).publish(DescribeProfile(model="demo"))
+    await fleet.bus.publisher(subjects.heartbeats("e")).publish(DescribeProfile(model="demo"))
     await until(lambda: fleet.service.metrics.bus_refused._value.get() == 4)
     await fleet.beat(await fleet.join(text_engine("good")))
     await until(lambda: fleet.names() == ["good/0", "good/1"])
@@ -316,7 +318,7 @@ async def test_the_cached_prefix_of_a_rank_wins_the_decision(fleet: Fleet) -> No
 
     async with contextlib.AsyncExitStack() as stack:
         for rank in (0, 1):
-            await stack.enter_async_context(fleet.bus.serve(fleet.subjects.kv_snapshot(joined.worker_id, rank), snapshot))
+            await stack.enter_async_context(fleet.bus.serve(fleet.subjects.kv_snapshot(joined.engine, joined.worker_id, rank), snapshot))
         assert fleet.service.feeds is not None
         feeds = fleet.service.feeds
         await until(lambda: feeds.kv.in_step((joined.worker_id, 1)))

@@ -29,9 +29,9 @@ CONFIG = BusConfig(namespace="away")
 
 
 async def beat(bus: NatsBus, engines: list[EngineJoined]) -> None:
-    voice = bus.publisher(SUBJECTS.heartbeats)
     while True:
         for joined in engines:
+            voice = bus.publisher(SUBJECTS.heartbeats(joined.engine))
             await voice.publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0))
         await asyncio.sleep(1.0)
 

@@ -76,9 +76,9 @@ class Town:
         return joined
 
     async def beat(self) -> None:
-        voice = self.bus.publisher(self.subjects.heartbeats)
         while True:
             for joined in self.engines if self.beating else ():
+                voice = self.bus.publisher(self.subjects.heartbeats(joined.engine))
                 await voice.publish(EngineHeartbeat(engine=joined.engine, worker_id=joined.worker_id, epoch=0))
             await asyncio.sleep(1.0)
 
@@ -278,7 +278,7 @@ async def test_readiness_waits_for_kv_caches_and_tables_and_says_so(town: Town) 
         await may_answer.wait()
         return KvSnapshot(worker_id=joined.worker_id, rank=0, publisher_id=1, sequence=-1, events=())
 
-    async with town.bus.serve(town.subjects.kv_snapshot(joined.worker_id, 0), snapshot):
+    async with town.bus.serve(town.subjects.kv_snapshot(joined.engine, joined.worker_id, 0), snapshot):
         service = await town.router()
         await asyncio.sleep(1.2)
         assert service.view.models(live=True) == ["demo"]

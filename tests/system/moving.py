@@ -177,7 +177,7 @@ class Movers:
         for rank in range(len(joined.urls)):
             try:
                 said = await self.records.bus.request(
-                    self.records.subjects.handover(joined.worker_id, rank), DescribeHandover(worker_id=joined.worker_id, rank=rank), 1.0
+                    self.records.subjects.handover(engine, joined.worker_id, rank), DescribeHandover(worker_id=joined.worker_id, rank=rank), 1.0
                 )
             except Exception:  # noqa: BLE001 whatever it is, it does not answer
                 return []

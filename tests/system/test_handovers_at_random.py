@@ -54,7 +54,7 @@ class Trial:
     # the house
 
     async def beat(self) -> None:
-        heart = self.group.bus.publisher(SUBJECTS.heartbeats)
+        heart = self.group.bus.publisher(SUBJECTS.heartbeats("a"))
         while True:
             await heart.publish(EngineHeartbeat(engine="a", worker_id=WORKER, epoch=self.group.placement.epoch))
             await asyncio.sleep(1.0)

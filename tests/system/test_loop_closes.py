@@ -164,7 +164,7 @@ async def living(fleet: Fleet) -> AsyncIterator[World]:
     connector = aiohttp.TCPConnector(limit=0)
     try:
         async with (
-            bus.subscribe(subjects.dispatched, subjects.homes, subjects.shifts) as heard,
+            bus.subscribe(subjects.dispatched(), subjects.homes, subjects.shifts) as heard,
             aiohttp.ClientSession(fleet.router, timeout=aiohttp.ClientTimeout(total=60), connector=connector) as http,
             alongside(records.follow(), "reads what is stored"),
         ):

@@ -86,7 +86,7 @@ class Loop:
             for rank, found in profiles.items():
                 version = 0 if self.clusters is None else self.clusters.version
                 said = RequestsProfiled(engine="e", worker_id=ENGINE.worker_id, rank=rank, model="demo", epoch=0, clusters=version, requests=tuple(found))
-                await self.bus.publisher(self.bus.broker.subjects.requests_profiled).publish(said)
+                await self.bus.publisher(self.bus.broker.subjects.requests_profiled("e")).publish(said)
             await asyncio.sleep(0.02)
         return at_home / count
 
@@ -145,7 +145,7 @@ async def closed_loop(kind: type[Loop] = Loop) -> AsyncIterator[tuple[Loop, Trac
         await bus.record(broker.subjects.membership("e"), ENGINE)
         async with asyncio.timeout(10):
             while not router.ready or not router.view.prices("demo").priced.all():
-                await bus.publisher(broker.subjects.heartbeats).publish(EngineHeartbeat(engine="e", worker_id=ENGINE.worker_id, epoch=0))
+                await bus.publisher(broker.subjects.heartbeats("e")).publish(EngineHeartbeat(engine="e", worker_id=ENGINE.worker_id, epoch=0))
                 await asyncio.sleep(0.02)
         yield loop, tracker
         for task in running:

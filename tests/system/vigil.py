@@ -157,7 +157,7 @@ async def listen(bus: Bus, subjects: Subjects, epochs: Epochs) -> None:
     """For ever: to what ranks say that they serve, and to what is stored."""
 
     async def hear() -> None:
-        async with bus.subscribe(subjects.experts) as heard:
+        async with bus.subscribe(subjects.experts()) as heard:
             async for received in heard:
                 epochs.said(received)
 

@@ -174,7 +174,7 @@ async def asked(bus: MemoryBus, question: Message, kind: type[T]) -> T:
 async def learn(bus: MemoryBus, count: int, seconds: float = 0.25) -> None:
     """So many requests of two kinds, from rank and router, with the clusters the tracker has at the moment."""
     random = np.random.default_rng(1)
-    ranks, routers = bus.publisher(SUBJECTS.requests_profiled), bus.publisher(SUBJECTS.requests_finished)
+    ranks, routers = bus.publisher(SUBJECTS.requests_profiled("a")), bus.publisher(SUBJECTS.requests_finished)
     for number in range(count):
         clusters = ClusterModel.from_record((await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record)
         await ranks.publish(profiled(random, number, clusters))
@@ -199,7 +199,7 @@ async def latest(subscription: Subscription, kind: type[T], count: int = 1) -> T
 
 async def shift_told(bus: MemoryBus) -> PopularityShifted:
     """What is said of a flip: a minute of the second kind of traffic after 400 s of the first."""
-    random, reports = np.random.default_rng(3), bus.publisher(SUBJECTS.experts)
+    random, reports = np.random.default_rng(3), bus.publisher(SUBJECTS.experts("a"))
     async with bus.subscribe(SUBJECTS.shifts) as shifts:
         for second in range(460):
             await reports.publish(report(drawn(random, int(second >= 400), 400), 400))
@@ -265,7 +265,7 @@ async def test_requests_that_cannot_be_learnt_from_are_counted_and_a_repeated_me
         clusters = ClusterModel.from_record((await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record)
         random = np.random.default_rng(2)
         good = profiled(random, 100, clusters)
-        publisher = bus.publisher(SUBJECTS.requests_profiled)
+        publisher = bus.publisher(SUBJECTS.requests_profiled("a"))
         original = broker.deliver
         broker.deliver = lambda subject, raw: (copies.append((subject, raw)), original(subject, raw))[1]  # type: ignore[method-assign]
         await publisher.publish(good)
@@ -305,7 +305,7 @@ async def test_what_is_remote_follows_the_newest_placement() -> None:
     counts[:, 0] = 20
     turned = Placement(np.tile(np.roll(np.arange(EXPERTS), 8), (LAYERS, 1)), experts=EXPERTS, ranks=2, epoch=1)
     async with serving(bus), bus.subscribe(SUBJECTS.demand) as demands:
-        reports = bus.publisher(SUBJECTS.experts)
+        reports = bus.publisher(SUBJECTS.experts("a"))
         await reports.publish(report(counts, 10))
         assert (await latest(demands, DemandPublished)).remote == pytest.approx(0.0)
         await bus.record(SUBJECTS.placements("a"), PlacementCommitted(engine="a", worker_id=1, layout=EP, placement=turned.record()))
@@ -357,7 +357,7 @@ async def test_a_flip_of_the_mix_is_told_as_a_shift() -> None:
 async def test_answers_come_while_clusters_are_being_fitted() -> None:
     bus, fitting = MemoryBus(), Held()  # while something waits for an executor, looptime lets real time pass
     async with serving(bus, fitting, publish_seconds=0.1, refine_seconds=0.1) as service:
-        await bus.publisher(SUBJECTS.experts).publish(report(drawn(np.random.default_rng(1), 0, 100), 100))
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(drawn(np.random.default_rng(1), 0, 100), 100))
         await asyncio.sleep(0.1)
         await learn(bus, 15, seconds=0.02)
         assert len(fitting.waiting) == 1
@@ -380,7 +380,7 @@ async def test_a_restart_changes_nothing_but_versions(tmp_path: Path) -> None:
     bus, file, random = MemoryBus(), tmp_path / "state", np.random.default_rng(4)
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, state_file=file):
-        reports = bus.publisher(SUBJECTS.experts)
+        reports = bus.publisher(SUBJECTS.experts("a"))
         for second in range(30):
             await reports.publish(report(drawn(random, second % 2, 50), 50, rank=second % 2))
             await asyncio.sleep(1)
@@ -402,7 +402,7 @@ async def test_decay_goes_on_while_the_tracker_is_away(tmp_path: Path) -> None:
     bus, file, counts = MemoryBus(), tmp_path / "state", np.ones((LAYERS, EXPERTS), int)
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, state_file=file):
-        await bus.publisher(SUBJECTS.experts).publish(report(counts, 1000))
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(counts, 1000))
         await asyncio.sleep(1)
         before = await asked(bus, DescribeProfile(model="m"), ProfilePublished)
     await asyncio.sleep(900)
@@ -414,7 +414,7 @@ async def test_decay_goes_on_while_the_tracker_is_away(tmp_path: Path) -> None:
 async def test_reports_missed_while_the_tracker_was_away_are_no_silence(tmp_path: Path) -> None:
     bus, file, counts = MemoryBus(), tmp_path / "state", np.full((LAYERS, EXPERTS), 5, int)
     await bus.record(SUBJECTS.membership("a"), joined())
-    reports = bus.publisher(SUBJECTS.experts)
+    reports = bus.publisher(SUBJECTS.experts("a"))
 
     async def speak(seconds: int) -> None:
         for _ in range(seconds):
@@ -434,7 +434,7 @@ async def test_after_a_crash_the_state_is_that_of_a_while_ago(tmp_path: Path) ->
     copy = tmp_path / "copy"
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, state_file=file, state_seconds=5.0) as service:
-        await bus.publisher(SUBJECTS.experts).publish(report(counts, 1000))
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(counts, 1000))
         await asyncio.sleep(6)
         copy.write_bytes(file.read_bytes())
         assert b'roost_tracker_saves_total{outcome="written"} 1.0' in service.metrics.exposition()
@@ -460,7 +460,7 @@ async def test_what_was_learnt_over_other_settings_is_learnt_anew_and_the_rest_i
     bus, file, counts = MemoryBus(), tmp_path / "state", np.ones((LAYERS, EXPERTS), int)
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, state_file=file):
-        await bus.publisher(SUBJECTS.experts).publish(report(counts, 1000))
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(counts, 1000))
         await learn(bus, 4)
     async with serving(bus, state_file=file, clusters=8):
         assert (await asked(bus, DescribeClusters(model="m"), ClustersPublished)).record.clusters == 8
@@ -483,7 +483,7 @@ async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(
     bus, file, counts = MemoryBus(), tmp_path / "state", np.ones((LAYERS, EXPERTS), int)
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, state_file=file):
-        await bus.publisher(SUBJECTS.experts).publish(report(counts, 1000))
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(counts, 1000))
         await asyncio.sleep(0.1)
     saved = read(file)
     assert saved is not None

@@ -87,7 +87,7 @@ async def test_reports_become_profiles_and_demands_on_the_bus() -> None:
     bus = MemoryBus()
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus, prior_pairs=1e-6), bus.subscribe(SUBJECTS.profiles) as profiles, bus.subscribe(SUBJECTS.demand) as demands:
-        reports = bus.publisher(SUBJECTS.experts)
+        reports = bus.publisher(SUBJECTS.experts("a"))
         for second in range(4):
             await reports.publish(report(expert=second % 2))
             await asyncio.sleep(1)
@@ -111,7 +111,7 @@ async def test_a_profile_can_be_asked_for_before_and_after_the_first_report() ->
         assert isinstance(empty, ProfilePublished)
         assert empty.tokens == 0.0
         np.testing.assert_allclose(empty.profile.array(), 0.25)
-        await bus.publisher(SUBJECTS.experts).publish(report(expert=3))
+        await bus.publisher(SUBJECTS.experts("a")).publish(report(expert=3))
         await asyncio.sleep(0.1)
         learnt = await bus.request(SUBJECTS.describe_profile, DescribeProfile(model="m"))
         assert isinstance(learnt, ProfilePublished)
@@ -123,8 +123,8 @@ async def test_a_profile_can_be_asked_for_before_and_after_the_first_report() ->
 async def test_a_repeated_report_counts_once() -> None:
     broker = MemoryBroker()
     bus, copies = MemoryBus(broker), []
-    async with serving(bus) as service, bus.subscribe(SUBJECTS.experts):
-        publisher = bus.publisher(SUBJECTS.experts)
+    async with serving(bus) as service, bus.subscribe(SUBJECTS.experts()):
+        publisher = bus.publisher(SUBJECTS.experts("a"))
         original = broker.deliver
 
         def remember(subject: str, raw: bytes) -> None:
@@ -150,7 +150,7 @@ async def test_lost_reports_are_counted_and_not_taken_for_silence() -> None:
     broker = MemoryBroker()
     bus = MemoryBus(broker)
     async with serving(bus) as service, bus.subscribe(SUBJECTS.demand) as demands:
-        publisher = bus.publisher(SUBJECTS.experts)
+        publisher = bus.publisher(SUBJECTS.experts("a"))
         await publisher.publish(report())
         await asyncio.sleep(1)
         broker.reachable = False
@@ -169,10 +169,10 @@ async def test_lost_reports_are_counted_and_not_taken_for_silence() -> None:
 async def test_workers_that_leave_restart_or_fall_silent_are_forgotten() -> None:
     bus = MemoryBus()
     async with serving(bus, forget_seconds=5.0) as service:
-        reports, beats = bus.publisher(SUBJECTS.experts), bus.publisher(SUBJECTS.heartbeats)
+        beats = bus.publisher(SUBJECTS.heartbeats("c"))
         for worker_id, engine in ((1, "a"), (2, "b"), (3, "c")):
             await bus.record(SUBJECTS.membership(engine), joined(worker_id, engine))
-            await reports.publish(report(worker_id, engine=engine))
+            await bus.publisher(SUBJECTS.experts(engine)).publish(report(worker_id, engine=engine))
         await asyncio.sleep(2.5)
         assert b"roost_tracker_ranks 3.0" in service.metrics.exposition()
         await bus.record(SUBJECTS.membership("a"), EngineLeft(engine="a", worker_id=1, reason="test"))
@@ -192,8 +192,8 @@ async def test_garbage_and_impossible_reports_are_counted_and_the_tracker_lives_
     bus = MemoryBus(broker)
     await bus.record(SUBJECTS.membership("a"), joined())
     async with serving(bus) as service:
-        reports = bus.publisher(SUBJECTS.experts)
-        for subject in (SUBJECTS.experts, SUBJECTS.heartbeats, SUBJECTS.membership("a"), SUBJECTS.describe_profile):
+        reports = bus.publisher(SUBJECTS.experts("a"))
+        for subject in (SUBJECTS.experts("a"), SUBJECTS.heartbeats("a"), SUBJECTS.membership("a"), SUBJECTS.describe_profile):
             for raw in (b"", b"\xc1", b"\xff" * 300, msgspec.msgpack.encode({"publisher_id": 1})):
                 broker.deliver(subject, raw)
         await reports.publish(report(seconds=float("nan")))
@@ -225,7 +225,7 @@ async def test_a_restarted_tracker_knows_who_is_there_and_never_repeats_a_versio
     async with bus.subscribe(SUBJECTS.profiles) as profiles:
         for _ in range(2):
             async with serving(bus):
-                await bus.publisher(SUBJECTS.experts).publish(report())
+                await bus.publisher(SUBJECTS.experts("a")).publish(report())
                 message = (await anext(aiter(profiles))).message
                 assert isinstance(message, ProfilePublished)
                 versions.append(message.version)
@@ -237,7 +237,7 @@ async def envelopes(count: int) -> list[tuple[str, bytes]]:
     broker, sent = MemoryBroker(), []
     bus = MemoryBus(broker)
     broker.deliver = lambda subject, raw: sent.append((subject, raw))  # type: ignore[method-assign]
-    publishers = [bus.publisher(SUBJECTS.experts) for _ in range(2)]
+    publishers = [bus.publisher(SUBJECTS.experts("a")) for _ in range(2)]
     for number in range(count):
         await publishers[number % 2].publish(report(rank=number % 2, expert=number % 4, tokens=10 + number, seconds=0.5 + number % 3))
     return sent
