@@ -152,13 +152,13 @@ async def test_the_oldest_messages_are_dropped_and_counted_when_the_reader_is_to
 
 async def test_a_subscription_holds_no_more_bytes_than_it_may(house: Any) -> None:
     bus = await house.client(replace(house.config, queue_bytes=1_000_000))
-    publisher = bus.publisher(house.subjects.heartbeats("e"))
-    async with bus.subscribe(house.subjects.heartbeats()) as slow, bus.subscribe(house.subjects.kv_metrics) as quick:
-        for epoch in range(10):
-            await publisher.publish(beat(epoch, "x" * 300_000))
+    publisher = bus.publisher(house.subjects.membership("e"))
+    async with bus.subscribe(house.subjects.membership()) as slow, bus.subscribe(house.subjects.kv_metrics) as quick:
+        for number in range(10):
+            await publisher.publish(EngineLeft(engine="e", worker_id=number, reason="x" * 300_000))
         await bus.publisher(house.subjects.kv_metrics).publish(KvMetrics(worker_id=1))
         await take(aiter(quick), 1)
-        assert [received.message.epoch for received in await take(aiter(slow), 3)] == [7, 8, 9]
+        assert [received.message.worker_id for received in await take(aiter(slow), 3)] == [7, 8, 9]
         assert slow.dropped == 7
 
 
@@ -196,7 +196,8 @@ async def test_leaving_the_context_ends_the_reading(house: Any) -> None:
 
 @pytest.mark.parametrize("which", ["heartbeats", "kv_events", "kv_metrics", "experts", "profiles", "demand"])
 async def test_garbage_is_refused_and_counted_and_what_is_good_goes_through(house: Any, which: str) -> None:
-    subject = getattr(house.subjects, which)
+    member = getattr(house.subjects, which)
+    subject = member if isinstance(member, str) else member("e")
     bus = await house.client()
     async with bus.subscribe(house.subjects.everything) as subscription:
         for raw in GARBAGE:
@@ -224,9 +225,10 @@ async def test_a_message_that_can_never_be_sent_is_the_callers_error(house: Any)
 @pytest.mark.parametrize("length", [LARGE - 200, LARGE + 1, 3_000_000])
 async def test_a_message_of_any_size_arrives_whole(house: Any, length: int) -> None:
     speaker, listener = await house.client(), await house.client()
-    async with listener.subscribe(house.subjects.heartbeats()) as subscription:
-        await speaker.publisher(house.subjects.heartbeats("e")).publish(beat(1, "x" * length))
-        assert (await take(aiter(subscription), 1))[0].message == beat(1, "x" * length)
+    message = EngineLeft(engine="e", worker_id=1, reason="x" * length)
+    async with listener.subscribe(house.subjects.membership()) as subscription:
+        await speaker.publisher(house.subjects.membership("e")).publish(message)
+        assert (await take(aiter(subscription), 1))[0].message == message
 
 
 async def test_a_large_message_whose_content_was_damaged_is_refused_and_counted(house: Any) -> None:
