@@ -171,10 +171,13 @@ def figures(measured: Sequence[DispatchMeasured]) -> LoopFigures | None:
     def over(name: str) -> float:
         return float(sum(getattr(one, name)[layer] for one in measured for layer in whole)) / len(whole)
 
+    communication = [one.communication_seconds for one in measured if one.communication_seconds is not None]
+    step_seconds = sum(one.step_seconds for one in measured)
     return LoopFigures(
         remote_ranks=over("remote_ranks") / tokens,
         local=over("local") / pairs,
         balance=over("balance") / steps,
-        step_seconds=sum(one.step_seconds for one in measured) / steps,
+        step_seconds=step_seconds / steps,
         tokens=float(tokens),
+        communication=sum(communication) / step_seconds if len(communication) == len(measured) and step_seconds > 0 else None,
     )

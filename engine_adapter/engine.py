@@ -88,6 +88,8 @@ class Sent:
     """pairs that this rank served, whoever's"""
     balance: NDArray[np.float64]
     """mean / highest load of a rank in pairs; 1 for a step without any"""
+    communication_seconds: float | None = None
+    """of `step_seconds`: spent sending to other ranks and waiting for them; None: the engine cannot tell"""
 
     def with_more(self, more: "Sent") -> "Sent":
         """These steps and those, which are of the same epoch; ValueError when they are not."""
@@ -103,7 +105,12 @@ class Sent:
             local=self.local + more.local,
             served=self.served + more.served,
             balance=self.balance + more.balance,
+            communication_seconds=_sum(self.communication_seconds, more.communication_seconds),
         )
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
 
 
 def balance(served: NDArray[Any]) -> NDArray[np.float64]:

@@ -146,6 +146,8 @@ class DispatchMeasured(Event, frozen=True, kw_only=True):
     """pairs that this rank served, whoever's"""
     balance: tuple[float, ...]
     """sum over the steps of mean / highest load of a rank in pairs ("balancedness"); 1 for a step without any. Every rank says the same"""
+    communication_seconds: float | None = None
+    """of `step_seconds`: spent by this rank sending to other ranks and waiting for them; None: the engine cannot tell"""
 
 
 class CountsImported(Event, frozen=True, kw_only=True):
@@ -649,6 +651,8 @@ class LoopFigures(msgspec.Struct, frozen=True, kw_only=True):
     """of one step"""
     tokens: float = 0.0
     """that were measured; 0: foretold"""
+    communication: float | None = None
+    """share of a step that ranks spend sending and waiting for each other, mean over ranks; None: predicted, or the engine cannot tell"""
 
 
 class MigrationPlanned(Event, frozen=True, kw_only=True):

@@ -44,8 +44,8 @@ class _Slice:
 
     epoch: int
     began: float
-    sums: Array = field(default_factory=lambda: np.zeros(4))
-    """[steps, step seconds, tokens, pairs]"""
+    sums: Array = field(default_factory=lambda: np.zeros(5))
+    """[steps, step seconds, tokens, pairs, seconds of communication: NaN where an engine cannot tell]"""
     layers: Array = field(default_factory=lambda: np.zeros((3, 0)))
     """[balance | remote ranks | local, layers]"""
 
@@ -90,7 +90,8 @@ class Measured:
         if last is None or now - last.began >= self._slice_seconds:
             last = _Slice(said.epoch, now, layers=np.zeros((3, engine.layers)))
             engine.slices.append(last)
-        last.sums += (said.steps, said.step_seconds, said.tokens, said.pairs)
+        communication = np.nan if said.communication_seconds is None else said.communication_seconds
+        last.sums += (said.steps, said.step_seconds, said.tokens, said.pairs, communication)
         last.layers += layers
 
     @property
@@ -133,6 +134,8 @@ def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
         raise Refused(Fault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
     if not said.step_seconds <= said.seconds <= MOST_SECONDS:
         raise Refused(Fault.DEMAND, f"{who}: steps of {said.step_seconds} s in {said.seconds} s; an interval holds its steps, {MOST_SECONDS:g} s at most")
+    if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (1.0 + _TOLERANCE):
+        raise Refused(Fault.DEMAND, f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s")
     most = np.array([said.steps, said.tokens * (engine.ranks - 1), said.pairs])[:, None]
     if (numbers[:3] > most * (1.0 + _TOLERANCE) + _TOLERANCE).any():
         raise Refused(Fault.DEMAND, f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow")
@@ -145,7 +148,7 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> Window:
     batches = min(BATCHES, len(slices))
     edges = np.linspace(0, len(slices), batches + 1).astype(np.intp)[:-1]
     sums, layers = (np.add.reduceat(part, edges, axis=0) for part in parts)
-    steps, took, tokens, pairs = sums.T
+    steps, took, tokens, pairs, communication = sums.T
     whole = layers[:, :, first:]
     count = max(whole.shape[2], 1)
     # Every rank says the steps of the whole engine, and its own tokens alone.
@@ -156,6 +159,8 @@ def _window(slices: list[_Slice], ranks: int, first: int) -> Window:
         "balance": _ratio(whole[:, 0].sum(axis=1) / count, steps),
         "step_seconds": _ratio(took, steps),
     }
+    if np.isfinite(communication).all():
+        means["communication"] = _ratio(communication, took)
     total = layers.sum(axis=0)
     return Window(
         measured=Measurement(

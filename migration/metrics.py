@@ -58,6 +58,7 @@ class MigrationMetrics:
                 ("remote_ranks", "Distinct other ranks that a token was sent to, mean over layers, measured in the last window"),
                 ("local_share", "Share of (token, k) pairs served where their request lives, measured in the last window"),
                 ("step_seconds", "What a step took, measured in the last window"),
+                ("communication_share", "Share of a step's time that ranks spent sending and waiting for each other, measured in the last window"),
                 ("trust", "What the planner takes of the gains that it foretells"),
                 ("spent_bytes", "Weights that plans of the planner's own copied within planner.budget_seconds"),
                 ("left_bytes", "Weights that they may still copy"),
@@ -139,6 +140,8 @@ class MigrationMetrics:
         if engine not in self._engines:
             return
         told = {"balance": figures.balance, "remote_ranks": figures.remote_ranks, "local_share": figures.local, "step_seconds": figures.step_seconds}
+        if figures.communication is not None:
+            told["communication_share"] = figures.communication
         for name, value in told.items():
             self._loop[name].labels(engine).set(value)
         self._measured[engine] = len(layers.balance)

@@ -290,7 +290,7 @@ class GlooDispatch:
         ranks = slots // self._slots
         self.served_by.append(ranks)
         if self._link_seconds:
-            time.sleep(self._link_seconds * sent_away(ranks[self._step.home == self._group.rank], self._group.rank))
+            self._wait(self._link_seconds * sent_away(ranks[self._step.home == self._group.rank], self._group.rank))
         pairs = np.flatnonzero(ranks == self._group.rank)
         tokens = pairs // ids.shape[1]
         if not small:
@@ -313,6 +313,11 @@ class GlooDispatch:
 
     def slow_links(self, seconds: float) -> None:
         self._link_seconds = seconds
+
+    def _wait(self, seconds: float) -> None:
+        """Stand in for a network; counted as time spent in collectives."""
+        time.sleep(seconds)
+        self._group.seconds += seconds
 
     def _gather(self, x: torch.Tensor, experts: NDArray[Any]) -> tuple[torch.Tensor, Indices]:
         """Everybody's activations [all tokens, H] and expert ids [all tokens, k], sources in order, in one collective of bytes."""

@@ -11,6 +11,7 @@ for the others in step n has at most one wake of each in it. Nothing polls, exce
 
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +90,8 @@ class RankGroup:
         self.ranks = ranks
         self.collectives = 0
         """made so far: what a step costs is to be counted, not believed"""
+        self.seconds = 0.0
+        """spent in them so far, waiting for slower ranks included"""
         self._step_timeout_s = step_timeout_s
         self._group: Any = _translated(lambda: _meet(run_directory, rank, ranks, step_timeout_s, join_timeout_s), f"join of {ranks} ranks", join_timeout_s)
 
@@ -113,7 +116,9 @@ class RankGroup:
 
     def _run(self, call: Callable[[], object], what: str) -> None:
         self.collectives += 1
+        begun = time.perf_counter()
         _translated(call, what, self._step_timeout_s)
+        self.seconds += time.perf_counter() - begun
 
 
 def bytes_of(rows: torch.Tensor) -> torch.Tensor:
@@ -180,6 +185,11 @@ class Lockstep:
     def collectives(self) -> int:
         """Made by this rank so far; an engine of one rank needs none."""
         return 0 if self._group is None else self._group.collectives
+
+    @property
+    def communication_seconds(self) -> float:
+        """Time that this rank has spent in collectives so far, waiting for slower ranks included."""
+        return 0.0 if self._group is None else self._group.seconds
 
     def exchange(self, header: StepHeader) -> tuple[StepHeader, ...]:
         """Tell and hear this step's headers, in rank order. PeerLost, PeerTimeout; StepMismatch when the ranks are not at one step

@@ -289,6 +289,7 @@ class Runner:
             decode_sequence=sequence,
             decode_block=block,
             dispatch=self._dispatch_seconds(),
+            expert_read=self._read_seconds(),
             expert_pair=self._pair_seconds(),
         )
 
@@ -310,6 +311,26 @@ class Runner:
             block.compute(torch.zeros((rows, self.config.hidden), dtype=self._dtype), torch.full((slots,), rows, dtype=torch.int32))
 
         return _more_seconds(lambda: compute(_FEW_PAIRS), lambda: compute(_MANY_PAIRS), 25) / (_MANY_PAIRS - _FEW_PAIRS)
+
+    @torch.inference_mode()
+    def _read_seconds(self) -> float:
+        """Of one distinct expert more in a step's batch: the same rows, spread over all slots of a layer instead of one slot.
+
+        Layers take turns, so that weights come from as far as they do in a step and not from the nearest cache.
+        """
+        slots = self.placement.slots_per_rank
+        if slots < 2:
+            return 0.0
+        rows = torch.zeros((slots * GROUP_ROWS, self.config.hidden), dtype=self._dtype)
+        spread = torch.arange(1, slots + 1, dtype=torch.int32) * GROUP_ROWS
+        single = torch.full((slots,), slots * GROUP_ROWS, dtype=torch.int32)
+        blocks = [layer.block for layer in self._served.layers]
+
+        def every_layer(ends: torch.Tensor) -> None:
+            for block in blocks:
+                block.compute(rows, ends)
+
+        return _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15) / ((slots - 1) * len(blocks))
 
     @torch.inference_mode()
     def _dispatch_seconds(self) -> float:

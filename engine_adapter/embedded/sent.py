@@ -28,6 +28,8 @@ class Step(NamedTuple):
     tokens_by_rank: Sequence[int]
     served_by: Sequence[NDArray[np.int64]]
     """int64 [tokens of all ranks, k] per layer: the rank that served each pair; empty where there is but one rank"""
+    communication_seconds: float = 0.0
+    """of `seconds`: in collectives, waiting for slower ranks included"""
 
 
 class SentLog:
@@ -81,7 +83,8 @@ def counted(epoch: int, steps: Sequence[Step], rank: int, *, layers: int, top_k:
     own = int(tokens[:, rank].sum())
     seconds = sum(step.seconds for step in steps)
     remote, local, served, balanced = _alone(own, len(steps), layers, top_k) if tokens.shape[1] == 1 else _among(steps, tokens, rank)
-    return Sent(epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced)
+    communication = sum(step.communication_seconds for step in steps)
+    return Sent(epoch, len(steps), seconds, own, own * top_k, remote, local, served, balanced, communication)
 
 
 def _alone(tokens: int, steps: int, layers: int, top_k: int) -> NDArray[np.float64]:

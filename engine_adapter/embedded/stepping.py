@@ -114,6 +114,8 @@ class StepLoop:
         """the one that is served"""
         self._decoding = DecodeSteps()
         self._sent = SentLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
+        self._communicated = 0.0
+        """seconds in collectives before the present step"""
         self._began = 0
         """wall clock at which the present step began, nanoseconds"""
         self.leaving = False
@@ -147,6 +149,7 @@ class StepLoop:
         while True:
             self.stepping_since = time.monotonic()
             self._began = time.time_ns()
+            self._communicated = self._machine.lockstep.communication_seconds
             report = Report()
             self._take_orders(report)
             slices = self._scheduler.plan()
@@ -170,7 +173,8 @@ class StepLoop:
         seconds = now - (now if self.stepping_since is None else self.stepping_since)
         if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
             self._decoding.note(now, seconds)
-        self._sent.add(self.placement.epoch, Step(seconds, tokens_by_rank, forward.served_by))
+        communication = self._machine.lockstep.communication_seconds - self._communicated
+        self._sent.add(self.placement.epoch, Step(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)))
 
     def _order(self, order: _Order) -> None:
         self._orders.append(order)

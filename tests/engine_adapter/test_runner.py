@@ -145,6 +145,7 @@ def test_the_measured_speed_is_of_this_machine(runner):
     assert 0 < speed.step < 1
     assert 0 < speed.prefill_token < speed.step
     assert speed.dispatch == 0
+    assert 0 < speed.expert_read < speed.step, "one distinct expert more costs a part of a step"
 
 
 def test_sequences_of_like_length_are_computed_as_one_batch_and_outliers_apart(runner):

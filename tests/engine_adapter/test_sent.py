@@ -1,6 +1,7 @@
 """Where tokens were sent is counted as one would by hand, whenever it is asked for, and never of two epochs at once."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,3 +110,13 @@ def test_reports_of_different_epochs_do_not_add() -> None:
 
 def test_balance_is_mean_over_highest_and_one_where_there_is_nothing() -> None:
     assert balance(np.array([[4, 2, 0], [0, 0, 0], [1, 1, 1]])).tolist() == [0.5, 1.0, 1.0]
+
+
+def test_communication_adds_up_over_steps_and_reports_and_is_unknown_where_one_part_is() -> None:
+    log = SentLog(0, layers=1, top_k=1)
+    for seconds in (0.01, 0.03):
+        log.add(1, Step(0.1, [1], (), seconds))
+    (first,) = log.take()
+    assert first.communication_seconds == pytest.approx(0.04)
+    assert first.with_more(first).communication_seconds == pytest.approx(0.08)
+    assert first.with_more(replace(first, communication_seconds=None)).communication_seconds is None

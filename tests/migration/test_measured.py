@@ -52,6 +52,19 @@ def test_means_are_over_all_that_was_said_and_leave_out_layers_that_are_sharded(
     assert window.measured.errors.remote_ranks == pytest.approx(0.0, abs=1e-12)
 
 
+def test_the_share_of_communication_is_of_all_steps_and_unknown_where_a_rank_cannot_tell() -> None:
+    known, unknown = measured(), measured()
+    for second in range(8):
+        for rank, seconds in ((0, 0.004), (1, 0.012)):
+            known.hear(said(rank, communication_seconds=seconds), float(second))
+            unknown.hear(said(rank, communication_seconds=seconds if rank else None), float(second))
+    window, without = known.window(1, 1, 8.0), unknown.window(1, 1, 8.0)
+    assert window is not None
+    assert without is not None
+    assert window.measured.figures.communication == pytest.approx(0.4), "16 of 40 ms"
+    assert without.measured.figures.communication is None
+
+
 def test_every_epoch_has_a_window_of_its_own_and_what_is_older_than_asked_for_is_left_out() -> None:
     kept = measured()
     for second in range(10):
@@ -110,6 +123,9 @@ def test_what_is_kept_is_bounded_however_much_is_said(story: list[tuple[float, i
         ({"steps": 0}, Fault.DEMAND),
         ({"took": float("inf")}, Fault.DEMAND),
         ({"took": 1.5}, Fault.DEMAND),
+        ({"communication_seconds": 0.03}, Fault.DEMAND),
+        ({"communication_seconds": -0.01}, Fault.DEMAND),
+        ({"communication_seconds": float("nan")}, Fault.DEMAND),
         ({"seconds": 1e9, "took": 1e9}, Fault.DEMAND),
         ({"tokens": -1}, Fault.DEMAND),
         ({"remote_ranks": (0.0, 0.0, 101.0)}, Fault.DEMAND),
