@@ -17,6 +17,7 @@ from deploy.config import ConfigError, Configuration, Key
 from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
 from deploy.settings import WorkerConfig, read_settings
+from router.config import RouterConfig
 
 USAGE = 2
 """Exit status of a command that was called, or configured, in a way that cannot work."""
@@ -156,6 +157,30 @@ def running() -> Running | None:
 def router_processes(servers: Sequence[str]) -> tuple[str, ...]:
     """Of this user's runs on any of these NATS servers: the URL of each of several router processes alone."""
     return tuple(url for run in live_runs(home(os.environ)) if set(str(run.nats).split(",")) & set(servers) for url in run.routers)
+
+
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="The router whose backends (--backend, [backends.NAME]) are meant; no bus knows of them.")
+]
+KeyFileOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")]
+
+
+def router_url(settings: Configuration) -> str:
+    """The router that was configured, or the running fleet's."""
+    chosen = settings.part(RouterConfig)
+    if all(setting.source == "default" for (section, key), setting in settings.items() if section == "router" and key in ("host", "port")):
+        run = running()
+        if run is not None and run.router is not None:
+            return run.router
+    return f"http://{chosen.host}:{chosen.port}"
+
+
+def key_from(file: Path | None) -> str | None:
+    """The key that a file holds; ends the command when it cannot be read."""
+    try:
+        return None if file is None else file.read_text(encoding="utf-8").split("\n")[0].strip()
+    except OSError as error:
+        fail(str(error), USAGE)
 
 
 def bus_flags(nats: str | None) -> Flags:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.commandline import CONFIG, JSON, NATS, ConfigOption, JsonOption, NatsOption, bus_from
+from deploy.commandline import CONFIG, JSON, NATS, ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption, bus_from, key_from
 
 migration = typer.Typer(
     name="migration",
@@ -25,16 +25,23 @@ def add_to(app: typer.Typer) -> None:
 def top(
     interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    url: UrlOption = None,
+    api_key_file: KeyFileOption = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show what roost status shows live, with what happens below it, until q or Ctrl-C.
+    """Show what roost status shows live, with what happens below it, until q or Ctrl-C. With --url: the servers given by --backend.
 
     Where the output is no terminal it is text, one page per interval; with --json one object per line.
     """
+    from deploy.view_backends import watch_backends
+    from deploy.view_decision import RouterDoor
     from deploy.view_top import show_top
 
+    if url is not None:
+        watch_backends(RouterDoor(url, key_from(api_key_file)), interval, once=once, as_json=as_json)
+        return
     show_top(bus_from(config, nats), interval, once=once, as_json=as_json)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bus.redaction import without_secrets
-from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, NatsOption, bus_from, fail
+from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption, bus_from, fail, key_from
 from deploy.rundir import home, live_runs
 
 RELOAD_SECONDS = 15.0
@@ -29,15 +29,25 @@ def drain(
         float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until nothing runs there any more; status 1 if it takes longer.")
     ] = None,
     reason: Annotated[str, typer.Option("--reason", help="Why, for those who ask where requests went.")] = "",
+    url: UrlOption = None,
+    api_key_file: KeyFileOption = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Send no new requests to a rank or an engine; what runs there goes on. It holds for all routers, until it is undone or the engine starts again."""
+    """Send no new requests to a rank or an engine; what runs there goes on. It holds for all routers, until it is undone or the engine starts again.
+
+    With --url: to a server given by --backend or [backends.NAME], at this router process, until it is undone or the process ends.
+    """
+    from deploy.view_backends import drain_backend
+    from deploy.view_decision import RouterDoor
     from deploy.view_operation import show_drain
 
     if undo and (wait is not None or reason):
         fail("--undo takes neither --wait nor --reason", USAGE)
+    if url is not None:
+        drain_backend(RouterDoor(url, key_from(api_key_file)), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
+        return
     show_drain(bus_from(config, nats), place, undo=undo, wait=wait, reason=reason, as_json=as_json)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import typer
 
+from bus.config import BusConfig
 from deploy.commandline import (
     CONFIG,
     JSON,
@@ -18,16 +19,21 @@ from deploy.commandline import (
     USAGE,
     ConfigOption,
     JsonOption,
+    KeyFileOption,
     NatsOption,
+    UrlOption,
+    bus_flags,
     bus_from,
     fail,
+    key_from,
+    names_bus,
     note,
     router_processes,
-    running,
+    router_url,
     settings_from,
     show,
+    with_bus,
 )
-from deploy.config import Configuration
 from fleet.events import STORED, AnyEvent, KvMetrics
 from router.config import RouterConfig
 from router.scoring import TERMS
@@ -53,15 +59,25 @@ def add_to(app: typer.Typer) -> None:
 
 def status(
     engine: Annotated[str | None, typer.Argument(help="Only this engine.  [default: all]", show_default=False)] = None,
+    url: UrlOption = None,
+    api_key_file: KeyFileOption = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Show engines, ranks, load and epochs, and what the loop measured, foretold, decided and moved, in one screenful. Live: roost top."""
+    """Show engines, ranks, load and epochs, what the loop measured, predicted, decided and moved, and the servers given by --backend. Live: roost top."""
+    from deploy.view_backends import backends_if_any, backends_of, show_backends
+    from deploy.view_decision import RouterDoor
     from deploy.view_status import show_status
 
-    bus = bus_from(config, nats)
-    show_status(bus, router_processes(bus.servers), engine, as_json=as_json)
+    settings = with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig))
+    door = RouterDoor(url or router_url(settings), key_from(api_key_file))
+    backends = backends_if_any(door) if url is None else backends_of(door)
+    if url is not None or (backends and not names_bus(settings)):
+        show_backends(door, [one for one in backends if engine in (None, one.name)], as_json=as_json)
+        return
+    bus = settings.part(BusConfig)
+    show_status(bus, router_processes(bus.servers), engine, backends, as_json=as_json)
 
 
 def placement(
@@ -141,7 +157,7 @@ def explain(
     if decision is not None and (session, tenant, without, gone) != (None,) * 4:
         fail("--session, --tenant, --without and --gone are for a prompt: a served decision is read back as it was made", USAGE)
     settings = settings_from(config, {}, RouterConfig)
-    door = RouterDoor(router or _router_from(settings), _key(api_key_file))
+    door = RouterDoor(router or router_url(settings), key_from(api_key_file))
     if decision is not None:
         answer = door.get(f"/v1/decisions/{decision}")
     else:
@@ -175,23 +191,6 @@ def events(
     elif not follow:
         fail("--no-follow only makes sense with --since: telemetry is not stored", USAGE)
     show_events(bus_from(config, nats), wanted, seconds, follow=follow, as_json=as_json)
-
-
-def _router_from(settings: Configuration) -> str:
-    """The router that was configured, or the running fleet's."""
-    chosen = settings.part(RouterConfig)
-    if all(setting.source == "default" for (section, key), setting in settings.items() if section == "router" and key in ("host", "port")):
-        run = running()
-        if run is not None and run.router is not None:
-            return run.router
-    return f"http://{chosen.host}:{chosen.port}"
-
-
-def _key(file: Path | None) -> str | None:
-    try:
-        return None if file is None else file.read_text(encoding="utf-8").split("\n")[0].strip()
-    except OSError as error:
-        fail(str(error), USAGE)
 
 
 def _kinds(names: list[str]) -> set[str]:

@@ -47,7 +47,8 @@ async def find(bus: Bus, subjects: Subjects, text: str) -> Place:
     name, slash, number = text.partition("/")
     there = ", ".join(f"{engine} (ranks 0 to {_targets(now) - 1})" if _targets(now) > 1 else engine for engine, now in engines.items()) or "none"
     if name not in engines:
-        raise NoSuchPlace(f"no engine {name!r} is a member of the fleet; engines: {there}")
+        said = f"no engine {name!r} is a member of the fleet; engines: {there}. Servers given by --backend are no members: name their router with --url"
+        raise NoSuchPlace(said)
     if not slash:
         return Place(engines[name], None)
     targets = _targets(engines[name])

@@ -13,6 +13,7 @@ from router.record import Candidate, DecisionRecord
 from router.scoring import TERMS
 
 ASK_SECONDS = 30.0
+TRY_SECONDS = 2.0
 MOST_SHOWN = 16
 """Candidates of the lowest scores; all are in the JSON."""
 LEAST_SHOWN = 0.005
@@ -39,6 +40,20 @@ class RouterDoor:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @property
+    def url(self) -> str:
+        """Base URL of the router."""
+        return self._url
+
+    def try_get(self, path: str) -> bytes | None:
+        """The body of a page; None where no router answers in a moment, or it refuses."""
+        try:
+            with self._opener.open(urllib.request.Request(self._url + path, headers=self._headers), timeout=TRY_SECONDS) as answer:
+                content: bytes = answer.read()
+                return content
+        except (OSError, ValueError):
+            return None
 
     def first_model(self) -> str:
         """The first model that the router lists."""

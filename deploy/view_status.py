@@ -12,9 +12,11 @@ from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import USAGE, fail, in_json, printable, show
 from deploy.loops import NotTold, described
+from deploy.view_backends import backend_lines
 from deploy.view_fleet import EngineNow, as_record, engines_now, on_bus
 from deploy.view_loop import figures, in_rows, overview, say, story, wrapped
 from fleet.events import KvMetrics, LoopDescribed, LoopFigures
+from router.backend_record import BackendStatus
 
 HEIGHT = 40
 """lines of a screen"""
@@ -38,7 +40,7 @@ Loop = LoopDescribed | NotTold
 """what the planner said, or why it said nothing"""
 
 
-def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, *, as_json: bool) -> None:
+def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, backends: Sequence[BackendStatus] = (), *, as_json: bool) -> None:
     """All of the fleet, or of one engine; and where each of several router processes can be asked how it is."""
 
     async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
@@ -49,12 +51,13 @@ def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | Non
         engines, loop = only(engine, engines, loop)
     if as_json:
         said = {"nats": bus_config.where, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
-        show(in_json({**said, "routers": list(routers), "stores": stores, **loop_record(loop)}))
+        show(in_json({**said, "routers": list(routers), "backends": backends, "stores": stores, **loop_record(loop)}))
         return
     lines = [Text(f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
     lines += alarms(stores)
     if routers:
         lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
+    lines += [Text(line) for line in backend_lines(backends)] if backends else []
     say([*lines, *fitting(engines, loop, time.time(), HEIGHT - len(lines))])
 
 

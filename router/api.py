@@ -11,8 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from fleet.completions import ApiError
+from router.backend_record import DrainRequest
+from router.backend_status import backend_statuses, drain_backend
 from router.edge import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, Edge
-from router.keys import DOCS, INFER, METRICS, ROUTE, Caller
+from router.keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.openapi import with_hot_routes
 from router.reply import Receive, Scope, Send, error_headers
 from router.service import RouterService
@@ -21,6 +23,7 @@ from router.tracing import Provider, Tracing
 log = logging.getLogger(__name__)
 
 _JSON = "application/json"
+_DRAIN_BYTES = 4096
 _TITLE = "Roost router"
 _DOCUMENT = "/openapi.json"
 
@@ -120,6 +123,22 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
         caller = _admit(request, service, ROUTE)
         return Response(await service.decision(decision_id, caller.sees), media_type=_JSON)
 
+    @app.get("/v1/backends")
+    async def backends(request: Request) -> Response:
+        """The static backends as this router process sees them: models, load, speed, and why one gets no requests."""
+        _admit(request, service, METRICS)
+        return _json({"data": backend_statuses(service)})
+
+    @app.post("/v1/backends/{name}/drain")
+    async def drain(request: Request, name: str) -> Response:
+        """Send a static backend no new requests, or send it requests again: {"draining": true, "reason": ""}."""
+        _admit(request, service, ADMIN)
+        try:
+            asked = msgspec.json.decode(await _small_body(request), type=DrainRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ApiError(400, f'the body must be {{"draining": true, "reason": ""}}: {error}', code="invalid_value") from error
+        return _json(drain_backend(service, name, asked))
+
     @app.get("/health")
     async def health() -> Response:
         """The process is alive."""
@@ -139,6 +158,16 @@ def _add_reading_routes(app: FastAPI, service: RouterService) -> None:
         """Prometheus text."""
         _admit(request, service, METRICS)
         return Response(service.metrics.exposition(), media_type=service.metrics.content_type)
+
+
+async def _small_body(request: Request) -> bytes:
+    """ApiError 413 when it is longer than such a body can be."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _DRAIN_BYTES:
+            raise ApiError(413, f"the body exceeds {_DRAIN_BYTES} bytes", code="body_too_large")
+    return body or b"{}"
 
 
 def _model(service: RouterService, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ servers answer slowest under load, which is when they must not be lost.
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from fleet.completions import ApiError
 from fleet.events import Capabilities, EngineJoined, ServedModel
 from fleet.timing import EngineSpeed
 from router.config import BackendConfig, RouterConfig, base_url
+from router.muster import EngineState
 from router.proxy import Upstream
 from router.view import View
 
@@ -91,6 +92,11 @@ class PlainBackends:
         """Whether a server is taken away because its probes went unanswered, rather than refused."""
         server = self._servers.get(worker_id)
         return server is not None and server.missing
+
+    def known(self) -> Iterator[tuple[str, str, int, EngineState | None]]:
+        """Name, URL, worker_id and state of each server, in the order of the settings; no state before its first answer."""
+        for worker_id, server in self._servers.items():
+            yield server.settings.name, server.url, worker_id, self._view.engine(worker_id)
 
     def card(self, model: str) -> Card | None:
         """A model's entry as the first live server that serves it listed it last; None: no server of these serves it."""
