@@ -1036,6 +1036,8 @@ class RouteRequested(Event, frozen=True, kw_only=True):
     """as if these terms of the cost did not count; only without `reserve`"""
     gone: tuple[str, ...] = ()
     """as if these ranks ("engine/rank"), or engines, were gone; only without `reserve`"""
+    traceparent: str = ""
+    """W3C trace context of the asking program's span"""
 
 
 class RouteDecided(Event, frozen=True, kw_only=True):

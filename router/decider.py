@@ -1,6 +1,7 @@
 """The router as a library: for Python programs that forward requests by themselves and want to be told where to."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypedDict, Unpack
@@ -19,6 +20,7 @@ from router.record import DecisionRecord, Supposed
 from router.reserved import ReleaseRecord, ReservedRecord, reserved
 from router.service import RouterService
 from router.supposing import supposed
+from router.tracing import AskedOver, Provider, Tracing
 
 _READY_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
@@ -34,6 +36,8 @@ class Who(TypedDict, total=False):
     priority: str
     """one of `classes`"""
     request_id: str
+    traceparent: str
+    """W3C trace context that the decision's span belongs below"""
 
 
 class Decider:
@@ -55,15 +59,20 @@ class Decider:
                     decider.release(chosen.id)
                 return chosen.candidates[0].terms_ms
 
+    Decisions are traced as those of HTTP requests are, with the process's own OpenTelemetry provider.
     What such requests activate is not learnt from, unless the engine itself reports it: outcomes are those of forwarded requests.
     Used on one event loop.
     """
 
-    def __init__(self, service: RouterService, running: "asyncio.Task[None] | None" = None) -> None:
-        """Over a service that somebody else runs. running: the task in which it runs, if its end is to be noticed here."""
+    def __init__(self, service: RouterService, running: "asyncio.Task[None] | None" = None, *, tracer_provider: Provider | None = None) -> None:
+        """Over a service that is run elsewhere. running: the task in which it runs, if its end is to be noticed here.
+
+        tracer_provider: None means the process's own, as it is now.
+        """
         self.service = service
         self._running = running
         self._edge = Edge(service, None)
+        self._tracing = Tracing.create(tracer_provider)
 
     @classmethod
     @asynccontextmanager
@@ -106,8 +115,17 @@ class Decider:
         """The request is over, or (first_token) its prompt is computed and it goes on. Idempotent; an unknown id is no error."""
         return self.service.released(decision_id, first_token=first_token)
 
-    async def choose(self, body: Body, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING, **who: Unpack[Who]) -> Decision:
-        """The decision itself; counted and logged as a request of its own."""
+    async def choose(
+        self,
+        body: Body,
+        *,
+        reserve: bool = False,
+        wait: bool = False,
+        supposed: Supposed = NOTHING,
+        asked_over: AskedOver = "library",
+        **who: Unpack[Who],
+    ) -> Decision:
+        """The decision itself; counted, logged and traced as a request of its own."""
         self._check()
         service, path = self.service, RESERVE_PATH if reserve else ROUTE_PATH
         exchange = Exchange(who.get("request_id") or service.new_request_id(), service.new_decision_id(), path, service.clock())
@@ -115,6 +133,8 @@ class Decider:
         exchange.asked_priority = who.get("priority") or None
         if service.credentials.clients is not None:  # whoever decides by a program, or over the bus, is trusted to name tenants
             exchange.caller = Caller(exchange.tenant or "", None, ALL_RIGHTS)
+        if self._tracing is not None:
+            exchange.trace = self._tracing.asked_elsewhere(asked_over, path, who.get("traceparent") or "", time.time_ns())
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         outcome = Outcome.FAILED
         try:

@@ -49,7 +49,9 @@ class Inquiries:
                 tenant=message.tenant,
                 priority=message.priority,
                 request_id=message.request_id,
+                traceparent=message.traceparent,
                 supposed=supposed(message.without, message.gone),
+                asked_over="nats",
             )
         except ApiError as error:
             return RequestRefused(reason=f"{error.status} {error.code or 'error'}: {error.message}")

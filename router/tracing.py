@@ -4,6 +4,7 @@ Numbers of 64 unsigned bits are text: OpenTelemetry's integers are signed.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -21,6 +22,8 @@ Provider = TracerProvider
 """For those who hand a provider on without importing OpenTelemetry."""
 Value = str | bool | int | float | Sequence[str] | Sequence[float]
 
+AskedOver = Literal["nats", "library"]
+"""By which way other than HTTP a decision is asked for."""
 MOST_CANDIDATES = 32
 """Candidates written into a span, cheapest first; all are in the decision's record."""
 
@@ -44,6 +47,13 @@ class Tracing:
         attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "roost", "http.request.method": "POST", "url.path": path}
         span = self._tracer.start_span(operation, parent, SpanKind.SERVER, attributes, start_time=start_ns)
         return RequestTrace(self, span, operation)
+
+    def asked_elsewhere(self, asked_over: AskedOver, path: str, traceparent: str, start_ns: int) -> "RequestTrace":
+        """The same for a decision that is asked for over NATS or by a program. path: of the HTTP route that does the same."""
+        parent = self._propagator.extract({"traceparent": traceparent}, context=Context())
+        attributes = {"gen_ai.operation.name": "route", "gen_ai.provider.name": "roost", "roost.asked_over": asked_over, "url.path": path}
+        kind = SpanKind.SERVER if asked_over == "nats" else SpanKind.INTERNAL
+        return RequestTrace(self, self._tracer.start_span("route", parent, kind, attributes, start_time=start_ns), "route")
 
     def child(self, name: str, within: Context, kind: SpanKind, start_ns: int | None = None) -> Span:
         return self._tracer.start_span(name, within, kind, start_time=start_ns)

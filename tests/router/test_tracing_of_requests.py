@@ -1,17 +1,22 @@
 """One trace per request: spans nested, terms present and adding up, the context handed on; and nothing at all when off."""
 
+import asyncio
 from functools import reduce
 from operator import add
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
-from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode
+from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format_span_id
 
 from fleet.blocks import local_hashes, sequence_hashes
+from fleet.events import RouteRequested
+from router.decider import Decider
+from router.inquiries import Inquiries
 from router.scoring import TERMS
 from router.tracing import Tracing
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, rendered, until
@@ -52,6 +57,29 @@ async def engines(house: House, serve_rank: Serve, packed: bytes, count: int = 2
     for number, rank in enumerate(ranks):
         await house.join(f"engine{number}", [rank.url], packed, worker_id=2**64 - 1 - number)
     return ranks
+
+
+async def test_decisions_asked_for_by_programs_and_over_nats_are_traced_like_http(
+    house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces
+) -> None:
+    await engines(house, serve_rank, byte_archive, 1)
+    decider = Decider(house.service, tracer_provider=traces.provider)
+    inquiries = Inquiries(house.bus, house.subjects, decider)
+    task = asyncio.create_task(inquiries.run())
+    await inquiries.listening.wait()
+    await decider.reserve(chat(), traceparent=PARENT)
+    asked = RouteRequested(body=msgspec.json.encode(chat()), reserve=True, traceparent=PARENT)
+    await house.bus.request(house.subjects.route, asked)
+    task.cancel()
+    spans = traces.named("route demo")
+    assert [(about(span)["roost.asked_over"], about(span)["roost.outcome"]) for span in spans] == [("library", "answered"), ("nats", "answered")]
+    decisions = traces.named("roost.decide")
+    for span, decision in zip(spans, decisions, strict=True):
+        assert span.parent is not None
+        assert format_span_id(span.parent.span_id) == PARENT.split("-")[2]
+        assert span.context is not None
+        assert decision.parent is not None
+        assert decision.parent.span_id == span.context.span_id
 
 
 def about(span: ReadableSpan) -> dict[str, Any]:
