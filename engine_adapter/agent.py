@@ -284,6 +284,7 @@ class Agent:
             shape=about.shape,
             placement=None if placement is None else placement.record(),
             tokenizer=self._tokenizer,
+            weights_digest=about.weights_digest,
             speed=about.speed,
             capabilities=about.capabilities,
         )

@@ -36,6 +36,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     speed: EngineSpeed | None = None
     tokenizer: bytes | None = None
     """a zip of tokenizer.json and tokenizer_config.json, or None"""
+    weights_digest: str | None = None
+    """`EngineJoined.weights_digest`; the first rank's counts"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,9 @@ class EngineJoined(Event, frozen=True, kw_only=True):
     placement: PlacementRecord | None = None
     tokenizer: str | None = None
     """sha256 (hex) of the tokenizer archive in the blob store (`bus.put_blob`); None: unknown"""
+    weights_digest: str | None = None
+    """identity of its weights, dtype and quantisation, as text: an answer that one engine began is continued only by engines of an equal one. None:
+    the engine says nothing of it, and equals others that say nothing"""
     speed: EngineSpeed | None = None
     dispatch: str = "split"
     """how the engine chooses among replicas, one of `fleet.dispatch.DISPATCHES`"""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import NamedTuple
 
 from fleet.completions import Choice, Completion, RankRequest, StreamOptions
 from router.openai import Sampling
@@ -27,6 +28,12 @@ class Failure(StrEnum):
     """the stream ended or went bad before the answer was whole"""
 
 
+class Begun(NamedTuple):
+    """The weights that an answer was begun with (`EngineJoined.weights_digest`): others would change the model in mid-sentence."""
+
+    weights: str | None
+
+
 class Course:
     """One choice of one request. `emitted`: ids that have come so far, in order, whoever computed them."""
 
@@ -39,6 +46,8 @@ class Course:
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.failures: list[tuple[RankKey, Failure]] = []
+        self.begun: Begun | None = None
+        """by what its first tokens were computed; None: there are none"""
         self._sampling = sampling
         self._seed = seed
         self._model = model
@@ -63,6 +72,11 @@ class Course:
             emitted=len(self.emitted),
             cache_salt=salt or None,
         )
+
+    def began(self, weights: str | None) -> None:
+        """An attempt by an engine of these weights is over; if it brought the first tokens, others must be of the same."""
+        if self.emitted and self.begun is None:
+            self.begun = Begun(weights)
 
     def take(self, chunk: Completion) -> Choice | None:
         """Note a chunk; returns what it adds to the answer. ValueError when the rank says more than it was asked, or text without ids."""
@@ -92,6 +106,19 @@ class Course:
         sent = "".join(self.sent_text)
         self.finish_reason = "length"
         return Choice(index=self.index, text=whole_text[len(sent) :] if whole_text.startswith(sent) else "", finish_reason="length")
+
+
+def other_weights(begun: Begun, roster: Roster) -> dict[RankKey, str]:
+    """The ranks that must not continue an answer, because their weights are not those that it was begun with, with the reason."""
+    return {
+        target.key: f"it serves {_named(target.engine.weights_digest)}; this answer was begun with {_named(begun.weights)}"
+        for target in roster.targets
+        if target.engine.weights_digest != begun.weights
+    }
+
+
+def _named(weights: str | None) -> str:
+    return "weights that it does not name" if weights is None else f"weights {weights[:12]}"
 
 
 def to_avoid(failures: Iterable[tuple[RankKey, Failure]], roster: Roster) -> list[frozenset[RankKey]]:

@@ -104,6 +104,7 @@ class Generation:
             self._service.finished(decision, booking, prompt)
             return decision, None
         finally:
+            course.began(decision.target.engine.weights_digest)
             self._service.release(booking)
             if span is not None:
                 span.end(ended)
@@ -119,6 +120,7 @@ class Generation:
             request_id=self._exchange.request_id,
             keys=self._exchange.keys(),
             owner=self._exchange.owner,
+            begun=course.begun,
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
         begun = bool(course.emitted or self._reply.status)

@@ -18,7 +18,7 @@ from router.affinity import Affinity
 from router.batch import order_of
 from router.candidates import Candidates, Limits, candidates, saturated
 from router.config import RouterConfig
-from router.course import Failure, to_avoid
+from router.course import Begun, Failure, other_weights, to_avoid
 from router.decision import NOTHING, UNKNOWN_OWNER, Ask, Conditions, Decision, Outlook, Owner, decide
 from router.foresight import NO_KEYS, Foresight, Keys
 from router.health import Bars, Health
@@ -50,6 +50,8 @@ class Need(NamedTuple):
     keys: Keys = NO_KEYS
     supposed: Supposed = NOTHING
     owner: Owner = UNKNOWN_OWNER
+    begun: Begun | None = None
+    """what the first tokens of an answer that is continued were computed by; None: there are none"""
     external: bool = False
 
 
@@ -253,6 +255,8 @@ class Picker:
         bars = self.health.bars(roster, now)
         if need.supposed.gone:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
+        others = {} if need.begun is None else other_weights(need.begun, roster)
+        bars = bars.beside(others) if others else bars
         said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
         avoided = [failure for failure in attempt.failures if failure[1] is not Failure.BUSY]
         busy: Candidates | None = None
@@ -267,6 +271,10 @@ class Picker:
         if busy is not None:
             wait = max(1.0, busy.wait_seconds)
             raise NoRoom(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+        if others:
+            at = roster.index[next(iter(others))]
+            said = f"the answer broke off and cannot be continued: no rank with its weights is left ({roster.targets[at].name}: {next(iter(others.values()))})"
+            raise ApiError(503, said, code="weights_changed", retry_after=1.0)
         if attempt.failures:
             said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
             raise ApiError(503, said, code="upstream_failed", retry_after=2.0)

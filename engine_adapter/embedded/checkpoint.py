@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine_adapter.embedded.weights import weights_digest
 from fleet.experts import ModelShape
 
 RUN_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -99,6 +100,13 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._files.clear()
         self._open.close()
+
+    def digest(self, dtype: str) -> str:
+        """`weights.weights_digest` of weights computed as `dtype`. CheckpointError when a file can no longer be read."""
+        try:
+            return weights_digest({stored.file for stored in self._stored.values()}, f"{self.config} computed as {dtype}, not quantised")
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot read all weights: {error}") from error
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One tensor, converted to `dtype`. CheckpointError when the file can no longer be read."""

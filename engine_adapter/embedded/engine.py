@@ -80,6 +80,7 @@ def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: 
         dispatch=config.dispatch,
         speed=machine.speed,
         tokenizer=tokenizer.archive,
+        weights_digest=machine.weights_digest,
     )
     steps = StepLoop(machine, config, tokenizer.eos, facts, report, rank)
     return _Loaded(machine, tokenizer, description, facts, steps, None if machine.experts is None else RankExperts(machine.experts, steps))

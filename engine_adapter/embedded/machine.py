@@ -63,6 +63,8 @@ class Machine:
     lockstep: Lockstep
     kv_block_bytes: int = 0
     """memory of one KV block, with all layers; 0: not known"""
+    weights_digest: str | None = None
+    """`weights.weights_digest`; None on ranks other than the first, which alone speaks for its engine"""
     close: Callable[[], None]
     """give everything back; the other ranks then see that this one is gone"""
 
@@ -83,6 +85,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
         opened.callback(lockstep.close)
         with Checkpoint(config.folder) as checkpoint:
             about = checkpoint.config
+            weights = checkpoint.digest(config.dtype) if rank == 0 else None
             size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
             placement = resumed(directory, initial(config.placement, **size, slots_per_rank=config.slots_per_rank))
             runner = Runner(
@@ -106,6 +109,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
             placement=placement,
             speed=speed,
             kv_block_bytes=runner.kv.nbytes // config.kv_blocks,
+            weights_digest=weights,
             runner=runner,
             experts=runner,
             lockstep=lockstep,

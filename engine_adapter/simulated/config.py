@@ -24,6 +24,8 @@ class SimulatedConfig:
     """deepseek-v3, qwen3-235b, or demo: the demo model's"""
     model: str | None = None
     """name that requests use; None: the shape's"""
+    weights: str | None = None
+    """identity of the weights that it claims to serve, for trying a rolling update (answers do not depend on it); None: it says nothing of them"""
     ranks: int = 2
     node_ranks: int = 8
     """ranks of one machine; the dispatch between machines takes the slower link"""

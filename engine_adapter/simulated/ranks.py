@@ -327,4 +327,5 @@ def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescr
         dispatch=config.dispatch_rule,
         speed=config.real_speed,
         tokenizer=archive,
+        weights_digest=config.weights,
     )

@@ -25,6 +25,7 @@ from engine_adapter.rank.scheduler import Overloaded
 from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.faults import FaultOrder
+from engine_adapter.simulated.ranks import SimulatedRank
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.events import KvChange
 from fleet.placement import Placement
@@ -188,6 +189,12 @@ def held_after(changes: Sequence[KvChange | str], limit: int) -> set[int]:
             held.difference_update(change.removed.block_hashes)
         assert len(held) <= limit
     return held
+
+
+async def test_the_first_rank_names_the_weights_that_it_serves(start: Starter) -> None:
+    async with start() as tried:
+        weights = tried.ranks[0].description.weights_digest
+        assert weights is None if isinstance(tried.ranks[0], SimulatedRank) else len(weights) == 32
 
 
 async def test_requests_share_kv_under_one_salt_only(tried: Tried) -> None:

@@ -213,3 +213,31 @@ def test_an_index_that_names_the_wrong_file_is_refused(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.absent": "model.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"tensor model.absent is in model.safetensors, where it is not"):
         Checkpoint(folder)
+
+
+def digest_of(folder, dtype="float32"):
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.digest(dtype)
+
+
+def test_equal_weights_have_one_digest_wherever_they_lie(pristine, folder):
+    assert digest_of(pristine) == digest_of(folder)
+
+
+def test_one_changed_number_of_one_tensor_is_another_digest(folder):
+    before = digest_of(folder)
+
+    def change(tensors):
+        tensors[EXPERT].view(-1)[-1] += 1.0
+
+    change_tensors(folder, change)
+    assert digest_of(folder) != before
+
+
+def test_another_dtype_and_another_number_of_the_config_are_other_digests_but_a_writers_version_is_not(folder):
+    before = digest_of(folder)
+    assert digest_of(folder, "bfloat16") != before
+    change_config(folder, transformers_version="99.0")
+    assert digest_of(folder) == before
+    change_config(folder, rms_norm_eps=2e-6)
+    assert digest_of(folder) != before

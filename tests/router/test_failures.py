@@ -57,6 +57,53 @@ async def test_a_stream_whose_rank_dies_is_continued_elsewhere_unbroken(house: H
     assert continued.prompt == prompt + first.ids(prompt, 5, died_after)
 
 
+@pytest.mark.parametrize("weights", ["b" * 32, None])
+async def test_a_stream_of_old_weights_is_not_continued_on_new_ones(house: House, serve_rank: Serve, packed: bytes, weights: str | None) -> None:
+    """A rolling update of a checkpoint under one name must not change the model in mid-sentence."""
+    ranks = [await serve_rank(MockRank(packed)), await serve_rank(MockRank(packed))]
+    ranks[0].die_after = 7
+    await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
+    await house.join("new", [ranks[1].url], packed, worker_id=2, weights_digest=weights)
+    busy = house.service.view.roster("demo").targets[1]
+    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
+    answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
+    error = answer.events[-1]["error"]
+    assert error["code"] == "weights_changed"
+    assert "this answer was begun with weights aaaaaaaaaaaa" in error["message"]
+    assert not ranks[1].requests
+    assert "".join(choice["delta"].get("content") or "" for event in answer.events[:-1] for choice in event["choices"])
+
+
+async def test_a_stream_is_continued_by_the_one_engine_with_its_weights_and_the_decision_says_why(
+    house: House, serve_rank: Serve, packed: bytes
+) -> None:
+    ranks = [await serve_rank(MockRank(packed)) for _ in range(3)]
+    ranks[0].die_after = 7
+    for number, (rank, weights) in enumerate(zip(ranks, ("a" * 32, "b" * 32, "a" * 32), strict=True)):
+        await house.join(f"engine{number}", [rank.url], packed, worker_id=number + 1, weights_digest=weights)
+    for target, load in zip(house.service.view.roster("demo").targets, (0, 1_000, 100_000), strict=True):
+        house.service.picker.reservations.book(target.key, (load, 1, 100, 0), 0.0)
+    answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
+    prompt = ranks[0].tokenizer.encode_rendered(rendered("hello there"))
+    assert text_of(answer) == ranks[0].text(prompt, 5, 40)
+    assert [len(rank.requests) for rank in ranks] == [1, 0, 1]
+    continued = house.service.picker.kept(f"{answer.headers['x-roost-decision-id']}-a2")
+    assert continued is not None
+    reasons = {one.engine: one.reason for one in continued.record().excluded}
+    assert reasons["engine1"] == "it serves weights bbbbbbbbbbbb; this answer was begun with weights aaaaaaaaaaaa"
+
+
+async def test_a_request_without_a_token_is_tried_on_other_weights(house: House, serve_rank: Serve, packed: bytes) -> None:
+    ranks = [await serve_rank(MockRank(packed)), await serve_rank(MockRank(packed))]
+    ranks[0].die_after = 0
+    await house.join("old", [ranks[0].url], packed, worker_id=1, weights_digest="a" * 32)
+    await house.join("new", [ranks[1].url], packed, worker_id=2, weights_digest="b" * 32)
+    busy = house.service.view.roster("demo").targets[1]
+    house.service.picker.reservations.book(busy.key, (100_000, 1, 100, 0), 0.0)
+    answer = await house.post(CHAT, chat(max_tokens=40, stream=True))
+    assert text_of(answer) == ranks[1].text(ranks[1].tokenizer.encode_rendered(rendered("hello there")), 5, 40)
+
+
 async def test_a_stream_that_goes_on_may_break_more_often_than_a_request_is_tried(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes) -> None:
     house = await open_house(max_attempts=2)
     ranks = [await serve_rank(MockRank(bpe_archive)) for _ in range(4)]
