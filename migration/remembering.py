@@ -11,6 +11,9 @@ from migration.steering import LoopMemory
 
 logger = logging.getLogger(__name__)
 
+ATTEMPTS = 5
+"""Times that one write is tried while others change the key in between."""
+
 
 class Remembering:
     """Used on one event loop, while leading. standing: waits until nobody else can lead."""
@@ -24,6 +27,10 @@ class Remembering:
         self._revision: int | None = None
         self._written: LoopMemory | None = self.memory
         """what stands under the key; None: nobody knows"""
+        self._base = self.memory
+        """what stood under the key when it was last known: what differs from it was changed since"""
+        self._unanswered: set[bytes] = set()
+        """values of our own that were sent since, and may have been stored"""
         self._writing = asyncio.Lock()
 
     async def read(self) -> None:
@@ -32,10 +39,8 @@ class Remembering:
         if claim is None:
             return
         self._revision = claim.revision
-        try:
-            self.memory = self._written = msgspec.json.decode(claim.value, type=LoopMemory)
-        except msgspec.DecodeError as error:
-            logger.warning("what is stored of the loop cannot be read, and begins anew, not paused: %s", error)
+        if (found := _decoded(claim.value)) is not None:
+            self.memory = self._written = self._base = found
 
     async def steer(self, paused: bool, reason: str, at: float) -> None:
         """Pause, or go on: it holds once it is durable. BusError: it does not."""
@@ -71,13 +76,40 @@ class Remembering:
             self._written = None
 
     async def _write(self) -> None:
-        """BusError when it is not known to be stored."""
-        await self._standing()
-        memory, self._written = self.memory, None
-        value = msgspec.json.encode(memory)
-        try:
-            self._revision = await self._bus.claim(self._key, value, self._revision)
-        except ClaimLost:  # an answer that was lost, a server that lost its store, or somebody who led before us and was slow
-            now = await self._bus.read_claim(self._key)
-            self._revision = await self._bus.claim(self._key, value, None if now is None else now.revision)
-        self._written = memory
+        """BusError when it is not known to be stored. While somebody else leads, it waits, and is cancelled with everything that leading does."""
+        for _ in range(ATTEMPTS):
+            await self._standing()
+            memory, self._written = self.memory, None
+            value = msgspec.json.encode(memory)
+            mine = {*self._unanswered}
+            self._unanswered.add(value)
+            try:
+                self._revision = await self._bus.claim(self._key, value, self._revision)
+            except ClaimLost:  # an answer that was lost, a server that lost its store, or another leader, before us or after us
+                await self._standing()  # after us: what it wrote must not be touched
+                await self._take_over(mine)
+            else:
+                self._written = self._base = memory
+                self._unanswered.clear()
+                return
+        raise ClaimLost(f"{self._key!r} was changed {ATTEMPTS} times while it was being written")
+
+    async def _take_over(self, mine: set[bytes]) -> None:
+        """See what stands under the key, and keep what somebody else changed there since it was last known. mine: values that are our own."""
+        claim = await self._bus.read_claim(self._key)
+        self._revision = None if claim is None else claim.revision
+        found = None if claim is None or claim.value in mine else _decoded(claim.value)
+        if found is not None:
+            logger.warning("what is stored of the loop was changed by another leader; its changes are kept")
+            self.memory = self.memory.with_changes(self._base, found)
+            self._base = found
+        self._unanswered.clear()
+
+
+def _decoded(value: bytes) -> LoopMemory | None:
+    """None, and a line in the log, for what cannot be read."""
+    try:
+        return msgspec.json.decode(value, type=LoopMemory)
+    except msgspec.DecodeError as error:
+        logger.warning("what is stored of the loop cannot be read, and begins anew, not paused: %s", error)
+        return None

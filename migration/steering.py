@@ -94,3 +94,17 @@ class LoopMemory(msgspec.Struct, frozen=True, kw_only=True):
         """Paused from a time on, in Unix seconds, or not any more. Paused again it keeps the time of the first."""
         since = (self.paused_at if self.paused else at) if paused else None
         return msgspec.structs.replace(self, paused=paused, paused_reason=reason[:MOST_REASON] if paused else "", paused_at=since)
+
+    def with_changes(self, base: "LoopMemory", theirs: "LoopMemory") -> "LoopMemory":
+        """A merge of two memories that were both made from `base`: this one, with what only `theirs` changed. What both changed is ours."""
+        chosen = theirs if self._pause == base._pause else self
+        engines = {name: its for name, its in theirs.engines.items() if self.engine(name) == base.engine(name)}
+        merged = self
+        for name, its in engines.items():
+            if its != base.engine(name):
+                merged = merged.remembering(name, its)
+        return msgspec.structs.replace(merged, paused=chosen.paused, paused_reason=chosen.paused_reason, paused_at=chosen.paused_at)
+
+    @property
+    def _pause(self) -> tuple[bool, str, float | None]:
+        return self.paused, self.paused_reason, self.paused_at
