@@ -25,7 +25,7 @@ from tests.system.crowd import TAG_LENGTH, Open, Told
 from tests.system.fleets import Fleet
 
 SETTLED_SECONDS = 240.0
-"""the fleet is whole again after a mishap within this time, at the latest; of a gentle stop, after the drain"""
+"""the fleet is whole again after a mishap within this time, at the latest"""
 LOOK_SECONDS = 10.0
 """of one look at whether it is"""
 LONE_SHARE = 0.7
@@ -119,6 +119,7 @@ class Mischief:
         self._simulated = simulated
         self._stopping: set[str] = set()
         """routers that have been asked to stop and have not ended"""
+        self._seeing_off: asyncio.Task[None] | None = None
         self._seconds = seconds
         self._killed: dict[str, float] = {}
         self._lives: dict[str, int] = {}
@@ -162,13 +163,15 @@ class Mischief:
             whole = await self.wholeness(name) if lone else None
             self.happened.mishaps.append(Mishap(began, name, found[0], found[1], whole))
             say(f"{began:7.1f} s  {name}: {' '.join(found)}{'' if whole is None else f'; whole again after {whole:.1f} s'}")
+        if self._seeing_off is not None:
+            await self._seeing_off
         await self.wholeness("everything")
 
     async def wholeness(self, what: str) -> float:
-        """Seconds until everybody serves again."""
+        """Seconds until everybody serves again. Routers that were asked to stop are not waited for."""
         began = self.now
         while not await self._whole():
-            if self.now - began > SETTLED_SECONDS + self._drain_seconds * bool(self._stopping):
+            if self.now - began > SETTLED_SECONDS:
                 said = f"{began:.1f} s: not whole {SETTLED_SECONDS:.0f} s after {what}; processes: {sorted(self._fleet.processes())}"
                 self.happened.wrong.append(said)
                 break
@@ -178,12 +181,14 @@ class Mischief:
     async def _whole(self) -> bool:
         there = set(await asyncio.to_thread(self._fleet.processes))
         ranks = {engine if self._simulated else f"{engine}/{rank}" for engine in self._engines for rank in range(self._ranks)}
-        if self._stopping or not {*PARTS, *ranks} <= there:
+        if not {*PARTS, *ranks} - self._stopping <= there:
             return False
         if any(len(self._records.history(engine).joins) <= joins for engine, joins in self._lives.items()):
             return False
         try:
-            for url in self._fleet.routers:
+            for number, url in enumerate(self._fleet.routers):
+                if f"router-{number}" in self._stopping:
+                    continue
                 limit = aiohttp.ClientTimeout(total=LOOK_SECONDS)
                 async with self._http.post(f"{url}/v1/route", json=self._fleet.body(), timeout=limit) as answer:
                     if answer.status != 200 or len((await answer.json())["candidates"]) != len(self._engines) * self._ranks:
