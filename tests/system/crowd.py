@@ -35,7 +35,7 @@ COME_AGAIN = (429, 503)
 TAG_LENGTH = 8
 """hex digits at the beginning of a decision's id that name the router process"""
 LONGEST_PAUSE_SECONDS = 5.0
-MOST_OPEN = 160
+MOST_OPEN = 400
 """requests at once; users who find so many go away, and are counted"""
 
 

@@ -30,7 +30,7 @@ LOOK_SECONDS = 10.0
 """of one look at whether it is"""
 LONE_SHARE = 0.7
 """of the mishaps are waited for; others overlap with the next one"""
-ORDER_SECONDS = 40.0
+ORDER_SECONDS = 90.0
 PAUSE_SECONDS = (3.0, 12.0)
 PARTS = ("planner", "tracker", "router-0", "router-1", "nats")
 GENTLE = "router stopped gently"

@@ -53,7 +53,7 @@ MOST_GROWN = 12 * MIB
 """between the third quarter of such a life and the last, by their medians"""
 MOST_RESIDENT = 1024 * MIB
 """of any process at any time"""
-REST_SECONDS = 90.0
+REST_SECONDS = 240.0
 BROKEN_SECONDS = 30.0
 """connections may break within this time after a router was killed: those that waited for the next one included"""
 REFUSED_SECONDS = 5.0
