@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from fleet.completions import ApiError
 from router.backend_record import DrainRequest
@@ -16,7 +16,7 @@ from router.backend_status import backend_statuses, drain_backend
 from router.edge import CHAT_PATH, RELEASE_PATH, RESERVE_PATH, ROUTE_PATH, TEXT_PATH, Edge
 from router.keys import ADMIN, DOCS, INFER, METRICS, ROUTE, Caller
 from router.openapi import with_hot_routes
-from router.reply import Receive, Scope, Send, error_headers
+from router.reply import Receive, Reply, Scope, Send, error_headers
 from router.service import RouterService
 from router.tracing import Provider, Tracing
 
@@ -45,6 +45,7 @@ class RouterApp(FastAPI):
     """FastAPI, but the hot routes go past its middleware and its list of routes: that saves some 30 microseconds a request."""
 
     hot: dict[str, Serve]
+    edge: Edge
 
     def openapi(self) -> dict[str, Any]:
         """The document at /openapi.json."""
@@ -56,10 +57,25 @@ class RouterApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serve = self.hot.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if serve is None:
-            await super().__call__(scope, receive, send)
-        else:
+        if serve is not None:
             await serve(scope, receive, send)
+            return
+        if scope["type"] == "http" and (route := self.edge.passes(scope["method"], scope["path"])) is not None and not self._is_own(scope):
+            await self.edge.pass_on(route, scope, receive, send)
+            return
+        if scope["type"] == "http" and _asks_for_websocket(scope):
+            said = f"{scope['path']}: WebSocket connections are not passed on; ask over HTTP, with stream: true for a stream"
+            await Reply(send, lambda: None).error(ApiError(501, said, code="websocket_unsupported"), [(b"connection", b"close")])
+            return
+        await super().__call__(scope, receive, send)
+
+    def _is_own(self, scope: Scope) -> bool:
+        """Whether the path is one of Roost's own routes, which win over any other server's."""
+        return any(route.matches(scope)[0] is not Match.NONE for route in self.router.routes)
+
+
+def _asks_for_websocket(scope: Scope) -> bool:
+    return any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"])
 
 
 def create_app(service: RouterService, *, tracer_provider: Provider | None = None) -> FastAPI:
@@ -67,6 +83,7 @@ def create_app(service: RouterService, *, tracer_provider: Provider | None = Non
     edge = Edge(service, Tracing.create(tracer_provider))
     # Spans are `router.tracing`'s; FastAPI's own would be a second trace of every request.
     app = RouterApp(title=_TITLE, openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
+    app.edge = edge
     app.hot = {CHAT_PATH: edge.chat, TEXT_PATH: edge.text, ROUTE_PATH: edge.route, RESERVE_PATH: edge.reserve, RELEASE_PATH: edge.release}
     for path, serve in app.hot.items():
         app.router.routes.append(Route(path, _Hot(serve), methods=["POST"]))  # other methods are answered 405

@@ -42,6 +42,7 @@ def base_url(url: str) -> str:
 _TAKEN = ("authorization", "traceparent", "tracestate", "x-request-id")
 """Headers that mean something else."""
 MOST_PROCESSES = 256
+_PATH = re.compile(r"/[A-Za-z0-9_./-]{1,255}")
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -107,6 +108,9 @@ class RouterConfig:
     """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
     upstream_ca: Path | None = None
     """PEM file of authorities that vouch for https:// ranks and backends, beside the system's"""
+    passthrough_admin: tuple[str, ...] = ()
+    """paths of servers' administration that pass for callers with the right admin, such as /v1/load_lora_adapter; the header x-roost-server names
+    the server"""
     probe_seconds: float = 2.0
     """pause between two probes of a backend, its /v1/models"""
     probe_timeout_seconds: float = 10.0
@@ -278,6 +282,9 @@ class RouterConfig:
         urls = [base_url(url) for url in (*self.backends, *(backend.url for backend in self.named_backends))]
         for url in sorted({url for url in urls if urls.count(url) > 1} & {base_url(backend.url) for backend in self.named_backends}):
             raise ValueError(f"backends: {url} is named twice; leave one")
+        for path in self.passthrough_admin:
+            if not _PATH.fullmatch(path) or ".." in path:
+                raise ValueError(f"passthrough_admin: {path!r} must be a path such as /v1/load_lora_adapter")
         for url in self.backends:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"backends: {without_secrets(url)!r} must start with http:// or https://")

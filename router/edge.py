@@ -17,7 +17,7 @@ from router.course import Course
 from router.decision import NOTHING, Decision
 from router.exchange import Exchange, Outcome
 from router.generation import Generation
-from router.keys import INFER, ROUTE
+from router.keys import ADMIN, INFER, ROUTE
 from router.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -30,11 +30,16 @@ from router.openai import (
 )
 from router.passthrough import body as passthrough_body
 from router.passthrough.body import Asked
+from router.passthrough.direct import Direct
+from router.passthrough.events import error_event
 from router.passthrough.headers import value_of
+from router.passthrough.located import Located
 from router.passthrough.relay import Forwarded, Relay
+from router.passthrough.routes import CHAT_ROUTE, Kind, Route, route_of
 from router.passthrough.unstreamed import Unstreamed
 from router.picker import FIRST_TRY, Need
 from router.prompt import TextPrompt, TokenPrompt
+from router.proxy import Sent
 from router.record import Supposed
 from router.reply import Headers, Receive, Reply, Scope, Send
 from router.reserved import ReleaseRequest, reserved, waits
@@ -72,7 +77,8 @@ class Edge:
         self._tracing = tracing
         self._decoder = RequestDecoder()
         self._watches = Watches()
-        self._unstreamed = Unstreamed(service)
+        self._unstreamed, self._located = Unstreamed(service), Located()
+        self._direct = Direct(service, self._located)
         config = service.config
         self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
 
@@ -98,11 +104,29 @@ class Edge:
         """`POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
         await self._serve(scope, receive, send, RELEASE_PATH, self._release)
 
+    def passes(self, method: str, path: str) -> Route | None:
+        """How a request that is none of Roost's own goes to the servers that speak text; None: it does not."""
+        if not self.service.view.serves_text and not self.service.config.backends and not self.service.config.named_backends:
+            return None
+        return route_of(method, path, self.service.config.passthrough_admin)
+
+    async def pass_on(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route of other servers."""
+        right = ADMIN if route.administers else INFER
+        await self._serve(scope, receive, send, scope["path"], partial(self._answer_other, route, scope["method"]), right)
+
     # One request, from its first byte to its log line
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, path: str, answer: "Callable[[Exchange, Reply, Headers, bytes], Awaitable[None]]"
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        path: str,
+        answer: "Callable[[Exchange, Reply, Headers, bytes], Awaitable[None]]",
+        right: str | None = None,
     ) -> None:
+        """right: that the caller needs; None: that of the path."""
         service = self.service
         headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
         exchange = self._begin(path, headers)
@@ -116,7 +140,7 @@ class Edge:
             if service.refusing:
                 fixed.append((b"connection", b"close"))
                 raise _stopping("the router is stopping; ask again, on another connection")  # noqa: TRY301
-            self._admit(exchange, headers)
+            self._admit(exchange, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
             body = await read_body(scope, receive, service.config.max_body_bytes)
             self._watches.start(watch, exchange.request_id)
             await answer(exchange, reply, fixed, body)
@@ -154,10 +178,10 @@ class Edge:
             exchange.pass_on = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         return exchange
 
-    def _admit(self, exchange: Exchange, headers: dict[str, str]) -> None:
+    def _admit(self, exchange: Exchange, headers: dict[str, str], right: str) -> None:
         """Put the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the route's right."""
         caller = self.service.credentials.caller(headers.get("authorization"))
-        caller.require(INFER if exchange.path in (CHAT_PATH, TEXT_PATH) else ROUTE)
+        caller.require(right)
         if exchange.tenant is not None:
             caller = caller.speaking_for(exchange.tenant)
         exchange.caller = caller
@@ -182,19 +206,47 @@ class Edge:
         exchange.body_bytes = len(body)
         if (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
             return False
-        query = b"?" + exchange.query if exchange.query else b""
-        target = exchange.path + query.decode("latin-1")
-        own = self.service.credentials.clients is None
-        request = Forwarded("POST", target, exchange.client_headers, body, asked, self._expected(asked.max_tokens), own)
-        await Relay(self.service, exchange, reply, headers, request, self._unstreamed).run()
+        await self._relay(CHAT_ROUTE, exchange, reply, headers, body, asked)
         return True
+
+    async def _answer_other(self, route: Route, method: str, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        """A request for servers that speak text alone."""
+        if route.kind is not Kind.INFERENCE:
+            await self._direct.run(route, exchange, reply, headers, Sent(method, "", _target(exchange), [], body))
+            return
+        asked = self._for_text_servers(exchange, body)
+        exchange.body_bytes = len(body)
+        if asked is None or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
+            said = f"the engines of this fleet serve chat and completions; no server behind this router takes {exchange.path}"
+            raise ApiError(404, f"{said} for {exchange.model!r}" if exchange.model else said, code="route_not_found")
+        await self._relay(route, exchange, reply, headers, body, asked)
+
+    async def _relay(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, asked: Asked) -> None:
+        exchange.stream = asked.stream and route.generates
+        only = None
+        if asked.refers_to is not None and route.creates:
+            kind = "responses" if exchange.path == "/v1/responses" else "files"
+            only = (await self._direct.find(asked.refers_to, f"/v1/{kind}/{asked.refers_to}", exchange)).rank
+        request = Forwarded(
+            "POST",
+            _target(exchange),
+            exchange.client_headers,
+            body,
+            asked._replace(stream=exchange.stream),
+            self._expected(asked.max_tokens) if route.generates else 1,
+            own_credentials=self.service.credentials.clients is None,
+            repeatable=route.repeatable,
+            creates=route.creates,
+            only=only,
+        )
+        await Relay(self.service, exchange, reply, headers, request, self._unstreamed, self._located).run()
 
     def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
         """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
         if not self.service.view.serves_text and not self.service.config.backends:
             return None
         asked = passthrough_body.read(body, value_of(exchange.client_headers, b"content-type"))
-        model = asked.model or self.service.view.default_text_model()
+        model = self._text_model(asked.model)
         if model is None:
             return None
         exchange.model, exchange.stream = model, asked.stream
@@ -206,6 +258,17 @@ class Edge:
             settings = {"max_tokens": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "stream": asked.stream}
             exchange.trace.asked(model, settings)
         return asked
+
+    def _text_model(self, named: str | None) -> str | None:
+        """The model whose servers a request goes to. Where all servers are alike, a name that none of them lists is theirs to judge."""
+        view = self.service.view
+        if named is not None and (view.roster(named).targets or named in view.models(live=False)):
+            return named
+        default = view.default_text_model()
+        if named is None or default is None:
+            return default
+        live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
+        return default if len(view.roster(default).targets) == live else named
 
     async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, request: Request) -> None:
         self._note(exchange, request)
@@ -343,6 +406,11 @@ class Edge:
         ]
 
 
+def _target(exchange: Exchange) -> str:
+    """Path and query, as they go to a server."""
+    return exchange.path + (f"?{exchange.query.decode('latin-1')}" if exchange.query else "")
+
+
 def _about(decision: Decision) -> Headers:
     return [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
 
@@ -368,7 +436,10 @@ async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: Api
     if reply.ended:
         return Outcome.BROKEN
     if reply.status:
-        await reply.end(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n")
+        if reply.streams_events:
+            await reply.end(error_event(exchange.path, error))
+        else:
+            reply.abandon()
         return Outcome.BROKEN
     if exchange.decision is not None:
         headers = [*headers, (DECISION_HEADER.encode(), exchange.decision.id.encode())]

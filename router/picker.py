@@ -53,6 +53,8 @@ class Need(NamedTuple):
     begun: Begun | None = None
     """what the first tokens of an answer that is continued were computed by; None: there are none"""
     external: bool = False
+    only: RankKey | None = None
+    """the one rank that can serve it, as what it refers to is there"""
 
 
 class Try(NamedTuple):
@@ -64,6 +66,7 @@ class Try(NamedTuple):
 
 
 FIRST_TRY = Try()
+_ELSEWHERE = "what this request refers to is on another server"
 NOBODY_BUSY: frozenset[RankKey] = frozenset()
 BUSY_SECONDS = 0.25
 """How long a rank that says that it is busy is left alone."""
@@ -257,6 +260,10 @@ class Picker:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
         others = {} if need.begun is None else other_weights(need.begun, roster)
         bars = bars.beside(others) if others else bars
+        if need.only is not None:
+            if need.only not in roster.index:
+                raise ApiError(503, "the server that has what this request refers to does not answer at present", code="no_engine", retry_after=2.0)
+            bars = bars.beside({target.key: _ELSEWHERE for target in roster.targets if target.key != need.only})
         said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
         avoided = [failure for failure in attempt.failures if failure[1] is not Failure.BUSY]
         busy: Candidates | None = None

@@ -267,10 +267,12 @@ class Upstream:
         sent = Sent("POST", url, path, {"content-type": "application/json", **headers}, body)
         return RankCall(self._opened, sent, config.connect_seconds, Patience(config.first_token_seconds, config.between_tokens_seconds))
 
-    def forward(self, sent: Sent, *, stream: bool) -> Call:
+    def forward(self, sent: Sent, *, stream: bool, patience: Patience | None = None) -> Call:
         """A request as it came, to a server that answers in text. stream: its answer begins with the first token; else it comes as a whole,
-        for which there is only a total limit."""
+        for which there is only a total limit. patience: instead of what the settings say."""
         config = self._config
+        if patience is not None:
+            return Call(self._opened, sent, config.connect_seconds, patience)
         whole = Patience(math.inf, config.between_tokens_seconds, config.answer_seconds or math.inf)
         return Call(self._opened, sent, config.connect_seconds, Patience(config.first_token_seconds, config.between_tokens_seconds) if stream else whole)
 

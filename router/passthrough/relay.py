@@ -14,8 +14,9 @@ from router.decision import Decision
 from router.exchange import Exchange
 from router.foreign_routings import Tap, Usage
 from router.passthrough.body import Asked
-from router.passthrough.events import EventStream, error_event
+from router.passthrough.events import EventStream
 from router.passthrough.headers import to_client, to_server, value_of
+from router.passthrough.located import Located, Place, object_id
 from router.passthrough.unstreamed import Unstreamed
 from router.picker import Need, Try
 from router.prompt import TextPrompt
@@ -63,6 +64,10 @@ class Forwarded(msgspec.Struct, frozen=True):
     """this router asks its clients for no key: theirs are meant for the servers"""
     repeatable: bool = True
     """a server that fails without an answer may have done nothing, and another one may be asked"""
+    creates: bool = False
+    """the answer names an object that stays on its server"""
+    only: RankKey | None = None
+    """the server of what the request refers to"""
 
     @property
     def is_json(self) -> bool:
@@ -73,13 +78,16 @@ class Forwarded(msgspec.Struct, frozen=True):
 class Relay:
     """One request, from server to server until one answers."""
 
-    def __init__(self, service: RouterService, exchange: Exchange, reply: Reply, headers: Headers, request: Forwarded, unstreamed: Unstreamed) -> None:
+    def __init__(
+        self, service: RouterService, exchange: Exchange, reply: Reply, headers: Headers, request: Forwarded, unstreamed: Unstreamed, located: Located
+    ) -> None:
         self._service = service
         self._exchange = exchange
         self._reply = reply
         self._headers = headers
         self._request = request
         self._unstreamed = unstreamed
+        self._located = located
         self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed)
         self._failures: tuple[tuple[RankKey, Failure], ...] = ()
         self._reported = False
@@ -122,18 +130,15 @@ class Relay:
         return True
 
     async def _broken(self, failed: UpstreamFailed) -> None:
-        """The answer has begun: it ends with an error event, or unfinished."""
-        error = ApiError(502, f"the server broke off its answer ({failed.how.value}); ask again", code="upstream_failed")
-        if self._events is not None:
-            await self._reply.end(self._events.separator() + error_event(self._request.target, error))
-        else:
-            self._reply.abandon()
-        raise error from failed
+        """The answer has begun and cannot be finished: ApiError."""
+        if self._events is not None and self._events.separator():
+            await self._reply.write(self._events.separator())
+        raise ApiError(502, f"the server broke off its answer ({failed.how.value}); ask again", code="upstream_failed") from failed
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
         about = self._exchange
-        need = Need(about.model, self._prompt, 0, self._request.output, None, about.request_id, about.keys(), owner=about.owner)
+        need = Need(about.model, self._prompt, 0, self._request.output, None, about.request_id, about.keys(), owner=about.owner, only=self._request.only)
         suffix = f"-a{attempt}" if attempt > 1 else ""
         decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=False)
         self._exchange.decision = decision
@@ -229,6 +234,7 @@ class Relay:
                     continue
                 if not self._reply.status:
                     self._first(booking)
+                    self._locate(decision, ready)
                     await self._start(call.status, call.headers, [])
                 await self._reply.write(ready)
                 if tap is not None:
@@ -268,6 +274,7 @@ class Relay:
         call.whole()
         self._exchange.first_token(self._service.clock())  # for the log line alone: it came long before, unseen
         if call.status < 400:
+            self._locate(decision, body)
             self._count([b"data: " + body])
             self._note(decision, tap)
         else:
@@ -283,6 +290,12 @@ class Relay:
         about = self._exchange
         usage = Usage(about.prompt_tokens, about.output_tokens, about.cached_tokens)
         self._reported = tap is not None and self._service.routed(decision, tap, usage)
+
+    def _locate(self, decision: Decision, answer: bytes) -> None:
+        """Remember where the object is that an answer made."""
+        made = object_id(answer) if self._request.creates else None
+        if made is not None:
+            self._located.note(made, Place(decision.target.key, self._exchange.caller.tenant))
 
     def _first(self, booking: Booking) -> None:
         self._exchange.first_token(self._service.clock())

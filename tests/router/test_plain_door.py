@@ -75,6 +75,8 @@ class Foreign:
         if len(self.bodies) >= self.together:
             self.arrived.set()
         await self.arrived.wait()
+        if json.loads(body)["model"] not in self.models:
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
         if self.status != 200:
             return web.json_response({"error": {"message": f"{self.name} says {self.status}", "code": "c", "param": "p"}}, status=self.status)
         if not json.loads(body).get("stream"):

@@ -1,0 +1,135 @@
+"""Requests that go to one certain server, without a decision: objects by id, lists, administration."""
+
+import math
+from collections.abc import Iterable
+
+from fleet.completions import ApiError
+from router.exchange import Exchange
+from router.muster import EngineState, Standing
+from router.passthrough.headers import to_client, to_server, value_of
+from router.passthrough.located import Located, Place
+from router.passthrough.routes import Kind, Route
+from router.proxy import Call, Patience, Sent, UpstreamFailed
+from router.reply import Headers, Reply
+from router.service import RouterService
+
+SERVER_HEADER = "x-roost-server"
+"""Names the server of such a request, where there are several."""
+MOST_ASKED = 64
+"""Servers that are asked for an object of which nothing is known."""
+_ASK_SECONDS = 10.0
+"""for each of them to say whether it has it"""
+
+
+class Direct:
+    """Passes on what belongs to one server."""
+
+    def __init__(self, service: RouterService, located: Located) -> None:
+        self._service = service
+        self._located = located
+
+    async def run(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
+        """`sent` without a URL. ApiError 404 for an object that no server has, 400 when a server must be named, 503 when it is away."""
+        if route.kind is Kind.OBJECT:
+            place = self.place_of(route.object_id, exchange)
+            if place is None:
+                await self._ask_all(route, exchange, reply, headers, sent)
+                return
+            server = self._server_at(place, route.object_id)
+        else:
+            server = self._named(value_of(exchange.client_headers, SERVER_HEADER.encode()))
+        call = self._call(server, exchange, sent)
+        try:
+            async with call:
+                await self._pass(call, reply, headers)
+        except UpstreamFailed as failed:
+            raise _failed(server, failed) from failed
+
+    def place_of(self, object_id: str, exchange: Exchange) -> Place | None:
+        """Where an object is known to be. ApiError 404 when it is another tenant's."""
+        place = self._located.find(object_id)
+        if place is not None and exchange.caller.tenant not in ("", place.tenant):
+            raise _no_object(object_id)
+        return place
+
+    async def find(self, object_id: str, path: str, exchange: Exchange) -> Place:
+        """Where an object is, asking every server if it must. path: that answers 200 where it is. ApiError 404 when no server has it."""
+        place = self.place_of(object_id, exchange)
+        if place is not None:
+            return place
+        for server in self._servers():
+            try:
+                async with self._call(server, exchange, Sent("GET", "", path, [], b""), _ASK_SECONDS) as call:
+                    if call.status == 200:
+                        return Place((server.joined.worker_id, 0), exchange.caller.tenant)
+            except (UpstreamFailed, ApiError):
+                continue
+        raise _no_object(object_id)
+
+    async def _ask_all(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
+        """The first server that does not say 404 has it."""
+        servers = self._servers()
+        for number, server in enumerate(servers, 1):
+            try:
+                async with self._call(server, exchange, sent, _ASK_SECONDS) as call:
+                    if call.status != 404 or number == len(servers):
+                        await self._pass(call, reply, headers)
+                        return
+            except UpstreamFailed as failed:
+                if reply.status or number == len(servers):
+                    raise _failed(server, failed) from failed
+        raise _no_object(route.object_id)
+
+    def _servers(self) -> list[EngineState]:
+        """The live servers that speak text, at most MOST_ASKED."""
+        live = (state for state in self._service.view.engines() if state.dialect == "text" and state.obstacle is None)
+        return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
+
+    def _named(self, name: str) -> EngineState:
+        servers = self._servers()
+        found = [state for state in servers if state.joined.engine == name] if name else servers
+        if len(found) == 1:
+            return found[0]
+        if not servers:
+            raise ApiError(503, "no server that takes this is live", code="no_engine", retry_after=2.0)
+        problem = f"there is no live server {name[:64]!r}" if name else "this goes to one server"
+        raise ApiError(400, f"{problem}: name it in the header {SERVER_HEADER}; there are {_listed(servers)}", param=SERVER_HEADER, code="server_needed")
+
+    def _server_at(self, place: Place, object_id: str) -> EngineState:
+        state = self._service.view.engine(place.rank[0])
+        if state is None or state.standing is not Standing.LIVE:
+            raise ApiError(503, f"the server that has {object_id!r} does not answer at present", code="no_engine", retry_after=2.0)
+        return state
+
+    def _call(self, server: EngineState, exchange: Exchange, sent: Sent, seconds: float | None = None) -> Call:
+        """seconds: for the whole answer; None: as any answer that is not streamed."""
+        credentials, url = self._service.credentials, server.joined.urls[0]
+        key = credentials.backend_key_of(url)
+        own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()]
+        own.append((b"x-request-id", exchange.request_id.encode()))
+        if key is not None:
+            own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
+        headers = to_server(exchange.client_headers, own, credentials=key is None and credentials.clients is None)
+        patience = None if seconds is None else Patience(math.inf, seconds, seconds)
+        return self._service.upstream.forward(sent._replace(url=url, headers=headers), stream=False, patience=patience)
+
+    async def _pass(self, call: Call, reply: Reply, headers: Headers) -> None:
+        """The answer, piece by piece as it comes."""
+        length = [(b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"]
+        await reply.start(call.status, to_client(call.headers, [*headers, *length]))
+        while data := await call.read():
+            await reply.write(data)
+        call.whole()
+        await reply.end()
+
+
+def _failed(server: EngineState, failed: UpstreamFailed) -> ApiError:
+    return ApiError(502, f"the server {server.joined.engine} did not answer to the end ({failed.how.value})", code="upstream_failed")
+
+
+def _no_object(object_id: str) -> ApiError:
+    return ApiError(404, f"no server behind this router has {object_id!r}", code="not_found")
+
+
+def _listed(servers: Iterable[EngineState]) -> str:
+    return ", ".join(state.joined.engine for state in servers)
