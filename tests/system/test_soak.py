@@ -331,8 +331,10 @@ def thinned(life: Life) -> dict[str, list[float]]:
     return {"at": [round(at) for at in life.at[::every]], "mib": [round(resident / MIB, 1) for resident in life.resident[::every]]}
 
 
-async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """What happened; under "failures" what should not have."""
+async def soak(
+    fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """What happened; under "failures" what should not have. keep: takes what has happened so far, now and then."""
     subjects = Subjects("roost")
     bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(urls=(fleet.nats,), reconnect_most_seconds=0.2), name="soak")
     dice = [np.random.default_rng((seed, part)) for part in range(3)]
@@ -368,6 +370,7 @@ async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callabl
                     await asyncio.sleep(SAY_SECONDS)
                     running.note()
                     say(running.line())
+                    keep(running.report(library.domains) | {"so_far_seconds": round(time.monotonic() - running.began)})
                     for sentence in running.failures(over=False):
                         if sentence not in known:
                             known.add(sentence)
@@ -428,7 +431,13 @@ def test_a_fleet_in_trouble_loses_no_request_and_no_epoch_and_does_not_grow(flee
         print(text, flush=True)  # noqa: T201
 
     say(f"\nsoak: {seconds:.0f} s, seed {seed}, in {fleet.run_directory}")
-    found = asyncio.run(soak(fleet, kind, seconds, seed, say))
-    if file is not None:
-        Path(file).write_text(json.dumps(found, allow_nan=False) + "\n")
+
+    def keep(found: dict[str, Any]) -> None:
+        if file is not None:
+            draft = Path(f"{file}.new")
+            draft.write_text(json.dumps(found, allow_nan=False) + "\n")
+            draft.replace(file)
+
+    found = asyncio.run(soak(fleet, kind, seconds, seed, say, keep))
+    keep(found)
     assert not found["failures"], "\n".join(found["failures"])
