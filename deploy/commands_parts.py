@@ -181,6 +181,9 @@ def worker(
     ] = None,
     experts: Annotated[int | None, typer.Option("--experts", help="openai: routed experts of a layer.")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="openai: routed experts of a token.")] = None,
+    isolates_tenants: Annotated[
+        bool, typer.Option("--isolates-tenants", help="openai: the server takes cache_salt and shares KV by it, as vLLM does.")
+    ] = False,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server.")] = NATS,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
@@ -203,7 +206,7 @@ def worker(
     if not own:
         if model_shape is not None:
             fail("--model-shape belongs to --engine simulated", USAGE)
-        _plain_worker(settings, api_key_file, url=url, model=model, layers=layers, experts=experts, top_k=top_k)
+        _plain_worker(settings, api_key_file, url=url, model=model, layers=layers, experts=experts, top_k=top_k, isolates_tenants=isolates_tenants)
     for option, value in (("--url", url), ("--layers", layers), ("--experts", experts), ("--top-k", top_k)):
         if value is not None:
             fail(f"{option} belongs to --engine openai", USAGE)

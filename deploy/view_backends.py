@@ -14,7 +14,7 @@ from router.backend_record import BackendSpeed, BackendStatus
 
 _PATH = "/v1/backends"
 _LOOK_SECONDS = 0.5
-HEAD = ("backend", "state", "requests", "prefill", "prompt tok/s", "output tok/s", "speed", "models", "URL")
+HEAD = ("backend", "state", "requests", "prefill", "prompt tok/s", "output tok/s", "speed", "KV cache", "models", "URL")
 _MOST_MODELS = 3
 
 
@@ -92,8 +92,8 @@ def drain_backend(door: RouterDoor, name: str, *, undo: bool, wait: float | None
 def _row(one: BackendStatus) -> tuple[str, ...]:
     models = [*one.models[:_MOST_MODELS], *([f"and {len(one.models) - _MOST_MODELS} more"] if len(one.models) > _MOST_MODELS else [])]
     state, speed = printable(one.state), one.speed
-    requests = f"{one.requests}/{one.max_requests}"
-    return (one.name, state, requests, str(one.prefill_tokens), *_speeds(speed), speed.source, printable(", ".join(models)) or "-", one.url)
+    requests, cache = f"{one.requests}/{one.max_requests}", "by tenant" if one.isolates_tenants else "shared"
+    return (one.name, state, requests, str(one.prefill_tokens), *_speeds(speed), speed.source, cache, printable(", ".join(models)) or "-", one.url)
 
 
 def _speeds(speed: BackendSpeed) -> Iterator[str]:

@@ -114,7 +114,8 @@ def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
     layout = "" if joined.layout is None else f", {joined.layout.attention} h={joined.layout.boundary}"
     epoch = "silent" if beat is None else f"epoch {beat.epoch}"
     moving = f"; plan {printable(engine.migrating)} is being carried out: roost top" if engine.migrating else ""
-    yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{moving}", "bold")
+    shared = "" if joined.capabilities.isolates_tenants else "; tenants share its KV cache"
+    yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{shared}{moving}", "bold")
     if each and len(joined.urls) <= MOST_RANKS:
         yield Text(f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL")
         yield from (Text(line) for line in _ranks(engine))

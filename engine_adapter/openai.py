@@ -49,6 +49,8 @@ class PlainConfig:
     """routed experts of one layer"""
     top_k: int | None = None
     """routed experts of one token"""
+    isolates_tenants: bool = False
+    """it takes `cache_salt` and reuses KV only among requests of the same one, as vLLM does"""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -124,7 +126,9 @@ class PlainEngine:
             kv_blocks=0,
             max_context=model.max_model_len or self._config.max_context,
             max_batch_tokens=0,
-            capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False),
+            capabilities=Capabilities(
+                kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=self._config.isolates_tenants
+            ),
             shape=self._config.shape,
         )
 

@@ -29,6 +29,8 @@ class BackendStatus(msgspec.Struct, frozen=True, kw_only=True):
     """prompt tokens that are not computed yet"""
     max_requests: int
     speed: BackendSpeed
+    isolates_tenants: bool = False
+    """it takes `cache_salt`; else tenants share its KV cache"""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):

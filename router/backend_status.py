@@ -52,6 +52,7 @@ def _status(service: RouterService, name: str, url: str, worker_id: int, state: 
         prefill_tokens=0 if at is None else int(load[PREFILL, at]),
         max_requests=min(limit, state.joined.max_requests or limit),
         speed=_speed(service, state, at),
+        isolates_tenants=state.joined.capabilities.isolates_tenants,
     )
 
 

@@ -64,6 +64,8 @@ class BackendConfig:
     """tokens per second of one stream alone"""
     sequence_ms: float | None = None
     """milliseconds that each further stream adds to a step; unset: a hundredth of a step"""
+    isolates_tenants: bool = False
+    """it takes `cache_salt` and reuses KV only among requests of the same one, as vLLM does: it gets each request's salt"""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

@@ -30,6 +30,7 @@ MISSES = 3
 """Failed probes in a row that take a server away."""
 _LIST_BYTES = 1024 * 1024
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
+_ISOLATING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=True)
 _UNKNOWN_CONTEXT = 2**31 - 1
 _SEQUENCE_SHARE = 0.01
 """of a step: what each further stream adds, where nobody states it"""
@@ -198,7 +199,7 @@ def _as_engine(server: _Server, models: tuple[_Model, ...], block_size: int) -> 
         max_batch_tokens=_UNKNOWN_CONTEXT,
         max_requests=server.settings.max_requests,
         speed=_stated_speed(server.settings),
-        capabilities=_NOTHING,
+        capabilities=_ISOLATING if server.settings.isolates_tenants else _NOTHING,
     )
 
 

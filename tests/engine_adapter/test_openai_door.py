@@ -57,6 +57,12 @@ async def test_it_describes_what_the_server_lists_and_declares_what_it_cannot_re
     assert (about.shape, about.layout, about.tokenizer, plain.placement) == (None, None, None, None)
 
 
+async def test_a_server_that_isolates_tenants_is_declared_so(server: Server) -> None:
+    plain = PlainEngine(PlainConfig(url=server.url, isolates_tenants=True))
+    await plain.start()
+    assert plain.description.capabilities.isolates_tenants
+
+
 async def test_a_named_model_is_taken_and_its_context_has_a_default(server: Server) -> None:
     plain = engine(server, model="m-2")
     await plain.start()

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from fleet.events import Capabilities
 from router.config import BackendConfig, RouterConfig
+from router.keys import key_line
 from tests.conftest import free_port
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, engine_joined, served_web, until
 
@@ -121,9 +123,28 @@ async def servers() -> AsyncIterator[list[Foreign]]:
 
 
 async def opened(open_house: OpenHouse, servers: list[Foreign], **settings: Any) -> House:
-    house = await open_house(bus=False, backends=tuple(server.url for server in servers), probe_seconds=0.05, **settings)
+    settings = {"backends": tuple(server.url for server in servers)} | settings
+    house = await open_house(bus=False, probe_seconds=0.05, **settings)
     await until(lambda: len(house.service.view.roster("demo").targets) == len(servers))
     return house
+
+
+@pytest.mark.parametrize("isolates", [True, False])
+async def test_a_declared_server_gets_the_salt_and_any_other_the_body_as_it_came(
+    open_house: OpenHouse, servers: list[Foreign], tmp_path: Path, isolates: bool
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("acme", "acme", None, frozenset({"infer"})))
+    backend = BackendConfig(name="gpu", url=servers[0].url, isolates_tenants=isolates)
+    house = await opened(open_house, servers[:1], backends=(), named_backends=(backend,), api_key_file=keys)
+    body = b'{ "model":"demo", "cache_salt": "own", "messages":[{"role":"user","content":"x"}], "vendor_extra": {"deep": [1.50]} }'
+    assert (await house.post(CHAT, body, headers={"authorization": "Bearer acme"})).status == 200
+    if not isolates:
+        assert servers[0].bodies == [body]
+        return
+    salt = house.service.credentials.cache_salt("acme", "own")
+    assert msgspec.json.decode(servers[0].bodies[0]) == msgspec.json.decode(body) | {"cache_salt": salt}
+    assert b"1.50" in servers[0].bodies[0]
 
 
 async def test_bodies_and_answers_pass_through_untouched(open_house: OpenHouse, servers: list[Foreign]) -> None:
