@@ -18,7 +18,7 @@ from deploy.doors import url_of
 from deploy.exposure import missing_at_router
 from deploy.http_limits import HttpLimits
 from deploy.orders import tell
-from deploy.process import alongside, first_failure, on_hangup, until_ready
+from deploy.process import alongside, dropped_lines, first_failure, on_hangup, until_ready
 from deploy.serving import HttpFace
 from deploy.tls import ServerTls
 from router.api import create_app
@@ -55,6 +55,7 @@ async def serve(
             bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name="router")
             stack.push_async_callback(bus.close)
         service = RouterService(bus, subjects, config)
+        service.metrics.dropped_lines = dropped_lines
         running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))
         app = create_app(service)
         tls = ServerTls.of(config.tls_cert, config.tls_key)

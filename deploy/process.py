@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from bus.redaction import without_secrets
-from deploy.gathered_lines import GatheredLines
+from deploy.log_writer import Bare, LogWriter
 
 FAILURE = 1
 FINAL = 2
@@ -27,6 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Errors = tuple[type[BaseException], ...]
 
 
+STDOUT, STDERR = 1, 2
 ACCESS = "roost.access"
 """Logger of the router's request lines, which are JSON already."""
 
@@ -39,15 +40,27 @@ class WithoutSecrets(logging.Formatter):
 
 
 def set_up_logging(level: str) -> None:
-    """Log lines to standard error; the router's request lines, bare, to standard output."""
+    """Log lines to standard error; the router's request lines, bare, to standard output. Neither ever holds up the process."""
     # What no line shows need not be looked up for each of them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging.basicConfig(level=level.upper(), stream=sys.stderr)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    lines = LogWriter(STDERR, _told_of_drops)
+    lines.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[lines])
+    requests = LogWriter(STDOUT, lambda dropped: f'{{"dropped_lines":{dropped}}}')
+    requests.setFormatter(Bare())
     access = logging.getLogger(ACCESS)
-    access.addHandler(GatheredLines(sys.stdout))
+    access.addHandler(requests)
     access.propagate = False
+
+
+def _told_of_drops(lines: int) -> str:
+    return f"WARNING roost: {lines} log lines before this one were dropped: standard error was not read"
+
+
+def dropped_lines() -> dict[str, int]:
+    """Log lines that were dropped because nobody read them, by logger: "access", and "log" for all others."""
+    loggers = {"access": logging.getLogger(ACCESS), "log": logging.getLogger()}
+    return {name: sum(one.dropped for one in logger.handlers if isinstance(one, LogWriter)) for name, logger in loggers.items()}
 
 
 def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = (), fast_loop: bool = True, hint: str = "") -> int:

@@ -77,11 +77,17 @@ class RunDirectory:
         draft.replace(self.path / "running.json")
 
     def shorten_logs(self) -> None:
-        """Move logs aside that have grown too long. Their writers append, so cutting the file under them is safe."""
+        """Move logs aside that have grown too long. Their writers append, so cutting the file under them is safe.
+
+        Lines that come during the copy are copied too; only one written in the microseconds between the last look and the cut is lost.
+        """
         for log in self.logs():
             if log.stat().st_size > LOG_BYTES:
-                shutil.copyfile(log, log.with_suffix(".log.old"))
-                os.truncate(log, 0)
+                with log.open("rb") as now, log.with_suffix(".log.old").open("wb", buffering=0) as before:
+                    shutil.copyfileobj(now, before, 1 << 20)
+                    while late := now.read():
+                        before.write(late)
+                    os.truncate(log, 0)
 
     def clear(self, *, keep_logs: bool) -> None:
         """Remove everything, or everything but the logs."""

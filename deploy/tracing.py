@@ -1,7 +1,9 @@
 """OpenTelemetry's SDK, set up for one process; imported only when spans go anywhere (`deploy.spans` decides)."""
 
+import fcntl
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 
 log = logging.getLogger(__name__)
 
+MOST_SPAN_FILE_BYTES = 256 * 1024 * 1024
 FLUSH_SECONDS = 2.0
 """what sending the last spans may take at stop"""
 FILE_SECONDS = 0.2
@@ -66,17 +69,39 @@ def _over_grpc() -> SpanExporter:
 class SpanFile(SpanExporter):
     """Appends spans to a file, one JSON object per line. Several processes may share the file: a batch is one write.
 
+    A file beyond `most_bytes` is moved aside (`FILE.old`, which replaces an older one), and a new one is begun.
+
     Fields: service, trace_id, span_id, parent_id (hex), name, kind, start_ns and end_ns (unix time), ms, status, attributes, links (to
     spans of other traces), events.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_bytes: int = MOST_SPAN_FILE_BYTES) -> None:
         """OSError when the file cannot be written."""
+        self._path, self._most_bytes = path, most_bytes
         self._file = path.open("ab", buffering=0)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._turn()
         self._file.write("".join(json.dumps(as_record(span), ensure_ascii=False) + "\n" for span in spans).encode())
         return SpanExportResult.SUCCESS
+
+    def _turn(self) -> None:
+        """Begin a new file when this one is full, or go on in the one that another process has begun."""
+        if self._is_current():
+            if os.fstat(self._file.fileno()).st_size <= self._most_bytes:
+                return
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # of this very file: one process moves it, the others then find that it was moved
+            if self._is_current():
+                self._path.replace(self._path.with_name(f"{self._path.name}.old"))
+        following = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file = following
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def shutdown(self) -> None:
         self._file.close()

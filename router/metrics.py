@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -83,6 +83,10 @@ class RouterMetrics:
         self.ranks: Callable[[], Iterable[RankNow]] = tuple
         """asked when the metrics are read"""
         self._registry.register(_Ranks(self))
+        ProcessCollector(registry=self._registry)
+        self.dropped_lines: Callable[[], Mapping[str, int]] = dict
+        """log lines that were dropped, by logger; asked when the metrics are read"""
+        self._registry.register(_DroppedLines(self))
         self._unknown = _ModelSeries(self, "other")
 
     def _about_requests(self) -> None:
@@ -437,3 +441,16 @@ class _Ranks(Collector):
                 factors.add_metric([*labels, "decode"], rank.decode_factor)
         yield from loads
         yield factors
+
+
+class _DroppedLines(Collector):
+    """Log lines that nobody read."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("roost_router_log_lines_dropped", "Log lines dropped because nobody read them, by logger", labels=["logger"])
+        for name, lines in self._metrics.dropped_lines().items():
+            family.add_metric([name], lines)
+        yield family

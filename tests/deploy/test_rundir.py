@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,26 @@ def test_a_log_that_grew_too_long_is_moved_aside(base: Path, monkeypatch: pytest
         log.flush()
         assert run.log("router").read_text() == "new\n"
         assert run.log("router").with_suffix(".log.old").read_text() == "0123456789 and more\n"
+
+
+def test_lines_that_come_while_a_long_log_is_moved_aside_are_not_lost(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "LOG_BYTES", 10)
+    with run_directory(base) as run, run.log("router").open("a") as log:
+        log.write("0123456789 and more\n")
+        log.flush()
+        for name in ("copyfileobj", "copyfile"):
+            copy = getattr(shutil, name)
+
+            def busy(*arguments: Any, copy: Any = copy) -> None:
+                copy(*arguments)
+                log.write("meanwhile\n")
+                log.flush()
+
+            monkeypatch.setattr(shutil, name, busy)
+        run.shorten_logs()
+        log.write("new\n")
+        log.flush()
+        assert run.log("router").with_suffix(".log.old").read_text() + run.log("router").read_text() == "0123456789 and more\nmeanwhile\nnew\n"
 
 
 def test_the_place_follows_the_state_variable_when_it_is_absolute() -> None:

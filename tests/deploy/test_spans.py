@@ -11,8 +11,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
 from deploy.spans import TracingError, exporters
+from deploy.tracing import SpanFile
 
 PROGRAM = """
 import os, sys
@@ -139,3 +141,21 @@ def test_otlp_goes_over_grpc_when_that_is_asked_for() -> None:
     assert len(got) == 1
     assert b"outer" in got[0]
     assert b"roost-test" in got[0]
+
+
+def test_a_span_file_that_is_full_is_moved_aside_by_one_of_the_processes_that_share_it(tmp_path: Path) -> None:
+    """Two exporters of one file: whoever finds it full begins the next, and the other follows."""
+    file = tmp_path / "spans.jsonl"
+    exporters = [SpanFile(file, most_bytes=2000) for _ in range(2)]
+    provider = TracerProvider()
+    tracer = provider.get_tracer("test")
+    for at in range(30):
+        with tracer.start_as_current_span(f"span {at}") as span:
+            pass
+        assert isinstance(span, ReadableSpan)
+        exporters[at % 2].export([span])
+    kept = [json.loads(line)["name"] for part in (f"{file}.old", file) for line in Path(part).read_text().splitlines()]
+    assert kept == [f"span {at}" for at in range(30 - len(kept), 30)]  # the latest, each once, in order
+    assert 6 <= len(kept) < 30
+    for exporter in exporters:
+        exporter.shutdown()

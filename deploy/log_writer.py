@@ -1,0 +1,113 @@
+"""A log handler that never holds up its caller: a thread of its own writes, many lines in one system call.
+
+A pipe that is not read (a container runtime in blocking mode, a stopped `| jq`) blocks its writer for good. Here that is the thread; what
+it cannot take is dropped and counted, and a line says so once the pipe is read again.
+"""
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+
+GATHER_SECONDS = 0.05
+"""A line is written this much late at most."""
+MOST_HELD_CHARACTERS = 4 * 1024 * 1024
+"""Lines beyond are dropped; as much again may be on its way."""
+MOST_LINE_CHARACTERS = 64 * 1024
+FLUSH_SECONDS = 1.0
+"""How long a flush, and so the end of the process, waits for a reader."""
+
+
+class Bare(logging.Formatter):
+    """A message as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage()
+
+
+class LogWriter(logging.Handler):
+    """Writes formatted records to a file descriptor, a line each."""
+
+    def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
+        """notice: the line, without its end, that says how many lines before it were dropped."""
+        super().__init__()
+        self.dropped = 0
+        """lines, since the start"""
+        self._descriptor = descriptor
+        self._notice = notice
+        self._held: list[str] = []
+        self._characters = 0
+        self._untold = 0
+        self._guard = threading.Lock()
+        """for the four above; never held while something is written"""
+        self._work, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)[:MOST_LINE_CHARACTERS]
+        except Exception:  # noqa: BLE001 as every handler of the library: a line that cannot be formatted is reported on standard error
+            self.handleError(record)
+            return
+        with self._guard:
+            if self._characters + len(line) > MOST_HELD_CHARACTERS:
+                self._drop(1)
+                return
+            self._held.append(line)
+            self._characters += len(line)
+            first = len(self._held) == 1
+        if first:
+            self._wake()
+
+    def flush(self) -> None:
+        """Wait until all is written, for FLUSH_SECONDS at most."""
+        if self._thread is not None:
+            self._hurry.set()
+            self._idle.wait(FLUSH_SECONDS)
+            self._hurry.clear()
+
+    def _wake(self) -> None:
+        self._idle.clear()
+        self._work.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="writes log lines", daemon=True)
+            self._thread.start()
+
+    def _drop(self, lines: int) -> None:
+        self.dropped += lines
+        self._untold += lines
+
+    def _run(self) -> None:
+        while True:
+            self._work.wait()
+            self._hurry.wait(GATHER_SECONDS)
+            self._work.clear()
+            with self._guard:
+                lines, self._held, self._characters = self._held, [], 0
+                untold = self._untold
+            if lines or untold:
+                self._write_lines(lines, untold)
+            with self._guard:
+                if not self._held:
+                    self._idle.set()
+
+    def _write_lines(self, lines: list[str], untold: int) -> None:
+        """untold: lines that were dropped since there was no room behind these."""
+        notice = [self._notice(untold)] if untold else []
+        try:
+            self._write("\n".join([*lines, *notice]) + "\n")
+        except OSError:  # its reader has gone: there may be another one later, and nothing else to be done
+            with self._guard:
+                self._drop(len(lines))
+        else:
+            with self._guard:
+                self._untold -= untold
+
+    def _write(self, text: str) -> None:
+        left = memoryview(text.encode(errors="backslashreplace"))
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # somebody has made the descriptor non-blocking
+                select.select([], [self._descriptor], [])
