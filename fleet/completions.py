@@ -4,16 +4,25 @@ from typing import Any
 
 import msgspec
 
+MOST_NAME, MOST_DETAIL, MOST_MESSAGE = 256, 500, 2000
+"""Characters of what others wrote: names that clients choose, error texts in logs and spans, and messages of our errors, which may quote both."""
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and an ellipsis: `most` characters at most."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
 
 class ApiError(Exception):
     """A request that cannot be served, with everything a client needs to know. Becomes OpenAI's error body at an HTTP edge."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: float | None = None) -> None:
+        message = shortened(message, MOST_MESSAGE)
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.param = param
+        self.param = None if param is None else shortened(param, MOST_NAME)
         self.retry_after = retry_after
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fleet.blocks import salted_seed
+from fleet.completions import MOST_DETAIL, MOST_NAME, shortened
 from router.course import Failure
 from router.decision import Decision, Owner
 from router.foresight import Keys, keys_of
@@ -140,7 +141,7 @@ class Exchange:
                     "roost.queued_ms": _ms(self.queued_seconds),
                     "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
                     "roost.time_per_output_token_ms": _ms(tpot),
-                    "gen_ai.response.model": self.model or None,
+                    "gen_ai.response.model": shortened(self.model, MOST_NAME) or None,
                     "gen_ai.response.id": self.answer_id,
                     "gen_ai.response.finish_reasons": self.finish_reasons or None,
                     "gen_ai.usage.input_tokens": self.prompt_tokens or None,
@@ -154,7 +155,7 @@ class Exchange:
             "request_id": self.request_id,
             "decision_id": None if self.decision is None else self.decision.id,
             "path": self.path,
-            "model": self.model,
+            "model": shortened(self.model, MOST_NAME),
             "stream": self.stream,
             "worker": None if target is None else target.engine.engine,
             "rank": None if target is None else target.rank,
@@ -170,7 +171,7 @@ class Exchange:
             "total_ms": _ms(now - self.started),
             "retries": len(self.failures),
             "failures": [failure.value for failure in self.failures],
-            "error": self.detail,
+            "error": None if self.detail is None else shortened(self.detail, MOST_DETAIL),
         }
 
 

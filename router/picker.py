@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.completions import ApiError
+from fleet.completions import MOST_NAME, ApiError, shortened
 from fleet.prediction import Query
 from router.admission import NoRoom
 from router.affinity import Affinity
@@ -121,7 +121,7 @@ class Picker:
             if not known:
                 raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
             if model not in known:
-                said = f"the model {model!r} does not exist; models served here: {', '.join(known)}"
+                said = f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here: {', '.join(known)}"
                 raise ApiError(404, said, code="model_not_found", param="model")
             reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
             raise NoRoom(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.completions import ApiError
+from fleet.completions import MOST_DETAIL, ApiError, shortened
 from router.config import RouterConfig
 from router.course import Failure
 from router.wire import Connection, ConnectionLost, HttpClient, Origin, request_bytes
@@ -33,7 +33,7 @@ class UpstreamFailed(Exception):
     """A rank did not answer, or not to the end. `refused`: its own answer, where it gave one."""
 
     def __init__(self, how: Failure, detail: str, refused: Refused | None = None) -> None:
-        super().__init__(f"{how.value}: {detail}")
+        super().__init__(f"{how.value}: {shortened(detail, MOST_DETAIL)}")
         self.how = how
         self.refused = refused
 

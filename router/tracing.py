@@ -13,6 +13,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvid
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from bus.redaction import without_secrets
+from fleet.completions import MOST_NAME, shortened
 from router.decision import Decision
 from router.foresight import LayerExperts, PredictionRecord
 from router.record import Candidate, DecisionRecord
@@ -76,6 +77,7 @@ class RequestTrace:
 
     def asked(self, model: str, settings: Mapping[str, Value | None]) -> None:
         """What was asked for, once it is known; settings are names behind `gen_ai.request.`."""
+        model = shortened(model, MOST_NAME)
         self._span.update_name(f"{self._operation} {model}")
         self._span.set_attribute("gen_ai.request.model", model)
         for name, value in settings.items():
