@@ -62,9 +62,12 @@ class Gathering(asyncio.Transport):
         if self._has_input():
             self.close_gently()
             return
+        if self._real.is_closing():
+            return
         self.flush()
+        unsent = self._real.get_write_buffer_size()  # a TLS transport that was closed cannot say
         self._real.close()
-        if self._real.get_write_buffer_size():
+        if unsent:
             self._loop.call_later(self._linger_seconds, self._real.abort)
 
     def close_gently(self) -> None:
