@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up test test-slow soak lint bench venv clean
+.PHONY: up test test-slow test-vllm record-vllm soak lint bench evidence venv clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +32,12 @@ test: venv ## the fast tests, under six minutes on two cores
 test-slow: venv ## soaks and long fault loops
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)
 
+test-vllm: venv ## the door before a real vLLM, in an environment of its own (.venv-vllm); by hand, not in CI
+	@$(BIN)/python -m tests.compat.live
+
+record-vllm: venv ## record anew what that vLLM answers, for the tests that replay it
+	@$(BIN)/python -m tests.compat.live --record
+
 soak: venv ## two hours of users and faults before a whole fleet, reported to soak.json; ARGS="--soak-seconds 600 --soak-engine embedded" changes that
 	@$(BIN)/python -m pytest -m slow tests/system/test_soak.py -s --soak-seconds 7200 --soak-report soak.json $(ARGS)
 
@@ -47,4 +53,4 @@ evidence: venv ## measure the closed loop on a live fleet (an hour) and write do
 	@$(BIN)/python -m benchmarks.rig.evidence $(ARGS)
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -34,8 +34,8 @@ def as_record(answer: Answer) -> dict[str, Any]:
     return {"status": answer.status, "headers": headers, "body": answer.body.decode("utf-8"), "pieces": list(answer.pieces)}
 
 
-async def main(base: str, path: Path) -> None:
-    """Ask everything once and write the file."""
+async def main(base: str) -> str:
+    """Ask everything once; the recording as JSON."""
     answers: dict[str, dict[str, Any]] = {}
     async with httpx.AsyncClient(timeout=120) as client:
         version = (await client.get(f"{base}/version")).json()["version"]
@@ -47,8 +47,9 @@ async def main(base: str, path: Path) -> None:
                 found["with_ids"] = as_record(await ask(client, base, more))
             answers[asked.name] = found
             print(f"{found['plain']['status']} {asked.name}")
-    path.write_text(json.dumps({"server": f"vllm {version}", "models": models, "answers": answers}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept = {"server": f"vllm {version}", "models": models, "answers": answers}
+    return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+    Path(sys.argv[2]).write_text(asyncio.run(main(sys.argv[1])), encoding="utf-8")
