@@ -66,6 +66,9 @@ def test_every_door_speaks_tls_to_those_who_may_come_in_and_shows_no_secret(secu
     assert secured.status(f"{router}/v1/chat/completions", secured.key, ASK) == 200
     assert secured.status(f"{router}/v1/chat/completions", None, ASK) == 401
     assert secured.status(f"{router}/v1/chat/completions", secured.secret, ASK) == 401
+    (secured.home.state / "key").write_text(secured.key)
+    explained = secured.home.told("explain", "the river", "--router", router, "--api-key-file", "key", "--ca", str(secured.certificate.ca))
+    assert "engine-0/" in explained
     assert secured.status(f"{rank}/v1/models", None) == 401
     assert secured.status(f"{rank}/simulate", secured.key) == 401
     assert secured.status(f"{rank}/simulate", secured.secret) == 200
@@ -94,6 +97,7 @@ def test_certificates_of_router_and_ranks_are_renewed_by_a_reload(secured: Secur
     secured.home.told("reload")
     for url in (router, rank):
         until(lambda url=url: _answers(secured, f"{url}/health"), f"{url} to show the new certificate")
+    assert secured.status(f"{router}/v1/chat/completions", secured.key, ASK) == 200  # the router believes the ranks' new authority, too
 
 
 def _answers(secured: Secured, url: str) -> bool:
