@@ -65,9 +65,7 @@ class Gathering(asyncio.Transport):
         if self._real.is_closing():
             return
         self.flush()
-        if self._real.is_closing():
-            return  # a TLS transport that is closed twice can be asked nothing more
-        unsent = self._real.get_write_buffer_size()
+        unsent = self._real.get_write_buffer_size()  # a TLS transport that was closed cannot say
         self._real.close()
         if unsent:
             self._loop.call_later(self._linger_seconds, self._real.abort)

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 
 from fleet.completions import ApiError
+from router.body_budget import BodyShare
 from router.reply import Receive, Scope
 
 WATCH_AFTER_SECONDS = 0.02
@@ -80,16 +81,20 @@ class Watches:
         self._timer = loop.call_at(self._due[0][0], self._look, loop) if self._due else None
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
-    """The whole body. ApiError 413 as soon as it is known to be too long; ClientGone when the client leaves."""
+async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare) -> bytes:
+    """The whole body, whose memory `share` holds. ApiError 413 as soon as it is known to be too long, 503 when there is no memory for it;
+    ClientGone when the client leaves."""
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if announced.isdigit() and int(announced) > most:
-        raise _too_large(most)
+    if announced.isdigit():
+        if int(announced) > most:
+            raise _too_large(most)
+        share.announce(int(announced))
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body", False):
         body: bytes = message.get("body", b"")
         if len(body) > most:
             raise _too_large(most)
+        share.add(len(body))
         return body
     parts, size = [], 0
     while True:
@@ -99,6 +104,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
         size += len(parts[-1])
         if size > most:
             raise _too_large(most)
+        share.add(len(parts[-1]))
         if not message.get("more_body", False):
             return b"".join(parts)
         message = await receive()

@@ -33,7 +33,6 @@ ZERO_ALLOWED = (
 )
 
 
-
 def base_url(url: str) -> str:
     """The URL that `/v1/...` is appended to."""
     return url.rstrip("/").removesuffix("/v1")
@@ -69,9 +68,7 @@ class BackendConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: {without_secrets(self.url)!r} must start with http:// or https://")
-        if without_secrets(self.url) != self.url:
-            raise ValueError(f"url: {without_secrets(self.url)!r} names a user, which is not sent; put the server's key into a key_file")
+            raise ValueError(f"url: {self.url!r} must start with http:// or https://")
         for name in ("max_requests", "prompt_tokens_per_second", "output_tokens_per_second", "sequence_ms"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -111,7 +108,7 @@ class RouterConfig:
     fleet_secret_file: Path | None = None
     """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
     upstream_ca: Path | None = None
-    """PEM file of authorities that vouch for https:// ranks and backends, beside the system's; read again at a reload"""
+    """PEM file of authorities that vouch for https:// ranks and backends, beside the system's"""
     passthrough_admin: tuple[str, ...] = ()
     """paths of servers' administration that pass for callers with the right admin, such as /v1/load_lora_adapter; the header x-roost-server names
     the server"""
@@ -229,6 +226,18 @@ class RouterConfig:
     pre_stop_seconds: float = 0.0
     """when asked to stop, requests are still taken for so long while /ready says 503, until load balancers have noticed"""
     max_body_bytes: int = 8 * 1024 * 1024
+    bodies_bytes: int = 512 * 1024 * 1024
+    """memory that the bodies of all open requests may take; what exceeds it is refused. One client may have at most as much as is left to others"""
+    large_body_bytes: int = 128 * 1024
+    """longer bodies are decoded, rendered and tokenised in other processes"""
+    large_body_processes: int = 2
+    """such processes, each started when it is needed; bodies of more than 1 MiB have at most all but one of them"""
+    large_body_process_bytes: int = 4 * 1024 * 1024 * 1024
+    """address space of one of them; a body that needs more is refused"""
+    large_bodies_waiting: int = 64
+    """large bodies that may wait for such a process; more are refused"""
+    large_bodies_per_client: int = 16
+    """of which one tenant may have so many, or one address where keys name no tenants"""
     max_event_bytes: int = 4 * 1024 * 1024
     """one server-sent event of a rank; a plain backend's whole answer may have 16 times as much"""
     connect_seconds: float = 2.0

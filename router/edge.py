@@ -12,6 +12,11 @@ import msgspec
 from fleet.completions import DECISION_HEADER, ApiError
 from router.admission import TIMEOUT_HEADER, class_of
 from router.answers import Head, answer_for
+from router.bodies.passthrough import Asked
+from router.bodies.reader import Decoded
+from router.bodies.tasks import Kind as BodyKind
+from router.bodies.tasks import Room
+from router.body_budget import BodyShare
 from router.clients import ClientGone, Watch, Watches, read_body
 from router.course import Course
 from router.decision import NOTHING, Decision
@@ -22,14 +27,9 @@ from router.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
     Request,
-    RequestDecoder,
     Sampling,
-    prompts,
     sampling,
-    text_messages,
 )
-from router.passthrough import body as passthrough_body
-from router.passthrough.body import Asked
 from router.passthrough.direct import Direct
 from router.passthrough.events import error_event
 from router.passthrough.headers import value_of
@@ -46,7 +46,6 @@ from router.reserved import ReleaseRequest, reserved, waits
 from router.roster import Roster
 from router.service import RouterService
 from router.supposing import asked
-from router.tokenizer import ModelTokenizer
 from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -57,8 +56,7 @@ ROUTE_PATH = "/v1/route"
 RESERVE_PATH = "/v1/route/reserve"
 RELEASE_PATH = "/v1/route/release"
 
-MOST_LOOKED_UP = 16
-"""A body so many times as long as a long prompt is not even rendered on the event loop: that alone would take more than a millisecond."""
+_MOST_RELEASE_BYTES = 64 * 1024
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
@@ -75,7 +73,6 @@ class Edge:
     def __init__(self, service: RouterService, tracing: Tracing | None) -> None:
         self.service = service
         self._tracing = tracing
-        self._decoder = RequestDecoder()
         self._watches = Watches()
         self._unstreamed, self._located = Unstreamed(service), Located()
         self._direct = Direct(service, self._located)
@@ -131,6 +128,8 @@ class Edge:
         headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
         exchange = self._begin(path, headers)
         exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
+        exchange.address = _address(scope)
+        share: BodyShare | None = None
         fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
         watch = Watch(receive)
         reply = Reply(send, watch.stop)
@@ -141,7 +140,8 @@ class Edge:
                 fixed.append((b"connection", b"close"))
                 raise _stopping("the router is stopping; ask again, on another connection")  # noqa: TRY301
             self._admit(exchange, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
-            body = await read_body(scope, receive, service.config.max_body_bytes)
+            share = service.body_budget.share(exchange.client)
+            body = await read_body(scope, receive, service.config.max_body_bytes, share)
             self._watches.start(watch, exchange.request_id)
             await answer(exchange, reply, fixed, body)
             outcome = _outcome(reply.status)
@@ -161,6 +161,8 @@ class Edge:
                 outcome = Outcome.FAILED
         finally:
             watch.stop()
+            if share is not None:
+                share.release()
             service.metrics.in_flight.dec()
             exchange.status = reply.status
             exchange.finish(outcome, service.clock(), service.metrics)
@@ -192,15 +194,15 @@ class Edge:
 
     async def _answer_chat(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
         if not await self._passed_on(exchange, reply, headers, body):
-            await self._answer(exchange, reply, headers, body, self._decoder.chat(body))
+            await self._answer(exchange, reply, headers, body, "chat")
 
     async def _answer_text(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
         if not await self._passed_on(exchange, reply, headers, body):
-            await self._answer(exchange, reply, headers, body, self._decoder.text(body))
+            await self._answer(exchange, reply, headers, body, "text")
 
     async def _passed_on(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> bool:
         """Whether the request was one for servers that speak text: those judge it themselves, whatever it says."""
-        asked = self._for_text_servers(exchange, body)
+        asked = await self._for_text_servers(exchange, body)
         if asked is None:
             return False
         exchange.body_bytes = len(body)
@@ -214,7 +216,7 @@ class Edge:
         if route.kind is not Kind.INFERENCE:
             await self._direct.run(route, exchange, reply, headers, Sent(method, "", _target(exchange), [], body))
             return
-        asked = self._for_text_servers(exchange, body)
+        asked = await self._for_text_servers(exchange, body)
         exchange.body_bytes = len(body)
         if asked is None or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
             said = f"the engines of this fleet serve chat and completions; no server behind this router takes {exchange.path}"
@@ -241,11 +243,11 @@ class Edge:
         )
         await Relay(self.service, exchange, reply, headers, request, self._unstreamed, self._located).run()
 
-    def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
+    async def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
         """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
         if not self.service.view.serves_text and not self.service.config.backends:
             return None
-        asked = passthrough_body.read(body, value_of(exchange.client_headers, b"content-type"))
+        asked = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
         model = self._text_model(asked.model)
         if model is None:
             return None
@@ -270,16 +272,18 @@ class Edge:
         live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
         return default if len(view.roster(default).targets) == live else named
 
-    async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, request: Request) -> None:
+    async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, kind: BodyKind) -> None:
+        decoded = await self.service.bodies.read(exchange.client, kind, body)
+        request = decoded.request
         self._note(exchange, request)
         exchange.body_bytes = len(body)
         roster = await self.service.waiting.live_roster(exchange, request.model)
         settings = sampling(request, self.service.config.max_choices)
-        prompt_ids = await self._tokenise(request, self._tokenizer(roster), len(body))
+        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
         courses = self._courses(request, settings, roster, prompt_ids)
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
-        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-        exchange.answer_id = f"{kind}-{exchange.decision_id}"
+        prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+        exchange.answer_id = f"{prefix}-{exchange.decision_id}"
         head = Head(id=exchange.answer_id, model=request.model, created=int(time.time()))
         answer = answer_for(request, head, len(courses))
         await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
@@ -297,6 +301,8 @@ class Edge:
         await reply.whole(200, [*headers, *_about(decision)], answer)
 
     async def _release(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        if len(body) > _MOST_RELEASE_BYTES:
+            raise ApiError(413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large")
         try:
             asked = msgspec.json.decode(body, type=ReleaseRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -320,17 +326,18 @@ class Edge:
 
     async def _need(self, exchange: Exchange, body: bytes) -> Need:
         """What serving the request's first prompt once would be decided on."""
-        asked = self._for_text_servers(exchange, body)
+        asked = await self._for_text_servers(exchange, body)
         if asked is not None and self.service.picker.roster(exchange.model).dialect == "text":
-            keys = exchange.keys(CHAT_PATH if passthrough_body.is_chat(body) else TEXT_PATH)
-            text, output = TextPrompt(asked.prompt, exchange.model, exchange.block_seed), self._expected(asked.max_tokens)
-            return Need(exchange.model, text, 0, output, None, exchange.request_id, keys, owner=exchange.owner)
-        request = self._decoder.either(body)
+            keys = exchange.keys(CHAT_PATH if asked.is_chat else TEXT_PATH)
+            text = TextPrompt(asked.prompt, exchange.model, exchange.block_seed, asked.prompt_bytes)
+            return Need(exchange.model, text, 0, self._expected(asked.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
+        decoded = await self.service.bodies.read(exchange.client, "either", body)
+        request = decoded.request
         self._note(exchange, request)
         roster = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         settings = sampling(request, self.service.config.max_choices)
-        prompt_ids = await self._tokenise(request, self._tokenizer(roster), len(body))
+        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
         course = self._courses(request, settings, roster, prompt_ids)[0]
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
@@ -368,28 +375,15 @@ class Edge:
 
     # Prompts as ids
 
-    def _tokenizer(self, roster: Roster) -> ModelTokenizer:
-        tokenizer = self.service.tokenizer(roster.tokenizer)
-        if tokenizer is None:
+    async def _tokenise(self, exchange: Exchange, decoded: Decoded, settings: Sampling, roster: Roster) -> list[list[int]]:
+        """The ids of each prompt."""
+        tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
+        if tokenizer is None or roster.tokenizer is None:
             raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
-        return tokenizer
-
-    async def _tokenise(self, request: Request, tokenizer: ModelTokenizer, size: int) -> list[list[int]]:
-        """The ids of each prompt. What is long and not known yet is encoded off the event loop. size: bytes of the body."""
         started = time.perf_counter()
-        long = self.service.config.long_prompt_characters
-        loop, threads = asyncio.get_running_loop(), self.service.threads
-        if size <= long:
-            found = _ids_of(request, tokenizer)
-        elif size > MOST_LOOKED_UP * long or not isinstance(request, ChatRequest):
-            found = await loop.run_in_executor(threads, _ids_of, request, tokenizer)
-        else:
-            segments = tokenizer.segments(_rendered(request, tokenizer))
-            if segments.unknown > long:
-                found = [await loop.run_in_executor(threads, tokenizer.encode_segments, segments)]
-            else:
-                found = [tokenizer.encode_segments(segments)]
-        self.service.metrics.tokenise.observe(time.perf_counter() - started)
+        room = Room(roster.largest_context, max(1, service.config.max_choices // settings.n))
+        found = await service.bodies.ids(exchange.client, decoded, tokenizer, roster.tokenizer, room)
+        service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
     def _courses(self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]]) -> list[Course]:
@@ -409,6 +403,12 @@ class Edge:
 def _target(exchange: Exchange) -> str:
     """Path and query, as they go to a server."""
     return exchange.path + (f"?{exchange.query.decode('latin-1')}" if exchange.query else "")
+
+
+def _address(scope: Scope) -> str:
+    """Of the client; "" where its connection has none (a Unix socket)."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
 
 
 def _about(decision: Decision) -> Headers:
@@ -454,23 +454,6 @@ def _outcome(status: int) -> Outcome:
     if status == 429:
         return Outcome.SATURATED
     return Outcome.REFUSED if status < 500 else Outcome.UNAVAILABLE
-
-
-def _rendered(request: ChatRequest, tokenizer: ModelTokenizer) -> str:
-    return tokenizer.render(text_messages(request), request.chat_template_kwargs)
-
-
-def _ids_of(request: Request, tokenizer: ModelTokenizer) -> list[list[int]]:
-    """Pure but for the tokenizer; may run in a thread."""
-    if isinstance(request, ChatRequest):
-        return [tokenizer.encode_rendered(_rendered(request, tokenizer))]
-    found = [tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts(request)]
-    for ids in found:
-        if not ids:
-            raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
-        if max(ids) >= tokenizer.vocabulary:
-            raise ApiError(400, f"prompt: token id {max(ids)} is outside the vocabulary of {tokenizer.vocabulary}", param="prompt", code="invalid_value")
-    return found
 
 
 def _max_tokens(request: Request, settings: Sampling, prompt_tokens: int, context: int) -> int:

@@ -46,6 +46,8 @@ class Exchange:
         self.decision_id = decision_id
         """of the first decision; later ones add a suffix"""
         self.path = path
+        self.address = ""
+        """of the client's end of the connection; "": it is this process itself, or the bus"""
         self.session: str | None = None
         self.tenant: str | None = None
         """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
@@ -99,6 +101,11 @@ class Exchange:
     def owner(self) -> Owner:
         """The tenant that it belongs to, for its decisions."""
         return Owner(self.caller.tenant, self.salt)
+
+    @property
+    def client(self) -> str:
+        """Whose turn it is, where requests have turns: the tenant's, or the address's where keys name no tenants."""
+        return self.caller.tenant or self.address
 
     def keys(self, path: str | None = None) -> Keys:
         """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""

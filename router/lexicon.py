@@ -28,10 +28,20 @@ class Lexicon:
         self._changed = changed
         self.seen = SegmentCache(seen_bytes) if seen_bytes else None
         self._known: dict[str, ModelTokenizer] = {}
+        self._archives: dict[str, bytes] = {}
         self._due: Chores[str] = Chores(_MOST)
 
     def get(self, digest: str | None) -> ModelTokenizer | None:
         return None if digest is None else self._known.get(digest)
+
+    def archive(self, digest: str) -> bytes | None:
+        """What a known tokenizer was read from, for other processes."""
+        return self._archives.get(digest)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Those of the tokenizers that can be used."""
+        return tuple(self._known)
 
     def want(self, digest: str) -> str | None:
         """Fetch it unless it is known. Returns why it cannot be used now, None when it can."""
@@ -44,6 +54,7 @@ class Lexicon:
         """Forget what no engine names any more."""
         for digest in self._known.keys() - digests:
             self._known.pop(digest).forget_segments()
+            self._archives.pop(digest, None)
 
     async def run(self, bus: Bus) -> None:
         """Fetch until cancelled."""
@@ -64,4 +75,5 @@ class Lexicon:
             log.error("tokenizer %s cannot be used: %s", digest, error)  # noqa: TRY400 the text says it all
             self._changed(digest, f"its tokenizer cannot be used: {error}")
         else:
+            self._archives[digest] = archive
             self._changed(digest, None)

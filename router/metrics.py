@@ -76,6 +76,7 @@ class RouterMetrics:
         self._about_decisions()
         self._about_hindsight()
         self._about_waiting()
+        self._about_bodies()
         self._about_failures()
         self._about_listening()
         self._about_others()
@@ -136,6 +137,12 @@ class RouterMetrics:
         self._queued = self._gauge("queue_requests", "Requests that wait for a place", "class")
         self._queue_wait = self._histogram("queue_wait_seconds", "Wait for a place, of those that did not get one at once", _LATENCY, "class")
         self._refused = self._counter("refused", "Requests refused for want of a place, by class and the answer's code", "class", "code")
+
+    def _about_bodies(self) -> None:
+        """Memory of bodies, and the processes that read large ones."""
+        self._bodies_bytes = self._gauge("bodies_bytes", "Memory that the bodies of open requests take")
+        self._large_bodies = self._gauge("large_bodies_waiting", "Large bodies that wait for a process to read them")
+        self._bodies_counted = self._tally("bodies", "Bodies refused for want of memory; processes for large ones started, and died in the middle", "event")
 
     def _about_failures(self) -> None:
         self._retries = self._counter("retries", "Attempts that failed, by how", "cause")
@@ -310,6 +317,13 @@ class RouterMetrics:
         self._peers.set(routers)
         self._peer_bookings.set(bookings)
         self._peer_bookings_over.values = defaultdict(float, {("expired",): expired, ("refused",): refused})
+
+    def bodies(self, held: int, refused: int, waiting: int, started: int, died: int) -> None:
+        """How the bodies of requests stand: bytes held, large ones that wait; refused bodies and processes count from the start."""
+        self._bodies_bytes.set(held)
+        self._large_bodies.set(waiting)
+        for event, count in (("refused", refused), ("process_started", started), ("process_died", died)):
+            self._bodies_counted.values[event,] = count
 
     def reservations(self, is_open: int, released: int, expired: int) -> None:
         """How reservations of other data planes stand; the last two count from the start."""

@@ -69,10 +69,12 @@ class TokenPrompt(_Blocked):
 class TextPrompt(_Blocked):
     """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
 
-    def __init__(self, text: bytes, model: str, seed: int = SEED) -> None:
-        """model: a server that serves several shares no prefix between them: its blocks are kept by model."""
+    def __init__(self, text: bytes, model: str, seed: int = SEED, size: int | None = None) -> None:
+        """model: a server that serves several shares no prefix between them: its blocks are kept by model. size: bytes of the whole prompt,
+        where `text` is only what it begins with."""
         super().__init__(seed)
         self._text = text
+        self._size = len(text) if size is None else size
         self._scope = xxhash.xxh3_64_digest(model.encode())
 
     @property
@@ -81,7 +83,7 @@ class TextPrompt(_Blocked):
 
     @property
     def tokens(self) -> int:
-        return max(1, len(self._text) // BYTES_PER_TOKEN)
+        return max(1, self._size // BYTES_PER_TOKEN)
 
     def _chain(self, block_size: int) -> Chain:
         text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fleet.completions import ApiError
+from router.body_budget import BODIES_FULL
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -57,6 +58,6 @@ def error_headers(error: ApiError) -> Headers:
         headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.status in (401, 403, 413):
+    if error.status in (401, 403, 413) or error.code == BODIES_FULL:
         headers.append((b"connection", b"close"))  # the body, or the rest of it, is not read
     return headers

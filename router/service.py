@@ -18,6 +18,8 @@ from bus import Bus, BusError
 from bus.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.events import ConfigChanged
+from router.bodies.reader import BodyReader
+from router.body_budget import BodyBudget
 from router.config import RouterConfig
 from router.course import Failure
 from router.credentials import Credentials
@@ -95,6 +97,8 @@ class RouterService:
         self.picker = Picker(self.view, reservations, KvIndex(holders), Prefixes(config.prefix_blocks_per_rank, holders), config)
         self.retries = RetryBudget(config.retry_share, config.least_retries)
         self.lexicon = Lexicon(self.threads, self._tokenizer_changed, config.segment_cache_bytes)
+        self.body_budget = BodyBudget(config.bodies_bytes)
+        self.bodies = BodyReader(config, self.lexicon)
         self.hindsight = Hindsight(self.picker, self.metrics, self.threads, clock, bus, subjects)
         self.waiting = WaitingRoom(self)
         told = self.forget_worker, self.hindsight.reported, self.waiting.wake
@@ -137,6 +141,7 @@ class RouterService:
         """Listen, probe and sweep until cancelled."""
         async with AsyncExitStack() as stack:
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
+            await stack.enter_async_context(self.bodies)
             stack.callback(self.waiting.close)
             await stack.enter_async_context(self.upstream)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -158,17 +163,17 @@ class RouterService:
 
     def reconfigure(self, new: RouterConfig) -> ConfigChanged:
         """Use other settings, and the files of keys as they are now, from the next request on: all of them, or, when one needs a restart, none;
-        the answer says which. OSError or ValueError when a file of keys or authorities cannot be used: nothing is changed."""
+        the answer says which. OSError or ValueError when a file of keys cannot be used: nothing is changed."""
         said = reloaded(self.config, new, self.instance)
         if said.refused is not None:
             return said
         credentials = Credentials.read(new)
-        self.upstream.reconfigure(new)
         said = msgspec.structs.replace(said, changed=said.changed | self.credentials.changes(credentials))
         self._use(credentials)
         if said.changed:
             self.config = new
             self.picker.reconfigure(new)
+            self.upstream.reconfigure(new)
             self.retries.reconfigure(new.retry_share, new.least_retries)
         return said
 
@@ -438,10 +443,15 @@ class RouterService:
         """What was booked elsewhere, or for somebody else, ends with its time."""
         for booking in self.reserved.due(now):
             self.release(booking)
+        self._count_bodies()
         self.metrics.reservations(len(self.reserved), self.reserved.released, self.reserved.expired)
         if self.peers is not None:
             self.peers.sweep()
             self.metrics.bus_silent.set(self.bus_silent)
+
+    def _count_bodies(self) -> None:
+        budget, workers = self.body_budget, self.bodies.workers
+        self.metrics.bodies(budget.held, budget.refused, workers.waiting, workers.started, workers.died)
 
     def _judge(self, now: float) -> None:
         """Outliers are left alone, or let go; and metrics hear who is left alone now."""

@@ -9,11 +9,11 @@ import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.completions import Usage as CountedUsage
+from router.bodies.passthrough import Asked
 from router.course import Failure
 from router.decision import Decision
 from router.exchange import Exchange
 from router.foreign_routings import Tap, Usage
-from router.passthrough.body import Asked
 from router.passthrough.events import EventStream
 from router.passthrough.headers import to_client, to_server, value_of
 from router.passthrough.located import Located, Place, object_id
@@ -88,7 +88,7 @@ class Relay:
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
-        self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed)
+        self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes)
         self._failures: tuple[tuple[RankKey, Failure], ...] = ()
         self._reported = False
         """the answer named the experts that were chosen"""

@@ -288,7 +288,7 @@ async def test_a_broken_decision_does_not_stop_the_waiting_of_others(open_house:
 
     digest = service.view.roster("demo").tokenizer
     exchange = Exchange("broken", "broken", CHAT, service.clock())
-    bad = asyncio.create_task(service.waiting.admit(exchange, Need("demo", Broken(b"x"), 0, 1, digest), "", FIRST_TRY, begun=True), name="is broken")
+    bad = asyncio.create_task(service.waiting.admit(exchange, Need("demo", Broken(b"x", "demo"), 0, 1, digest), "", FIRST_TRY, begun=True), name="is broken")
     await until(lambda: len(service.waiting) == 1)
     good = begin(house)
     await until(lambda: len(service.waiting) == 2)

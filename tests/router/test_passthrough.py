@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.passthrough.body import read
+from router.bodies.passthrough import read
 from router.passthrough.events import EventStream, error_event
 from router.passthrough.headers import to_client, to_server
 from tests.router.foreign import ForeignServer, in_front_of, saying, serving, streaming
@@ -89,7 +89,7 @@ def test_the_model_of_a_multipart_body_is_found_behind_a_file_that_looks_like_on
     body = (
         b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n\x00\xff' + decoy + b"\r\n"
         b'--XY\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
-        b'--XY\r\nContent-Disposition: form-data; name=stream\r\n\r\ntrue\r\n--XY--\r\n'
+        b"--XY\r\nContent-Disposition: form-data; name=stream\r\n\r\ntrue\r\n--XY--\r\n"
     )
     asked = read(body, 'multipart/form-data; charset=utf-8; boundary="XY"')
     assert (asked.model, asked.stream) == ("whisper-1", True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from deploy.demo_model import checkpoint_path
-from router.passthrough.body import read
+from router.bodies.passthrough import read
 from router.segments import MOST_SEGMENTS, Cutter, SegmentCache
 from router.tokenizer import ModelTokenizer, first_difference
 from tests.router.encoding import whole, wrong_in_threads
@@ -214,14 +214,14 @@ async def test_only_what_is_new_of_a_long_conversation_leaves_the_event_loop(ope
     rank = await serve_rank(MockRank(packed))
     await house.join("alone", [rank.url], packed)
     left = 0
-    submit = house.service.threads.submit
+    submit = house.service.bodies.threads.submit
 
     def counted(*work: Any) -> Any:
         nonlocal left
         left += 1
         return submit(*work)
 
-    monkeypatch.setattr(house.service.threads, "submit", counted)
+    monkeypatch.setattr(house.service.bodies.threads, "submit", counted)
     turns = [("system", "words in a row " * 100)]
     for words, leaves in (("hi", 1), ("and now", 1), ("so " * 400, 2), ("bye", 2)):
         turns += [("user", words)]

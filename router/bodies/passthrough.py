@@ -34,6 +34,10 @@ class Asked(NamedTuple):
     cache_salt: str | None = None
     refers_to: str | None = None
     """id of an object of an earlier answer, which only its server knows"""
+    is_chat: bool = False
+    """it has messages; else it is taken for a completions body"""
+    prompt_bytes: int | None = None
+    """of the whole prompt, where `prompt` is only what it begins with"""
 
 
 class _Fields(msgspec.Struct, frozen=True):
@@ -87,15 +91,8 @@ def read(body: bytes, content_type: str) -> Asked:
         top_p=_number(_value(fields.top_p)),
         cache_salt=_text(_value(fields.cache_salt)),
         refers_to=next((reference for reference in references if reference), None),
+        is_chat=bool(bytes(fields.messages)),
     )
-
-
-def is_chat(body: bytes) -> bool:
-    """Whether it has messages; else it is taken for a completions body."""
-    try:
-        return bool(bytes(_FIELDS.decode(body).messages))
-    except _FAULTS:
-        return False
 
 
 def _value(raw: msgspec.Raw) -> Any:

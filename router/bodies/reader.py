@@ -1,0 +1,111 @@
+"""Requests and the ids of their prompts, made of bodies wherever that keeps the event loop shortest.
+
+Small bodies are read on the loop. What is long of them is tokenised in a thread, whose encoder gives the interpreter up. Bodies beyond
+`large_body_bytes` go to other processes: decoding and rendering them would keep the interpreter for milliseconds, in any thread.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import NamedTuple, TypeVar
+
+from router.bodies import passthrough, tasks
+from router.bodies.passthrough import Asked
+from router.bodies.pool import BodyWorkers
+from router.bodies.tasks import Kind, Room
+from router.bodies.turns import Turns
+from router.config import RouterConfig
+from router.lexicon import Lexicon
+from router.openai import ChatRequest, Request
+from router.tokenizer import ModelTokenizer
+
+_THREADS = 2
+_MOST_WAITING = 4096
+"""prompts for a thread"""
+_Result = TypeVar("_Result")
+
+
+class Decoded(NamedTuple):
+    """A request and the body that it was read from. is_large: `request` is abridged, and the body is read again where ids are made."""
+
+    kind: Kind
+    body: bytes
+    request: Request
+    is_large: bool
+
+
+class BodyReader:
+    """Threads and processes that make ids. Processes end with the context; outside of it large bodies are refused.
+
+    `client` is who has turns of its own: a tenant, or an address.
+    """
+
+    def __init__(self, config: RouterConfig, lexicon: Lexicon) -> None:
+        self._large = config.large_body_bytes
+        self._long = config.long_prompt_characters
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="roost-tokenise")
+        self._turns = Turns("prompts", _THREADS, _MOST_WAITING, _MOST_WAITING // 2)
+        self._stack = AsyncExitStack()
+        self.workers = BodyWorkers(
+            config.large_body_processes,
+            config.large_bodies_waiting,
+            config.large_bodies_per_client,
+            memory_bytes=config.large_body_process_bytes,
+            seen_bytes=config.segment_cache_bytes // config.large_body_processes,
+            archive=lexicon.archive,
+            digests=lambda: lexicon.digests,
+        )
+
+    async def __aenter__(self) -> "BodyReader":
+        self._stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
+        await self._stack.enter_async_context(self.workers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def read(self, client: str, kind: Kind, body: bytes) -> Decoded:
+        """ApiError 400 naming the field; 429 and 503 when there is no turn for a large body."""
+        if len(body) <= self._large:
+            return Decoded(kind, body, tasks.decode(kind, body), is_large=False)
+        return Decoded(kind, body, await self.workers.read(client, kind, body), is_large=True)
+
+    async def read_passthrough(self, client: str, body: bytes, content_type: str) -> Asked:
+        """What routing uses of a request to a server that speaks text. ApiError 429 and 503 as `read`."""
+        if len(body) <= self._large:
+            return passthrough.read(body, content_type)
+        return await self.workers.read_passthrough(client, content_type, body)
+
+    async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: Room) -> list[list[int]]:
+        """The ids of each prompt. ApiError 400 for what has none, or does not fit; 429 and 503 as `read`."""
+        request = decoded.request
+        if decoded.is_large:
+            return await self.workers.encode(client, decoded.kind, decoded.body, digest, room)
+        if len(decoded.body) <= self._long:
+            return tasks.ids_of(request, tokenizer, room)
+        if not isinstance(request, ChatRequest):
+            return await self._in_thread(client, lambda: tasks.ids_of(request, tokenizer, room))
+        segments = tokenizer.segments(tasks.rendered(request, tokenizer, room))
+        if segments.unknown > self._long:
+            ids = await self._in_thread(client, lambda: tokenizer.encode_segments(segments))
+        else:
+            ids = tokenizer.encode_segments(segments)
+        tasks.refuse_longer(len(ids), room, "messages")
+        return [ids]
+
+    async def _in_thread(self, client: str, work: Callable[[], _Result]) -> _Result:
+        """In the turn of the client. The place is kept until the work is done, also when its client has left."""
+        await self._turns.take(client)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self.threads, work)
+        except BaseException:
+            self._turns.give_back()
+            raise
+        running.add_done_callback(self._thread_ended)
+        return await asyncio.shield(running)
+
+    def _thread_ended(self, running: "asyncio.Future[_Result]") -> None:
+        if not running.cancelled():
+            running.exception()  # its client may have left
+        self._turns.give_back()

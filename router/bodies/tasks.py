@@ -1,0 +1,144 @@
+"""What is done with the body of a request: read its fields, make the token ids of its prompts. Pure but for the tokenizer's cache."""
+
+import hashlib
+import json
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from fleet.completions import ApiError
+from router.bodies import passthrough
+from router.openai import ChatRequest, Request, RequestDecoder, TextRequest, prompts, text_messages
+from router.tokenizer import ModelTokenizer
+
+Kind = Literal["chat", "text", "either"]
+"""of a body: chat completions, completions, or one of both"""
+MOST_PREFIX_BYTES = 256 * 1024
+"""of a prompt are kept for guessing the prefix that a server has cached"""
+_LONGEST_KEPT = 2048
+_MOST_KEPT = 8
+_DEEPEST_KEPT = 4
+_Value = TypeVar("_Value")
+
+_DECODER = RequestDecoder()
+
+
+class Room(NamedTuple):
+    """What the prompts of one request must fit into."""
+
+    context: int
+    """tokens of the model's largest context, prompt and answer together"""
+    prompts: int
+    """most prompts"""
+
+
+def decode(kind: Kind, body: bytes) -> Request:
+    """ApiError 400 naming the field."""
+    if kind == "chat":
+        return _DECODER.chat(body)
+    return _DECODER.text(body) if kind == "text" else _DECODER.either(body)
+
+
+def read(kind: Kind, body: bytes) -> Request:
+    """The fields of a request, every value cut to a size that costs nothing, so that it is still refused for what was wrong with it; the prompts
+    are left out. ApiError 400 naming the field."""
+    request = decode(kind, body)
+    fields = {name: _abridged(getattr(request, name), _DEEPEST_KEPT) for name in request.__struct_fields__}
+    if isinstance(request, ChatRequest):
+        fields["messages"] = [{"role": "user", "content": ""}]
+    else:
+        fields["prompt"] = "-"
+    return type(request)(**fields)
+
+
+def read_passthrough(content_type: str, body: bytes) -> passthrough.Asked:
+    """As `passthrough.read`, with the prompt and long strings cut."""
+    asked = passthrough.read(body, content_type)
+    cut: dict[str, Any] = {name: abridged(value) for name, value in asked._asdict().items() if isinstance(value, str)}
+    return asked._replace(prompt=asked.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(asked.prompt), **cut)
+
+
+def abridged(value: str) -> str:
+    """A long string cut, in such a way that different ones (salts, say) stay different."""
+    if len(value) <= _LONGEST_KEPT:
+        return value
+    return value[:_LONGEST_KEPT] + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _abridged(value: _Value, depth: int) -> _Value | Any:
+    """The value; long strings and large collections cut."""
+    if isinstance(value, str):
+        return abridged(value)
+    if isinstance(value, list | dict) and not depth:
+        return type(value)()
+    if isinstance(value, list):
+        return [_abridged(one, depth - 1) for one in value[:_MOST_KEPT]]
+    if isinstance(value, dict):
+        return {key[:_LONGEST_KEPT]: _abridged(one, depth - 1) for (key, one), _ in zip(value.items(), range(_MOST_KEPT), strict=False)}
+    return value
+
+
+def ids_of(request: Request, tokenizer: ModelTokenizer, room: Room) -> list[list[int]]:
+    """The ids of each prompt. ApiError 400 for what has none, or does not fit; what is sure not to fit is refused before it is tokenised."""
+    if isinstance(request, ChatRequest):
+        return [chat_ids(rendered(request, tokenizer, room), tokenizer, room)]
+    _refuse_many(request, room)
+    found = [_prompt_ids(prompt, tokenizer, room) for prompt in prompts(request)]
+    for ids in found:
+        if not ids:
+            raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+        if max(ids) >= tokenizer.vocabulary:
+            raise ApiError(400, f"prompt: token id {max(ids)} is outside the vocabulary of {tokenizer.vocabulary}", param="prompt", code="invalid_value")
+    return found
+
+
+def rendered(request: ChatRequest, tokenizer: ModelTokenizer, room: Room) -> str:
+    """The text that is to be tokenised. ApiError 400 when it cannot fit."""
+    text = tokenizer.render(text_messages(request), request.chat_template_kwargs)
+    refuse_longer(tokenizer.fewest_tokens(text), room, "messages", at_least=True)
+    return text
+
+
+def chat_ids(text: str, tokenizer: ModelTokenizer, room: Room) -> list[int]:
+    """The ids of a rendered conversation. ApiError 400 when they do not fit."""
+    ids = tokenizer.encode_rendered(text)
+    refuse_longer(len(ids), room, "messages")
+    return ids
+
+
+def _prompt_ids(prompt: str | list[int], tokenizer: ModelTokenizer, room: Room) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
+    refuse_longer(tokenizer.fewest_tokens(prompt), room, "prompt", at_least=True)
+    ids = tokenizer.encode_prompt(prompt)
+    refuse_longer(len(ids), room, "prompt")
+    return ids
+
+
+def _refuse_many(request: TextRequest, room: Room) -> None:
+    """Refuse too many prompts, and prompts of too many ids, before each of them is looked at."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return
+    if isinstance(prompt[0], int):
+        refuse_longer(len(prompt), room, "prompt")
+        return
+    if len(prompt) > room.prompts:
+        raise ApiError(400, f"{len(prompt)} prompts are more than {room.prompts}", param="prompt", code="invalid_value")
+    for one in prompt:
+        if isinstance(one, list):
+            refuse_longer(len(one), room, "prompt")
+
+
+def refuse_longer(tokens: int, room: Room, param: str, *, at_least: bool = False) -> None:
+    """ApiError 400 for a prompt that leaves no room for an answer; in the words that clients of OpenAI look for."""
+    if tokens < room.context:
+        return
+    count = f"at least {tokens}" if at_least else str(tokens)
+    said = f"This model's maximum context length is {room.context} tokens. However, your {param} resulted in {count} tokens. Please reduce their length."
+    raise ApiError(400, said, param=param, code="context_length_exceeded")
+
+
+def as_json(request: Request) -> bytes:
+    """For another process."""
+    return json.dumps(msgspec.to_builtins(request)).encode()  # msgspec encodes no integers beyond 64 bits
