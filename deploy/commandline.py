@@ -36,6 +36,7 @@ NATS: str | None = None
 ClientKeysOption = Annotated[
     Path | None, typer.Option("--client-keys", metavar="FILE", help="File of keys that clients must present, one per line; without it none is asked for.")
 ]
+CaOption = Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="PEM file of the authorities that vouch for an https:// router.")]
 TlsCertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM certificate of the door; with --tls-key it speaks TLS.")]
 TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM key of the certificate.")]
 TlsTerminatedOption = Annotated[bool, typer.Option("--tls-terminated", help="A proxy or a service mesh in front does TLS: listen without it.")]
@@ -172,7 +173,8 @@ def router_url(settings: Configuration) -> str:
         run = running()
         if run is not None and run.router is not None:
             return run.router
-    return f"http://{chosen.host}:{chosen.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(chosen.host, chosen.host)
+    return f"http{'' if chosen.tls_cert is None else 's'}://{host}:{chosen.port}"
 
 
 def key_from(file: Path | None) -> str | None:

@@ -17,6 +17,7 @@ from deploy.commandline import (
     JSON,
     NATS,
     USAGE,
+    CaOption,
     ConfigOption,
     JsonOption,
     KeyFileOption,
@@ -61,6 +62,7 @@ def status(
     engine: Annotated[str | None, typer.Argument(help="Only this engine.  [default: all]", show_default=False)] = None,
     url: UrlOption = None,
     api_key_file: KeyFileOption = None,
+    ca: CaOption = None,
     nats: NatsOption = NATS,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
@@ -71,7 +73,7 @@ def status(
     from deploy.view_status import show_status
 
     settings = with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig))
-    door = RouterDoor(url or router_url(settings), key_from(api_key_file))
+    door = RouterDoor(url or router_url(settings), key_from(api_key_file), ca)
     backends = backends_if_any(door) if url is None else backends_of(door)
     if url is not None or (backends and not names_bus(settings)):
         show_backends(door, [one for one in backends if engine in (None, one.name)], as_json=as_json)
@@ -146,6 +148,7 @@ def explain(
     ] = None,
     router: Annotated[str | None, typer.Option("--router", metavar="URL", help="The router; default: that of the running `roost up`.")] = None,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")] = None,
+    ca: CaOption = None,
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -157,7 +160,7 @@ def explain(
     if decision is not None and (session, tenant, without, gone) != (None,) * 4:
         fail("--session, --tenant, --without and --gone are for a prompt: a served decision is read back as it was made", USAGE)
     settings = settings_from(config, {}, RouterConfig)
-    door = RouterDoor(router or router_url(settings), key_from(api_key_file))
+    door = RouterDoor(router or router_url(settings), key_from(api_key_file), ca)
     if decision is not None:
         answer = door.get(f"/v1/decisions/{decision}")
     else:

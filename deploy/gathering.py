@@ -65,7 +65,9 @@ class Gathering(asyncio.Transport):
         if self._real.is_closing():
             return
         self.flush()
-        unsent = self._real.get_write_buffer_size()  # a TLS transport that was closed cannot say
+        if self._real.is_closing():
+            return  # a TLS transport that is closed twice can be asked nothing more
+        unsent = self._real.get_write_buffer_size()
         self._real.close()
         if unsent:
             self._loop.call_later(self._linger_seconds, self._real.abort)

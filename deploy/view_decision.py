@@ -1,13 +1,15 @@
 """A routing decision in words: asked of a router, before a request is run or after it was served."""
 
 import json
+import ssl
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from deploy.commandline import console, fail, table
+from deploy.commandline import USAGE, console, fail, table
 from router.foresight import PredictionRecord
 from router.record import Candidate, DecisionRecord
 from router.scoring import TERMS
@@ -36,10 +38,17 @@ WHYS = {
 class RouterDoor:
     """Asks a router; ends the command with the router's own words when it refuses."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, ca: Path | None = None) -> None:
+        """ca: PEM file of authorities that vouch for an https:// router, instead of the system's; ends the command when it cannot be used."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if ca is not None:
+            try:
+                handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca)))
+            except OSError as error:
+                fail(f"--ca {ca}: {error}", USAGE)
+        self._opener = urllib.request.build_opener(*handlers)
 
     @property
     def url(self) -> str:

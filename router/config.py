@@ -68,7 +68,9 @@ class BackendConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: {self.url!r} must start with http:// or https://")
+            raise ValueError(f"url: {without_secrets(self.url)!r} must start with http:// or https://")
+        if without_secrets(self.url) != self.url:
+            raise ValueError(f"url: {without_secrets(self.url)!r} names a user, which is not sent; put the server's key into a key_file")
         for name in ("max_requests", "prompt_tokens_per_second", "output_tokens_per_second", "sequence_ms"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -108,7 +110,7 @@ class RouterConfig:
     fleet_secret_file: Path | None = None
     """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
     upstream_ca: Path | None = None
-    """PEM file of authorities that vouch for https:// ranks and backends, beside the system's"""
+    """PEM file of authorities that vouch for https:// ranks and backends, beside the system's; read again at a reload"""
     passthrough_admin: tuple[str, ...] = ()
     """paths of servers' administration that pass for callers with the right admin, such as /v1/load_lora_adapter; the header x-roost-server names
     the server"""

@@ -258,7 +258,10 @@ class Upstream:
             self._client = None
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Calls that begin from now on have these limits of time."""
+        """Calls that begin from now on have these limits of time, and believe the authorities of `upstream_ca` as its file is now. OSError when
+        that cannot be used: nothing is changed."""
+        if config.upstream_ca is not None and self._client is not None:
+            self._client.trust(config.upstream_ca)
         self._config = config
 
     def call(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Call:

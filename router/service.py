@@ -163,17 +163,17 @@ class RouterService:
 
     def reconfigure(self, new: RouterConfig) -> ConfigChanged:
         """Use other settings, and the files of keys as they are now, from the next request on: all of them, or, when one needs a restart, none;
-        the answer says which. OSError or ValueError when a file of keys cannot be used: nothing is changed."""
+        the answer says which. OSError or ValueError when a file of keys or authorities cannot be used: nothing is changed."""
         said = reloaded(self.config, new, self.instance)
         if said.refused is not None:
             return said
         credentials = Credentials.read(new)
+        self.upstream.reconfigure(new)
         said = msgspec.structs.replace(said, changed=said.changed | self.credentials.changes(credentials))
         self._use(credentials)
         if said.changed:
             self.config = new
             self.picker.reconfigure(new)
-            self.upstream.reconfigure(new)
             self.retries.reconfigure(new.retry_share, new.least_retries)
         return said
 

@@ -242,7 +242,13 @@ class HttpClient:
         self._keepalive = keepalive_seconds
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._origins: dict[str, Origin] = {}
-        self._tls: ssl.SSLContext | None = None if ca is None else _verifying(ca)
+        self._tls: ssl.SSLContext | None = None
+        if ca is not None:
+            self.trust(ca)
+
+    def trust(self, ca: Path) -> None:
+        """New connections believe the authorities that the file has now, beside the system's. OSError when it cannot be used."""
+        self._tls = _verifying(ca)
 
     def origin(self, url: str) -> Origin:
         """ValueError for what is no http(s) URL."""

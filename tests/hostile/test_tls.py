@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 from deploy.doors import listen, probe, url_of
+from deploy.gathering import Gathering
 from deploy.serving import HttpFace
 from deploy.tls import CertificateError, ServerTls
 from router.config import RouterConfig
@@ -92,7 +93,9 @@ async def test_a_connection_under_tls_is_kept_for_the_next_request(made: Certifi
         first.cut("the test is over")
 
 
-async def test_a_stranger_with_a_certificate_of_his_own_is_not_sent_a_request(made: Certificate, tmp_path: Path) -> None:
+async def test_a_stranger_with_a_certificate_of_his_own_is_not_sent_a_request(
+    made: Certificate, tmp_path: Path
+) -> None:
     (tmp_path / "other").mkdir()
     forged = certificate(tmp_path / "other", "127.0.0.1")
     misnamed = ServerTls(*_pair(certificate(_folder(tmp_path / "name"), "elsewhere.example")))
@@ -120,7 +123,9 @@ async def test_a_certificate_is_renewed_while_connections_are_open(made: Certifi
             renewed = made.renew("127.0.0.1")
             tls.check()
             tls.load()
-            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "  # on the kept connection
+            assert (
+                await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+            )  # on the kept connection
         assert await answered(url, renewed.ca) == b"https hello"
 
 
@@ -151,3 +156,43 @@ def _folder(path: Path) -> Path:
 
 def _pair(made: Certificate) -> tuple[Path, Path]:
     return made.cert, made.key
+
+
+async def test_a_router_believes_another_authority_after_a_reload(made: Certificate) -> None:
+    tls, config = ServerTls(made.cert, made.key), RouterConfig(upstream_ca=made.ca)
+    async with served(tls) as url, Upstream(config) as upstream:
+        renewed = made.renew("127.0.0.1")
+        tls.load()
+        async with asyncio.timeout(5):
+            upstream.reconfigure(config)
+            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+            renewed.ca.write_text("no certificate")
+            with pytest.raises(OSError, match=r"upstream_ca .*ca\.pem cannot be used"):
+                upstream.reconfigure(config)
+            assert await upstream.get(url, "/", {}, seconds=5, most_bytes=100) == b"https "
+
+
+async def test_a_file_of_authorities_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"upstream_ca .*missing cannot be used"):
+        async with Upstream(RouterConfig(upstream_ca=tmp_path / "missing")):
+            pass
+
+
+async def test_a_connection_may_be_closed_twice_under_tls(made: Certificate) -> None:
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    class Twice(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            gathering = Gathering(transport, loop)
+            gathering.close()
+            gathering.close()
+            closed.set()
+
+    server = await loop.create_server(Twice, "127.0.0.1", 0, ssl=ServerTls(made.cert, made.key).context)
+    async with server:
+        context = ssl.create_default_context(cafile=str(made.ca))
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), ssl=context)
+        assert await reader.read() == b""
+        writer.close()
+    assert closed.is_set()
