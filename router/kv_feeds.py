@@ -26,6 +26,8 @@ _SLICE = 1024
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 5.0
+_BAD_EVENT_SECONDS = 1.0
+"""Pause before a rank that sent nonsense is asked for a snapshot: should it send nothing else, that is one snapshot a second, not one a message."""
 _LATE_BLOCKS = 65_536
 _ALL_LATE_BLOCKS = 1_048_576
 """Blocks named by messages that wait for one rank's snapshot, and for those of all ranks (some 250 MB); with more, another snapshot is cheaper."""
@@ -143,8 +145,11 @@ class KvFeeds:
             feed.late = deque()
             self._ask(rank, "orphan")
         except BadKvEvent as error:
-            log.warning("a KV event cannot be used: %s", error)
+            log.warning("a KV event cannot be used, and those behind it are left out: %s; asking for a snapshot", error)
             self._metrics.bus_refused.inc()
+            feed.late = deque()
+            self._metrics.kv_snapshots.labels("bad_event").inc()
+            asyncio.get_running_loop().call_later(_BAD_EVENT_SECONDS, self._due.ask, rank)
         else:
             self._metrics.kv_events.inc(len(batch))
 

@@ -124,7 +124,7 @@ class TrackerService:
             self._keeping(),
             self._bus.subscribe(subjects.experts(), subjects.heartbeats()) as heard,
             self._bus.subscribe(subjects.requests_profiled(), subjects.requests_read, subjects.requests_finished, subjects.imports) as told,
-            self._bus.serve(subjects.describe_profile, self._describe),
+            self._bus.serve(subjects.describe_profile, self.describe),
         ):
             for stored in (subjects.membership(), subjects.placements()):
                 async for received in self._bus.replay(stored, latest=True, follow=False):
@@ -303,7 +303,8 @@ class TrackerService:
 
     # Answering
 
-    async def _describe(self, request: Message) -> Message:
+    async def describe(self, request: Message) -> Message:
+        """The answer to a question about a model."""
         knows = self._knows
         match request:
             case DescribeProfile(model=name):

@@ -115,6 +115,20 @@ async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
     assert world.asked("gap") == 1
 
 
+async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.kv_feeds._BAD_EVENT_SECONDS", 0.01)
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:2]))
+    await until(lambda: world.in_step and world.overlap == 2)
+    bad = RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=9, data=KvChange(), dp_rank=0))
+    world.rank.said += [event.event for event in (stored(LOCAL[2:4], LOCAL[:2]), stored(LOCAL[4:6], LOCAL[:4]))]
+    await world.rank.publisher.publish((stored(LOCAL[2:4], LOCAL[:2]), bad, stored(LOCAL[4:6], LOCAL[:4])))
+    await until(lambda: world.in_step and world.overlap == 6)
+    assert world.asked("bad_event") == 1
+    await world.rank.say(stored(LOCAL[6:8], LOCAL[:6]))
+    await until(lambda: world.overlap == 8)
+
+
 async def test_a_lost_removal_is_noticed_by_the_next_message(world: World) -> None:
     world.feeds.add((WORKER, 0), "e")
     await world.rank.say(stored(LOCAL[:6]))

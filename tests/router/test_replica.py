@@ -319,6 +319,21 @@ async def house() -> AsyncIterator[House]:
     house.threads.shutdown()
 
 
+async def test_whole_tables_that_are_only_announced_are_asked_for_once_and_taken(house: House) -> None:
+    async with house.bus.serve(house.subjects.describe_profile, house.tracker.describe):
+        house.feeds.add("demo")
+        await until(house.equal)
+        house.tracker.change(1)
+        house.tracker.change(2)
+        asked = house.tracker.asked
+        for _ in range(3):
+            await house.say(tables(house.tracker.version, house.tracker.version))
+        await until(house.equal)
+        await house.say(house.tracker.change(3))
+        await until(house.equal)
+        assert house.tracker.asked == asked + 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["said", "lost", "twice", "late", "whole", "garbled"]), max_size=14))
 def test_losses_repetitions_and_delays_leave_the_replica_equal_to_the_tracker(seed: int, fates: list[str]) -> None:

@@ -24,6 +24,7 @@ from fleet.events import (
     DescribeTables,
     EngineJoined,
     ExpertsActivated,
+    KeyedRows,
     PlacementCommitted,
     PopularityDescribed,
     PopularityShifted,
@@ -39,10 +40,11 @@ from fleet.experts import ModelShape
 from fleet.layout import EP
 from fleet.placement import Placement
 from fleet.popularity import ExpertCounts
+from fleet.prediction import ROW
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
 from tracker.drift import Drift
-from tracker.service import TrackerService
+from tracker.service import TrackerService, announced
 from tracker.state import read, write
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
@@ -492,3 +494,38 @@ async def test_a_part_of_the_state_that_cannot_be_used_begins_afresh(
         assert (await asked(bus, DescribeProfile(model="m"), ProfilePublished)).tokens == pytest.approx(tokens, rel=0.01)
         assert (await asked(bus, DescribePopularity(model="m"), PopularityDescribed)).outcomes == 0
     assert says in caplog.text
+
+
+# Whole tables are announced where they are large, and asked for
+
+
+def large_tables(version: int, base: int | None, rows: int) -> TablesPublished:
+    keyed = KeyedRows(keys=bytes(8 * rows), rows=bytes(ROW * rows))
+    about: dict[str, Any] = {"clusters": 1, "shares": b"", "trust": {}, "reliability": {}, "gain": 0.5, "buckets": 4}
+    return TablesPublished(model="m", version=version, base=base, blocks=keyed, token_rows=bytes(8), token_ratios=bytes(4), **about)
+
+
+@pytest.mark.parametrize(("base", "rows", "whole"), [(None, 100_000, False), (None, 10, True), (6, 20_000, True)])
+async def test_large_whole_tables_are_announced_as_a_change_to_themselves_without_rows(base: int | None, rows: int, whole: bool) -> None:
+    tables = large_tables(7, base, rows)
+    said = announced(tables)
+    assert (said == tables) == whole
+    assert (said.version, said.gain, said.buckets) == (7, 0.5, 4)
+    if not whole:
+        assert (said.base, said.blocks, said.token_rows, said.token_ratios) == (7, KeyedRows(), b"", b"")
+
+
+async def test_everybody_who_asks_for_tables_before_the_next_version_is_given_the_same_object() -> None:
+    bus = MemoryBus()
+    await bus.record(SUBJECTS.membership("a"), joined())
+    async with serving(bus) as service:
+        await learn(bus, 40)
+        await asyncio.sleep(5)
+        first, second = [await service.describe(DescribeTables(model="m")) for _ in range(2)]
+        assert first is second, "it is encoded and kept once (bus.parts)"
+        await learn(bus, 40)
+        await asyncio.sleep(5)
+        third = await service.describe(DescribeTables(model="m"))
+        assert isinstance(first, TablesPublished)
+        assert isinstance(third, TablesPublished)
+        assert third.version > first.version
