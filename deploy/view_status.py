@@ -1,6 +1,7 @@
 """`roost status`: engines, ranks, their load and epochs, and what the loop did and means to do, in one screenful."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -18,6 +19,7 @@ from deploy.view_loop import figures, in_rows, overview, say, story, wrapped
 from fleet.events import KvMetrics, LoopDescribed, LoopFigures
 from router.backend_record import BackendStatus
 
+logger = logging.getLogger(__name__)
 HEIGHT = 40
 """lines of a screen"""
 MIB = 2**20
@@ -44,7 +46,7 @@ def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | Non
     """All of the fleet, or of one engine; and where each of several router processes can be asked how it is."""
 
     async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
-        return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects), bus.stores())
+        return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects), stores_of(bus))
 
     (engines, rejected), loop, stores = on_bus(bus_config, ask)
     if engine is not None:
@@ -59,6 +61,15 @@ def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | Non
         lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
     lines += [Text(line) for line in backend_lines(backends)] if backends else []
     say([*lines, *fitting(engines, loop, time.time(), HEIGHT - len(lines))])
+
+
+async def stores_of(bus: Bus) -> tuple[StoreUse, ...]:
+    """How full the stores are; empty where this user of the bus may not look."""
+    try:
+        return await bus.stores()
+    except BusError as error:
+        logger.warning("how full the stores are cannot be seen: %s", error)
+        return ()
 
 
 def alarms(stores: Iterable[StoreUse]) -> list[Text]:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.text import Text
 
-from bus import Message
+from bus import BusError, Message, StoreUse
 from bus.memory import MemoryBus
 from bus.subjects import Subjects
 from deploy import loops
@@ -18,7 +18,7 @@ from deploy.commandline import in_json
 from deploy.loops import NotTold, described, steered
 from deploy.view_fleet import EngineNow
 from deploy.view_loop import foretold_of, overview, sparkline, story
-from deploy.view_status import Loop, fitting, loop_of, loop_record
+from deploy.view_status import Loop, alarms, fitting, loop_of, loop_record, stores_of
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, RequestRefused, SteerLoop
 from tests.deploy.loop_figures import ENGINE, FORETOLD, KEPT, NOW, ROLLBACK, START, loop
 
@@ -41,6 +41,19 @@ def screen(engines: int, ranks: int = 4, told: Loop | None = None) -> list[str]:
 
 def plain(lines: list[Text]) -> list[str]:
     return [line.plain for line in lines]
+
+
+async def test_a_full_store_that_refuses_is_an_alarm_and_one_whose_oldest_makes_room_is_none() -> None:
+    mib = 2**20
+    blobs, log = StoreUse("blobs", 480 * mib, 512 * mib, refuses=True), StoreUse("log", 256 * mib, 256 * mib, refuses=False)
+    assert [line.split(";")[0] for line in plain(alarms([blobs, log]))] == ["ALARM: the store for blobs is full: 480.0 of 512.0 MiB"]
+    assert not alarms([StoreUse("blobs", 400 * mib, 512 * mib, refuses=True), StoreUse("parcels", 99, -1, refuses=True)])
+    bus = MemoryBus()
+    assert {one.store for one in await stores_of(bus)} == {"log", "claims", "blobs", "parcels"}
+    await bus.close()
+    with pytest.raises(BusError):
+        await bus.stores()
+    assert await stores_of(bus) == ()
 
 
 # The story
