@@ -63,10 +63,8 @@ class Gathering(asyncio.Transport):
             self.close_gently()
             return
         if self._real.is_closing():
-            return
-        self.flush()
-        if self._real.is_closing():
             return  # a TLS transport that is closed twice can be asked nothing more
+        self.flush()
         unsent = self._real.get_write_buffer_size()
         self._real.close()
         if unsent:

@@ -38,7 +38,7 @@ async def serve(bus_config: BusConfig, config: MigrationConfig, ready: Path | No
         if config.metrics_address is not None:
             from deploy.scraping import offer_metrics  # with its HTTP server, which is loaded only when it is wanted
 
-            await offer_metrics(stack, config.metrics_address, service.metrics.exposition)
+            await offer_metrics(stack, config.metrics_address, service.metrics.exposition, config.metrics_key_file)
         tell(ready)
         await first_failure(tasks)
 

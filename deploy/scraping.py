@@ -1,34 +1,45 @@
 """GET /metrics (Prometheus) and GET /health of a part that has no other HTTP face."""
 
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from deploy.doors import CannotListen, listen
+from deploy.exposure import is_loopback
 from deploy.process import alongside
 from deploy.serving import HttpFace
+from fleet.shared_secret import SharedSecret
 
+log = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsApp:
-    """A raw ASGI application over what a registry says of itself."""
+    """A raw ASGI application over what a registry says of itself. With a key, /metrics is for those who present it as bearer token."""
 
-    def __init__(self, exposition: Callable[[], bytes]) -> None:
+    def __init__(self, exposition: Callable[[], bytes], key: SharedSecret | None = None) -> None:
         self._exposition = exposition
+        self._key = key
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        status, body = self._page(scope["path"])
+        presented = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)
+        status, body = self._page(scope["path"], presented)
         headers = [(b"content-type", _TEXT), (b"content-length", str(len(body)).encode())]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
-    def _page(self, path: str) -> tuple[int, bytes]:
+    def _page(self, path: str, presented: str | None) -> tuple[int, bytes]:
         match path:
+            case "/metrics" if self._key is not None and not self._key.admits(presented):
+                return 401, b"Authorization: Bearer <the key in metrics_key_file>\n"
             case "/metrics":
                 return 200, self._exposition()
             case "/health":
@@ -45,11 +56,22 @@ async def _lifespan(receive: Callable[[], Awaitable[Message]], send: Callable[[M
             return
 
 
-async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callable[[], bytes]) -> None:
-    """Serve on HOST:PORT until the stack closes. CannotListen when that is no address, or it cannot be bound."""
+def _read_key(file: Path) -> SharedSecret:
+    try:
+        return SharedSecret.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CannotListen(f"metrics_key_file {file}: {error}") from error
+
+
+async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callable[[], bytes], key_file: Path | None = None) -> None:
+    """Serve on HOST:PORT until the stack closes. CannotListen when that is no address, it cannot be bound, or the key cannot be read."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise CannotListen(f"metrics_address {address!r} is no HOST:PORT; give e.g. 127.0.0.1:9464")
-    door = listen(host.strip("[]") or "127.0.0.1", int(port))
-    face = await stack.enter_async_context(HttpFace(MetricsApp(exposition), door, drain_seconds=1.0))
+    host = host.strip("[]") or "127.0.0.1"
+    key = None if key_file is None else _read_key(key_file)
+    if key is None and not is_loopback(host):
+        log.warning("insecure: other machines may read /metrics on %s without a key; metrics_key_file names one", address)
+    app = MetricsApp(exposition, key)
+    face = await stack.enter_async_context(HttpFace(app, listen(host, int(port)), drain_seconds=1.0))
     await stack.enter_async_context(alongside(face.failed(), "serves metrics"))

@@ -1,6 +1,7 @@
 """Settings of the migration service; read once at the composition root."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal, get_args
 
 Policy = Literal["roost", "replicate", "reweight", "uniform", "full", "eplb", "eplb_hierarchical"]
@@ -87,6 +88,8 @@ class MigrationConfig:
     """plans that may be asked for and wait at a time; more are refused"""
     metrics_address: str | None = None
     """HOST:PORT of GET /metrics and /health; None: no HTTP"""
+    metrics_key_file: Path | None = None
+    """file of the key that /metrics asks for as bearer token, two lines while it is changed; unset: none is asked for"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,5 +110,5 @@ class MigrationConfig:
             raise ValueError(f"planner.stale_seconds {self.stale_seconds} must not be above planner.window_seconds {self.window_seconds}")
 
 
-_ANY = ("automatic", "metrics_address", "policy")
+_ANY = ("automatic", "metrics_address", "metrics_key_file", "policy")
 _FROM_ZERO = ("budget_bytes", "critical_experts", "cooldown_seconds", "layer_cooldown_seconds", "least_gain", "least_pairs", "contention", "settle_seconds")

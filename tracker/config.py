@@ -79,11 +79,13 @@ class TrackerConfig:
     """layers x experts of one table"""
     metrics_address: str | None = None
     """HOST:PORT of GET /metrics and /health; None: no HTTP"""
+    metrics_key_file: Path | None = None
+    """file of the key that /metrics asks for as bearer token, two lines while it is changed; unset: none is asked for"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("state_file", "metrics_address") and not 0 < value < float("inf"):
+            if field.name not in ("state_file", "metrics_address", "metrics_key_file") and not 0 < value < float("inf"):
                 raise ValueError(f"tracker.{field.name} must be finite and above 0, not {value}")
         if self.shortest_interval_seconds > self.longest_interval_seconds:
             raise ValueError(f"tracker.shortest_interval_seconds {self.shortest_interval_seconds} is above the longest {self.longest_interval_seconds}")
