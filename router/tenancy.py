@@ -1,9 +1,10 @@
 """Tenants' KV caches apart: the salt under which a request may share KV, and how it reaches a server. Pure.
 
-salt = HMAC-SHA256(key, tenant, own), hexadecimal. tenant: of the client's key; own: the `cache_salt` that the client sent itself, by which
-one tenant may divide its own cache further. The key is the fleet's: every router makes the same salts, so any rank's cache serves a tenant
-whichever router it asks, and a tenant cannot name another one's salt. Without client keys nothing vouches for a tenant: then only the
-client's own `cache_salt` counts, as it came (vLLM's meaning of it), and without one all share.
+salt = HMAC-SHA256(key, tenant, own) in hexadecimal digits. tenant: of the client's key. own: the `cache_salt`
+that the client sent, by which a tenant may divide its own cache further. The key comes from the fleet's
+secret: every router makes the same salts, so that a rank's cache serves a tenant whichever router it asks,
+and no tenant can name another's salt. Without client keys nothing vouches for a tenant: then the client's own
+`cache_salt` counts as it came (vLLM's meaning of it), and requests without one share all KV.
 """
 
 import hmac
@@ -19,10 +20,10 @@ _FIELD = "cache_salt"
 
 
 def cache_salt(key: bytes, tenant: str, own: str | None) -> str:
-    """The salt of a request of a tenant ("": there are no client keys); "": it shares KV with all others without a salt. ApiError 400 for
-    a `cache_salt` that is empty or too long."""
+    """The salt of a tenant's request (tenant "": there are no client keys); "": it shares KV with all without
+    a salt. ApiError 400 for a `cache_salt` that is empty or too long."""
     if own is not None and not 1 <= len(own) <= MOST_SALT:
-        said = f"cache_salt must have 1 to {MOST_SALT} characters, not {len(own)}; leave it out to share KV with requests that have none"
+        said = f"cache_salt must have 1 to {MOST_SALT} characters, not {len(own)}; or leave it out"
         raise ApiError(400, said, param=_FIELD, code="invalid_value")
     if not tenant:
         return own or ""
@@ -31,13 +32,15 @@ def cache_salt(key: bytes, tenant: str, own: str | None) -> str:
 
 
 def framed(fields: Sequence[str]) -> bytes:
-    """The fields one behind another, each with its length in bytes before it (u64 big endian): no two lists have the same bytes."""
+    """The fields, each with its length in bytes before it (u64 big endian): no two lists have the same
+    bytes."""
     encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
     return b"".join(len(field).to_bytes(8) + field for field in encoded)
 
 
 def with_salt(body: bytes, salt: str) -> bytes:
-    """A JSON body that says this salt, in place of what it said; all other fields as they came. ApiError 400 when it is no JSON object."""
+    """A JSON body with this salt in place of its own; all other fields as they came. ApiError 400 for no JSON
+    object."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
