@@ -22,6 +22,8 @@ class HttpLimits:
     """from the connection, or from a head's first byte on a connection kept alive, to the head's end"""
     body_seconds: float = 60.0
     """from a head's end to the end of its body"""
+    connections: int | None = None
+    """open at once; None: as many as the limit of file descriptors allows. Then silent ones make room for new ones"""
     idle_seconds: float = 75.0
     """between two requests of one connection"""
     write_seconds: float = 60.0

@@ -21,6 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from deploy.connection_gate import ConnectionGate
 from deploy.gathering import Gathering
 from deploy.http_limits import Count, HttpLimits
 from fleet.completions import ApiError
@@ -59,12 +60,13 @@ class _Refused(Exception):
 
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. `count` is called with the cause when it is cut: head_too_large, url_too_long, malformed, pipelined,
-    slow_head, slow_body or unread_answer."""
+    slow_head, slow_body, unread_answer, shed or too_many_connections."""
 
     def __init__(
         self,
         limits: HttpLimits,
         count: Count,
+        gate: ConnectionGate,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -73,6 +75,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._count = count
+        self._gate = gate
         self._phase = Phase.HEAD
         self._due = self.loop.time() + limits.head_seconds
         self._write_due = inf
@@ -94,6 +97,18 @@ class LimitedProtocol(HttpToolsProtocol):
         real = cast("asyncio.Transport", transport)
         self._wire = Gathering(real, self.loop, linger_seconds=self._limits.write_seconds, has_input=self._has_input)
         super().connection_made(self._wire)
+        if len(self.connections) > self._gate.most:
+            self._squeeze_in(len(self.connections) - self._gate.most)
+
+    def _squeeze_in(self, excess: int) -> None:
+        """There are too many connections with this one."""
+        if self._gate.make_room(self.connections, self, self.loop.time()):  # type: ignore[arg-type]
+            return
+        if excess > self._gate.most // 4:  # those that are told so stay for a moment
+            self._count("too_many_connections")
+            self._wire.abort()
+        else:
+            self._refuse(_Refused(503, "too_many_connections", "too many connections are open; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -117,6 +132,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running.keep_alive = False
         elif self._phase is Phase.IDLE:
             self.transport.close()
+
+    def silence(self) -> tuple[int, float] | None:
+        """See `Sheddable`: first connections on which not a byte has come, then those between two requests, then unfinished heads."""
+        if self.transport.is_closing():
+            return None
+        match self._phase:
+            case Phase.HEAD:
+                return 0 if self._silent else 2, self._due
+            case Phase.IDLE:
+                return 1, self._due
+            case _:
+                return None
+
+    def shed(self) -> None:
+        """Close it at once: another one needs its place."""
+        self._count("shed")
+        self._wire.abort()
+        self.connections.discard(self)
 
     # What comes
 

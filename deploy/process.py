@@ -18,6 +18,7 @@ from typing import Any
 import uvloop
 
 from bus.redaction import without_secrets
+from deploy.descriptors import raise_limit
 from deploy.log_writer import Bare, LogWriter
 
 FAILURE = 1
@@ -68,6 +69,7 @@ def run(part: Coroutine[Any, Any, None], *, expected: Errors, final: Errors = ()
 
     `expected` errors are told in words, followed by `hint`; `final` ones too, and end in status 2.
     """
+    raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if fast_loop else None) as runner:
         try:
             return runner.run(_until_told(part))

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import uvicorn
 
+from deploy.connection_gate import ConnectionGate
+from deploy.descriptors import are_exhausted, most_connections
 from deploy.doors import BACKLOG, url_of
 from deploy.http_limits import LIMITS, Count, CutConnections, HttpLimits
 from deploy.limited_protocol import LimitedProtocol, sweep
@@ -26,8 +28,9 @@ log = logging.getLogger(__name__)
 class _Server(uvicorn.Server):
     """Leaves signals to the process's own handlers, sleeps until it is to stop, keeps deadlines, and stops in its own way."""
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, count: Count) -> None:
         super().__init__(config)
+        self._count = count
         self.stopping = asyncio.Event()
         self._drain_seconds = drain_seconds
         self._sweeping: asyncio.TimerHandle | None = None
@@ -39,6 +42,8 @@ class _Server(uvicorn.Server):
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         sweep(self.server_state.connections, loop.time())
+        if are_exhausted():
+            self._count("out_of_descriptors")
         self._sweeping = loop.call_later(SWEEP_SECONDS, self._sweep, loop)
 
     @contextlib.contextmanager
@@ -100,9 +105,10 @@ class HttpFace:
         self._doors = doors
         self._drain_seconds = drain_seconds
         self._cut = CutConnections(count)
+        gate = ConnectionGate(most_connections() if limits.connections is None else limits.connections)
         config = uvicorn.Config(
             app,
-            http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, self._cut.count)),
+            http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, self._cut.count, gate)),
             ws="none",
             lifespan="on",
             access_log=False,
@@ -114,7 +120,7 @@ class HttpFace:
         )
         config.load()
         config.ssl = None if tls is None else tls.context  # uvicorn's own way reads the files once
-        self._server = _Server(config, drain_seconds)
+        self._server = _Server(config, drain_seconds, self._cut.count)
         logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
         self._task: asyncio.Task[None] | None = None
 

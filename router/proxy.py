@@ -1,6 +1,7 @@
 """Speaks to ranks: one client for all, every failure translated at this door, silence noticed."""
 
 import asyncio
+import errno
 import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -129,6 +130,9 @@ class Call:
         except TimeoutError as error:
             raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # our fault, and no rank's
+                said = "the router has no file descriptor left for a connection; try again later"
+                raise ApiError(503, said, code="out_of_descriptors", retry_after=1.0) from error
             raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
         self._connected = True
         try:
