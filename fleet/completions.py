@@ -1,9 +1,11 @@
 """The completions API as router and ranks speak it: one request value, one chunk value, one error body (OpenAI's forms)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+_ENCODER = msgspec.json.Encoder()
 MOST_NAME, MOST_DETAIL, MOST_MESSAGE = 256, 500, 2000
 """Characters of what others wrote: names that clients choose, error texts in logs and spans, and messages of our errors, which may quote both."""
 
@@ -37,6 +39,19 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
 
 
+def context_exceeded(context: int, prompt_tokens: int, output_tokens: int | None, *, prompt: str, param: str) -> ApiError:
+    """A request that does not fit, in OpenAI's words: clients (LiteLLM) look for them, to ask a model with a longer context.
+
+    prompt: how the prompt is called there, messages or prompt. output_tokens: as asked for; None: the prompt alone is too long.
+    """
+    if output_tokens is None:
+        said = f"your {prompt} resulted in {prompt_tokens} tokens. Please reduce the length of the {prompt}."
+    else:
+        said = f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the {prompt}, {output_tokens} in the completion)."
+        said += f" Please reduce the length of the {prompt} or completion."
+    return ApiError(400, f"This model's maximum context length is {context} tokens. However, {said}", param=param, code="context_length_exceeded")
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
@@ -68,6 +83,15 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     n: int = 1
     cache_salt: str | None = None
     """KV is shared only with requests of the same salt (`Capabilities.isolates_tenants`); None: with those that have none"""
+
+
+def rank_body(request: RankRequest, fields: Mapping[str, msgspec.Raw]) -> bytes:
+    """A rank's request as JSON, and beside its own fields those that a client sent for the engine, as they came."""
+    body = _ENCODER.encode(request)
+    if not fields:
+        return body
+    more = (b"," + _ENCODER.encode(name) + b":" + bytes(value) for name, value in fields.items())
+    return body[:-1] + b"".join(more) + b"}"
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):

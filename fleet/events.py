@@ -28,6 +28,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     experts: bool = True
     token_ids: bool = True
     """accepts token-id prompts and returns the ids of every chunk"""
+    passes_fields: bool = False
+    """serves fields of a request that Roost does not read (sampling parameters, guided decoding): they are sent as they came. False: a request
+    that has one is refused"""
     isolates_tenants: bool = False
     """takes `cache_salt`, and shares KV only among requests of the same salt. False, also of older engines: tenants share its KV cache"""
 

@@ -1,11 +1,21 @@
 """What a rank's chunks become for the client: chat or completions form, streamed or whole. Pure; bytes out."""
 
+import re
 from typing import Protocol
 
 import msgspec
 
 from fleet.completions import ApiError, Choice, Logprobs, Usage, sse
 from router.openai import ChatRequest, Request
+
+_RAW = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")
+
+
+def token_bytes(name: str) -> list[int]:
+    r"""A token's bytes by its name in log-probabilities: its text, or `bytes:\xe2...`, as ranks name one that is no UTF-8 by itself."""
+    if _RAW.fullmatch(name):
+        return list(bytes.fromhex(name.removeprefix("bytes:").replace("\\x", "")))
+    return list(name.encode())
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,14 +42,14 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return cls(
             content=[
-                TokenLogprob(token=token, logprob=value, bytes=list(token.encode()), top_logprobs=[_top(*one) for one in top.items()])
+                TokenLogprob(token=token, logprob=value, bytes=token_bytes(token), top_logprobs=[_top(*one) for one in top.items()])
                 for token, value, top in zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
             ]
         )
 
 
 def _top(token: str, value: float) -> TopLogprob:
-    return TopLogprob(token=token, logprob=value, bytes=list(token.encode()))
+    return TopLogprob(token=token, logprob=value, bytes=token_bytes(token))
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

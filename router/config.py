@@ -208,7 +208,7 @@ class RouterConfig:
     """router processes that share the port"""
     private_port: int = 0
     """of several processes each also listens alone, the first on this port, the next on the next: for /metrics, /health and /ready; 0: any free ones"""
-    max_choices: int = 16
+    max_choices: int = 128
     """choices of one request: prompts times n"""
 
     max_head_bytes: int = 64 * 1024

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from fleet.completions import Choice, Completion, RankRequest, StreamOptions
 from router.openai import Sampling
 from router.roster import RankKey, Roster
+from router.unserved_fields import NO_FIELDS, PassedFields
 
 _USAGE = StreamOptions(include_usage=True)
 
@@ -37,7 +38,7 @@ class Begun(NamedTuple):
 class Course:
     """One choice of one request. `emitted`: ids that have come so far, in order, whoever computed them."""
 
-    def __init__(self, index: int, prompt: list[int], sampling: Sampling, max_tokens: int, seed: int, model: str) -> None:
+    def __init__(self, index: int, prompt: list[int], sampling: Sampling, max_tokens: int, seed: int, model: str, fields: PassedFields = NO_FIELDS) -> None:
         self.index = index
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -48,6 +49,7 @@ class Course:
         self.failures: list[tuple[RankKey, Failure]] = []
         self.begun: Begun | None = None
         """by what its first tokens were computed; None: there are none"""
+        self.fields = fields
         self._sampling = sampling
         self._seed = seed
         self._model = model

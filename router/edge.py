@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from fleet.completions import DECISION_HEADER, ApiError
+from fleet.completions import DECISION_HEADER, ApiError, context_exceeded
 from router.admission import TIMEOUT_HEADER, class_of
 from router.answers import Head, answer_for
 from router.bodies.passthrough import Asked
@@ -28,6 +28,7 @@ from router.openai import (
     ChatRequest,
     Request,
     Sampling,
+    passed_fields,
     sampling,
 )
 from router.passthrough.direct import Direct
@@ -47,6 +48,7 @@ from router.roster import Roster
 from router.service import RouterService
 from router.supposing import asked
 from router.tracing import Tracing
+from router.unserved_fields import NO_FIELDS, PassedFields
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +247,7 @@ class Edge:
 
     async def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
         """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
-        if not self.service.view.serves_text and not self.service.config.backends:
+        if not self.service.view.serves_text and not self.service.config.backends and not self.service.config.named_backends:
             return None
         asked = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
         model = self._text_model(asked.model)
@@ -278,9 +280,9 @@ class Edge:
         self._note(exchange, request)
         exchange.body_bytes = len(body)
         roster = await self.service.waiting.live_roster(exchange, request.model)
-        settings = sampling(request, self.service.config.max_choices)
+        settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
         prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        courses = self._courses(request, settings, roster, prompt_ids)
+        courses = self._courses(request, settings, roster, prompt_ids, passed_fields(request, body) if roster.passes_fields else NO_FIELDS)
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{prefix}-{exchange.decision_id}"
@@ -336,13 +338,23 @@ class Edge:
         self._note(exchange, request)
         roster = self.service.picker.roster(request.model)
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
-        settings = sampling(request, self.service.config.max_choices)
+        settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
         prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        course = self._courses(request, settings, roster, prompt_ids)[0]
+        course = self._courses(request, settings, roster, prompt_ids, passed_fields(request, body) if roster.passes_fields else NO_FIELDS)[0]
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
         prompt = TokenPrompt(course.prompt, exchange.block_seed)
-        return Need(request.model, prompt, context, self._expected(course.max_tokens), roster.tokenizer, exchange.request_id, keys, owner=exchange.owner)
+        return Need(
+            model=request.model,
+            prompt=prompt,
+            context=context,
+            output=self._expected(course.max_tokens),
+            tokenizer=roster.tokenizer,
+            request_id=exchange.request_id,
+            keys=keys,
+            owner=exchange.owner,
+            passes_fields=bool(course.fields.binding),
+        )
 
     def _note(self, exchange: Exchange, request: Request) -> None:
         exchange.model = request.model
@@ -386,7 +398,9 @@ class Edge:
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
-    def _courses(self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]]) -> list[Course]:
+    def _courses(
+        self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]], fields: PassedFields
+    ) -> list[Course]:
         """One course per choice of each prompt; choice i samples with seed + i."""
         most = self.service.config.max_choices
         if len(prompt_ids) * settings.n > most:
@@ -394,7 +408,7 @@ class Edge:
         seed = self.service.draw_seed() if settings.seed is None else settings.seed
         limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
         return [
-            Course(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model)
+            Course(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields)
             for at, (ids, limit) in enumerate(zip(prompt_ids, limits, strict=True))
             for choice in range(settings.n)
         ]
@@ -458,17 +472,14 @@ def _outcome(status: int) -> Outcome:
 
 def _max_tokens(request: Request, settings: Sampling, prompt_tokens: int, context: int) -> int:
     """What may be emitted. ApiError 400 context_length_exceeded when it does not fit."""
-    room = context - prompt_tokens
+    room, prompt = context - prompt_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
     if room < 1:
-        param = "messages" if isinstance(request, ChatRequest) else "prompt"
-        said = f"the prompt has {prompt_tokens} tokens; this model's context is {context} tokens, prompt and answer together"
-        raise ApiError(400, said, param=param, code="context_length_exceeded")
+        raise context_exceeded(context, prompt_tokens, None, prompt=prompt, param=prompt)
     if settings.max_tokens is None:
         return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
     if settings.max_tokens > room:
         param = "max_completion_tokens" if isinstance(request, ChatRequest) and request.max_completion_tokens is not None else "max_tokens"
-        said = f"{param} {settings.max_tokens} and a prompt of {prompt_tokens} tokens exceed this model's context of {context} tokens; at most {room} fit"
-        raise ApiError(400, said, param=param, code="context_length_exceeded")
+        raise context_exceeded(context, prompt_tokens, settings.max_tokens, prompt=prompt, param=param)
     return settings.max_tokens
 
 

@@ -7,7 +7,7 @@ import asyncio
 
 import msgspec
 
-from fleet.completions import DECISION_HEADER, Choice, Completion, PromptDetails, Usage
+from fleet.completions import DECISION_HEADER, ApiError, Choice, Completion, PromptDetails, Usage, rank_body
 from router.answers import Answer
 from router.course import Course, Failure
 from router.decision import Decision
@@ -24,7 +24,6 @@ TOLD_EVERY = 16
 """tokens, after which what is left of a booking is told"""
 _DONE = b"[DONE]"
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
-_ENCODER = msgspec.json.Encoder()
 
 
 class Generation:
@@ -79,6 +78,10 @@ class Generation:
                 await self._emit(course, [course.finish_with(whole_text)])
                 await self._finished(course)
                 return
+            if course.emitted and course.fields.binding:
+                inexact = f"one with {', '.join(course.fields.binding)} cannot be continued exactly"
+                said = f"the rank broke off its answer ({failed.how.value}), and {inexact}; ask again"
+                raise ApiError(502, said, code="upstream_failed") from failed
             fruitless = 1 if len(course.emitted) > had else fruitless + 1
             if fruitless >= self._service.config.max_attempts:
                 raise failed.refusal(attempt) from failed
@@ -120,6 +123,7 @@ class Generation:
             request_id=self._exchange.request_id,
             keys=self._exchange.keys(),
             owner=self._exchange.owner,
+            passes_fields=bool(course.fields.binding),
             begun=course.begun,
         )
         suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
@@ -133,7 +137,8 @@ class Generation:
     async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
         headers = self._exchange.pass_on if span is None else span.headers
         headers = {**headers, "x-request-id": self._exchange.request_id, DECISION_HEADER: decision.id, **self._service.credentials.for_ranks}
-        body = _ENCODER.encode(course.request(decision.cache_salt))
+        passes = decision.target.engine.capabilities.passes_fields
+        body = rank_body(course.request(decision.cache_salt), course.fields.values if passes else {})
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
             await self._stream(course, booking, call, span)
 

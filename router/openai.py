@@ -5,7 +5,8 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from fleet.completions import ApiError, StreamOptions
+from fleet.completions import ApiError, RankRequest, StreamOptions
+from router.unserved_fields import CHAT, RESERVED_TEMPLATE_NAMES, SAMPLING, TEXT, PassedFields, asked_for, passed, with_fields
 
 MAX_STOPS = 4
 """as OpenAI, and as the ranks"""
@@ -68,6 +69,12 @@ Request = ChatRequest | TextRequest
 _Kind = TypeVar("_Kind", ChatRequest, TextRequest)
 
 
+_CHAT_BODY = with_fields(ChatRequest, (*SAMPLING, *CHAT))
+_TEXT_BODY = with_fields(TextRequest, (*SAMPLING, *TEXT))
+"""Fields that are refused are no part of the documented forms."""
+_READ = frozenset({*ChatRequest.__struct_fields__, *TextRequest.__struct_fields__, *CHAT, *TEXT, *RankRequest.__struct_fields__}) - SAMPLING.keys()
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """A request's generation settings with every default filled in, except those that need the prompt's length."""
 
@@ -86,8 +93,8 @@ class RequestDecoder:
     """Decoders are made once; decoding is one pass over the body."""
 
     def __init__(self) -> None:
-        self._chat = msgspec.json.Decoder(ChatRequest)
-        self._text = msgspec.json.Decoder(TextRequest)
+        self._chat = msgspec.json.Decoder(_CHAT_BODY)
+        self._text = msgspec.json.Decoder(_TEXT_BODY)
 
     def chat(self, body: bytes) -> ChatRequest:
         """ApiError 400 naming the field."""
@@ -146,9 +153,10 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
     raise ApiError(400, message, param=param, code=code)
 
 
-def sampling(request: Request, max_choices: int) -> Sampling:
-    """Check the values of a request that our own ranks will serve. ApiError 400 naming the field, also for what they cannot do."""
-    _refuse_unsupported(request)
+def sampling(request: Request, max_choices: int, *, passes_fields: bool = False) -> Sampling:
+    """Check the values of a request that ranks which speak ids will serve. ApiError 400 naming the field, also for what they cannot do.
+    passes_fields: they take fields that Roost does not read (`passed_fields`)."""
+    _refuse_unserved(request, passes_fields=passes_fields)
     temperature = _between(request.temperature, "temperature", 1.0, 0.0, 2.0)
     top_p = _between(request.top_p, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0.0:
@@ -217,23 +225,21 @@ def _logprobs(request: Request) -> int | None:
     return value
 
 
-def _refuse_unsupported(request: Request) -> None:
+def passed_fields(request: Request, body: bytes) -> PassedFields:
+    """What of a request's body goes on as it came, to engines that declare that they take it."""
+    return PassedFields(passed(body, _READ), tuple(asked_for(request, SAMPLING)))
+
+
+def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
     """Ignoring these in silence would give another answer than was asked for."""
-    asked: dict[str, bool] = {
-        "presence_penalty": bool(request.presence_penalty),
-        "frequency_penalty": bool(request.frequency_penalty),
-        "logit_bias": bool(request.logit_bias),
-    }
+    lists = [CHAT if isinstance(request, ChatRequest) else TEXT, *([] if passes_fields else [SAMPLING])]
+    for name in (name for fields in lists for name in asked_for(request, fields)):
+        _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")
     if isinstance(request, ChatRequest):
-        asked["tools"] = bool(request.tools)
-        asked["response_format"] = bool(request.response_format) and request.response_format != {"type": "text"}
-    else:
-        asked["echo"] = bool(request.echo)
-        asked["suffix"] = bool(request.suffix)
-        asked["best_of"] = request.best_of not in (None, 1, request.n)
-    for name, present in asked.items():
-        if present:
-            _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")
+        for name in sorted(RESERVED_TEMPLATE_NAMES & (request.chat_template_kwargs or {}).keys()):
+            _refuse(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}", "unsupported_parameter")
+    elif request.best_of not in (None, 1, request.n):
+        _refuse("best_of is not supported by the engines that serve this model", "best_of", "unsupported_parameter")
 
 
 def prompts(request: TextRequest) -> list[str | list[int]]:

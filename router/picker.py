@@ -55,6 +55,8 @@ class Need(NamedTuple):
     external: bool = False
     only: RankKey | None = None
     """the one rank that can serve it, as what it refers to is there"""
+    passes_fields: bool = False
+    """it has fields that only engines serve which declare it (`Capabilities.passes_fields`)"""
 
 
 class Try(NamedTuple):
@@ -68,6 +70,7 @@ class Try(NamedTuple):
 FIRST_TRY = Try()
 _ELSEWHERE = "what this request refers to is on another server"
 NOBODY_BUSY: frozenset[RankKey] = frozenset()
+READS_ONLY = "it serves only the fields that Roost reads, and the request has others"
 BUSY_SECONDS = 0.25
 """How long a rank that says that it is busy is left alone."""
 
@@ -264,6 +267,9 @@ class Picker:
             if need.only not in roster.index:
                 raise ApiError(503, "the server that has what this request refers to does not answer at present", code="no_engine", retry_after=2.0)
             bars = bars.beside({target.key: _ELSEWHERE for target in roster.targets if target.key != need.only})
+        if need.passes_fields:
+            plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
+            bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
         said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
         avoided = [failure for failure in attempt.failures if failure[1] is not Failure.BUSY]
         busy: Candidates | None = None

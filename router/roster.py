@@ -108,6 +108,8 @@ class Roster:
     """this and the next two: somebody has a price for pairs of tokens, for other nodes, for reading experts; what has none is not computed"""
     far: bool
     reads: bool
+    passes_fields: bool
+    """some rank serves fields that Roost does not read; requests that have one go to such ranks alone"""
     approximate: NDArray[np.bool_]
     """the rank reports no KV events: its overlap is guessed from what was routed there"""
     block_sizes: tuple[int, ...]

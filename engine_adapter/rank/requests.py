@@ -6,7 +6,7 @@ import msgspec
 
 from engine_adapter.rank.answers import GenerationRequest
 from engine_adapter.rank.sampling import Sampling
-from fleet.completions import ApiError, RankRequest
+from fleet.completions import ApiError, RankRequest, context_exceeded
 
 MOST_STOPS = 4
 MOST_LOGPROBS = 20
@@ -77,9 +77,8 @@ def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: i
     if wanted > room and wanted == DEFAULT_MAX_TOKENS and room >= 1:
         wanted = room
     if wanted > room:
-        field = "max_tokens" if room >= 1 else "prompt"
-        message = f"the prompt's {len(prompt)} tokens and {wanted} to generate make {len(prompt) + wanted}; this model's context holds {max_context}"
-        raise ApiError(400, message, code="context_length_exceeded", param=field)
+        fits = room >= 1
+        raise context_exceeded(max_context, len(prompt), wanted if fits else None, prompt="prompt", param="max_tokens" if fits else "prompt")
     return GenerationRequest(
         prompt=prompt,
         max_tokens=wanted,

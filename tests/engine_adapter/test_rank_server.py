@@ -216,7 +216,7 @@ async def test_a_body_that_is_no_request_is_a_400(served: tuple[httpx.AsyncClien
 
 async def test_a_request_beyond_the_context_is_refused_with_both_numbers_but_a_default_length_is_clipped(served: tuple[httpx.AsyncClient, Any]) -> None:
     client, _ = served
-    for body, numbers in (({"prompt": [65] * 500, "max_tokens": 13}, ("500", "513", "512")), ({"prompt": [65] * 512}, ("512", "528", "512"))):
+    for body, numbers in (({"prompt": [65] * 500, "max_tokens": 13}, ("500", "513", "512")), ({"prompt": [65] * 512}, ("512",))):
         response = await complete(client, **body)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")

@@ -68,6 +68,7 @@ class MockRank:
         self.tokenizer = ModelTokenizer.from_archive(packed)
         self.script = self.tokenizer.encode_rendered(SCRIPT)
         self.requests: list[RankRequest] = []
+        self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.left = asyncio.Event()
         """set when a client hangs up"""
@@ -102,7 +103,9 @@ class MockRank:
         transport.abort()
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        request = msgspec.json.decode(await http.read(), type=RankRequest)
+        body = await http.read()
+        request = msgspec.json.decode(body, type=RankRequest)
+        self.bodies.append(body)
         assert http.transport is not None
         self.transports.append(http.transport)
         self.peers.add(http.transport.get_extra_info("peername"))

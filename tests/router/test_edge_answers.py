@@ -126,7 +126,7 @@ async def test_chat_without_max_tokens_may_fill_the_context(house: House, rank: 
 
 async def test_parts_of_text_are_joined_and_template_settings_passed_on(house: House, rank: MockRank) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    body = {**chat(), "messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"messages": "cannot be replaced"}}
+    body = {**chat(), "messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"vendor": "x"}}
     assert (await house.post("/v1/chat/completions", body)).status == 200
     assert rank.requests[0].prompt == rank.tokenizer.encode_rendered(rendered("one\ntwo"))
 

@@ -71,7 +71,7 @@ BAD: dict[str, tuple[str, Any, int, str | None, str]] = {
     "a negative id": (TEXT, {"model": "demo", "prompt": [-1]}, 400, "prompt", "invalid_type"),
     "an id outside the vocabulary": (TEXT, {"model": "demo", "prompt": [100_000]}, 400, "prompt", "invalid_value"),
     "echo": (TEXT, {"model": "demo", "prompt": "a", "echo": True}, 400, "echo", "unsupported_parameter"),
-    "more prompts than choices": (TEXT, {"model": "demo", "prompt": ["a"] * 17}, 400, "prompt", "invalid_value"),
+    "more prompts than choices": (TEXT, {"model": "demo", "prompt": ["a"] * 129}, 400, "prompt", "invalid_value"),
     "logprobs out of range": (TEXT, {"model": "demo", "prompt": "a", "logprobs": 50}, 400, "logprobs", "invalid_value"),
     "nothing to route": ("/v1/route", {"model": "demo"}, 400, "prompt", "missing_field"),
     "garbage to route": ("/v1/route", b"\x00\x01", 400, None, "invalid_json"),
