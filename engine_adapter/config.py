@@ -171,6 +171,8 @@ class TransferConfig:
     """cells that may be in quarantine before new handovers are refused until they settle"""
     niceness: int = 10
     """of the thread that reads, against those that compute; 0 to 19"""
+    audit_seconds: float = 600.0
+    """in which each expert that a rank serves is compared with its checksums once; an engine in whose memory something else lies ends. 0: never"""
 
     def __post_init__(self) -> None:
         if self.way not in TRANSFERS:
@@ -178,6 +180,8 @@ class TransferConfig:
         for name, least, most in (("piece_bytes", 4096, 1 << 30), ("retries", 0, 16), ("quarantine_cells", 0, 1 << 20), ("niceness", 0, 19)):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
+        if not 0 <= self.audit_seconds < float("inf"):
+            raise ValueError(f"audit_seconds must be 0 (never) or more, not {self.audit_seconds}")
         for name in ("least_seconds", "lease_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")

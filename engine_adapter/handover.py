@@ -22,6 +22,7 @@ import msgspec
 from bus import Bus, Message
 from bus.subjects import Subjects
 from engine_adapter.arrivals import Report
+from engine_adapter.audit import Audit
 from engine_adapter.checksums import checksums
 from engine_adapter.conduct import Adopt, Conduct, Effect, Forget, Prepare
 from engine_adapter.config import TransferConfig
@@ -113,7 +114,7 @@ class HandoverDesk:
         self._helping = False
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled. EngineFailed, in a group, when the memory of an expert was changed from outside."""
         async with AsyncExitStack() as stack:
             if self._executor is None:
                 threads = ThreadPoolExecutor(1, f"checksums-{self._rank}", _yielding, (self._config.niceness,))
@@ -133,11 +134,14 @@ class HandoverDesk:
         self._errands.end()
 
     async def _seal(self) -> None:
-        """Find the checksums of all that was loaded; until then nobody may read it."""
+        """Find the checksums of all that was loaded; until then nobody may read it. Then compare them with what is served, until cancelled.
+        EngineFailed when that is something else."""
         residency, tensors = self.conduct.residency, self._memory.tensors
         for resident in tuple(residency.residents()):
             residency.seal(resident, await self._aside(checksums, self._memory.cell(resident.cell), tensors))
         self._sealed.set()
+        if self._config.audit_seconds:
+            await Audit(residency, self._memory, self._config.audit_seconds, self._aside).run()
 
     async def _keep(self) -> None:
         """Let time pass, and say on the bus whenever something changed."""

@@ -206,6 +206,12 @@ class Residency:
         if record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert):
             record.checksums = checksums
 
+    def sealed(self, resident: Resident) -> tuple[int, ...] | None:
+        """The checksums of what is served from a cell; None where they are not known yet, or the cell is in another use meanwhile."""
+        record = self._records[resident.cell]
+        serves = record.use is Cell.LIVE and (record.layer, record.expert) == (resident.layer, resident.expert)
+        return (record.checksums or None) if serves else None
+
     # readers
 
     def lease(self, reader: int, handover: int, experts: Sequence[Wanted], seconds: float, now: float) -> Lease:

@@ -126,6 +126,8 @@ class Group:
     ranks: list[StandingRank] = field(default_factory=list)
     ways: list[MemoryTransfer] = field(default_factory=list)
     desks: list[HandoverDesk] = field(default_factory=list)
+    running: list["asyncio.Task[None]"] = field(default_factory=list)
+    """of the desks; a test that expects one to end takes it out"""
     token: int = 1
     handover: int = 0
     _flip: asyncio.Event = field(default_factory=asyncio.Event)
@@ -248,6 +250,7 @@ async def standing(placement: Placement, config: TransferConfig = CONFIG, *, tra
             group.desks.append(HandoverDesk(MemoryBus(group.broker), SUBJECTS, one, "a", WORKER, staging))  # type: ignore[arg-type]
         running = [asyncio.create_task(desk.run(), name=f"desk {rank}") for rank, desk in enumerate(group.desks)]
         stack.push_async_callback(_stop, running)
+        group.running = running
         await asyncio.sleep(0.01)
         yield group
     assert asyncio.all_tasks() <= before

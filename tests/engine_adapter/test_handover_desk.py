@@ -9,6 +9,7 @@ import pytest
 from bus import BusError, Declined
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
+from engine_adapter.engine import EngineFailed
 from engine_adapter.transfer.memory import Fault
 from fleet.events import (
     CommitHandover,
@@ -20,7 +21,7 @@ from fleet.events import (
     LeaseEnded,
     LeaseExperts,
 )
-from fleet.handover import RankState
+from fleet.handover import Cell, RankState
 from fleet.placement import EMPTY, Placement, linear
 from tests.engine_adapter.standing_ranks import LEASE, SCALE, SUBJECTS, WORKER, Group, after, standing, weights
 
@@ -534,3 +535,46 @@ async def test_what_staging_consists_of_is_traced() -> None:
     assert names.count("prepare") == 3
     assert [name for name in names if name != "prepare"] == ["pull", "pull", "verify"]
     assert [bool(failure) for name, _, failure in spans.seen if name == "pull"] == [True, False]
+
+
+# the audit
+
+AUDITED = TransferConfig(lease_seconds=LEASE, audit_seconds=60.0)
+
+
+async def test_memory_that_is_changed_while_it_is_served_ends_its_rank() -> None:
+    async with standing(FIRST, AUDITED) as group:
+        await asyncio.sleep(3 * 60.0)
+        assert not any(task.done() for task in group.running), "nothing was changed"
+        cell = int(group.desks[1].conduct.residency.table[1, 0])
+        group.ranks[1].experts.memory.cell(cell)[7] ^= 1
+        desk = group.running.pop(1)
+        async with asyncio.timeout(2 * 60.0):
+            await asyncio.wait([desk])
+        failure = desk.exception()
+        assert isinstance(failure, ExceptionGroup)
+        assert failure.subgroup(EngineFailed) is not None
+        assert f"expert 1/2 (cell {cell}" in str(failure.exceptions)
+        assert not any(task.done() for task in group.running)
+
+
+async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobody() -> None:
+    config = TransferConfig(lease_seconds=LEASE, audit_seconds=0.2)
+    swapped = after(FIRST, (0, 0, 5), (0, 7, 0))
+    back = after(swapped, (0, 0, 0), (0, 7, 5))
+    async with standing(FIRST, config) as group:
+        for wanted in (swapped, back, after(back, (1, 8, 0))):
+            await group.hand_over(wanted)
+            await asyncio.sleep(1.0)
+        residency = group.desks[0].conduct.residency
+        free = next(cell for cell in range(group.ranks[0].experts.memory.cells) if residency.use(cell) is Cell.FREE)
+        group.ranks[0].experts.memory.cell(free)[:] = 255
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in group.running)
+
+
+async def test_without_an_audit_nobody_looks() -> None:
+    async with standing(FIRST, TransferConfig(lease_seconds=LEASE, audit_seconds=0.0)) as group:
+        group.ranks[1].experts.memory.cell(int(group.desks[1].conduct.residency.table[1, 0]))[7] ^= 1
+        await asyncio.sleep(3600.0)
+        assert not any(task.done() for task in group.running)

@@ -51,6 +51,18 @@ def test_a_cap_holds_and_a_source_that_dies_meanwhile_is_found_gone(ranks: Ranks
     assert reader.ask("zeros", cell=CELLS - 1)["zeros"] == 1
 
 
+@pytest.mark.parametrize("ranks", [NIXL], ids=lambda way: way.name, indirect=True)
+def test_whoever_has_the_metadata_can_write_and_checksums_show_it(ranks: Ranks) -> None:
+    """A limit of NIXL, kept here: should this fail because the write is refused, memory can be registered readable only, and should be."""
+    source, stranger = a_source(ranks, "e0-0.1", CELLS, MIB), a_source(ranks, "e0-1.1", CELLS, MIB)
+    filled(source)
+    before = [source.ask("sums", cell=cell)["sums"] for cell in range(CELLS)]
+    source.ask("busy", active=True)
+    stranger.ask("overwrite", address=source.address, cell=2, offset=100, value=0)
+    after = [source.ask("sums", cell=cell)["sums"] for cell in range(CELLS)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, False, True]
+
+
 @pytest.mark.slow
 @WAYS
 def test_sources_killed_at_any_moment_never_harm_the_reader(ranks: Ranks) -> None:

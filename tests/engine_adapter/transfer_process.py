@@ -6,6 +6,7 @@ each with an `id` that its answers repeat:
 - pull {address, pulls, seconds}: {"pulled": bytes, "seconds", "ticks": turns of the event loop meanwhile}; or {"failed": class, "detail"}; or
   {"overdue": detail}, and later {"settled": true}. With {"cancel": seconds} it is cancelled after so long: {"cancelled": true}, where nothing was landing.
 - fill {cell, seed}; put {cell, offset, value}; sums {cell}: {"sums": checksums of its tensors}; zeros {cell}: {"zeros": share of its bytes that are zero}
+- overwrite {address, cell, offset, value}: write into the memory of another, as anybody can who has its address and NIXL
 - busy {active}; forget {address}; held: {"held": [descriptors, mappings of expert memory, threads]}; cpu {seconds}: {"cpu": share of a core}
 - close: {"closed": true}
 """
@@ -26,6 +27,7 @@ import numpy as np
 from engine_adapter.checksums import checksums
 from engine_adapter.config import TransferConfig
 from engine_adapter.transfer import Overdue, Pull, Transfer, TransferError
+from engine_adapter.transfer.agents import load_nixl
 from engine_adapter.transfer.cells import MappedCells, laid_out
 from engine_adapter.transfer.nixl import NixlTransfer
 from engine_adapter.transfer.reading import own_address
@@ -99,6 +101,22 @@ class RankUnderOrders:
 
     async def zeros(self, cell: int) -> dict[str, Any]:
         return {"zeros": float(np.mean(self.memory.cell(cell) == 0))}
+
+    async def overwrite(self, address: dict[str, Any], cell: int, offset: int, value: int) -> None:
+        there, nixl = addressed(address), load_nixl()
+        stranger = nixl.agent(f"stranger-{os.getpid()}", nixl.config(enable_prog_thread=False, backends=[]))
+        stranger.create_backend("UCX", {})
+        byte = np.full(4096, value, np.uint8)
+        stranger.register_memory([(byte.ctypes.data, 4096, 0, "")], "DRAM", backends=["UCX"])
+        stranger.add_remote_agent(there.metadata)
+        rows = [[(byte.ctypes.data, 1, 0)], [(there.base + cell * there.cell_bytes + offset, 1, 0)]]
+        here, target = (stranger.get_xfer_descs(np.array(row, np.uint64), "DRAM") for row in rows)
+        request = stranger.initialize_xfer("WRITE", here, target, there.agent, backends=["UCX"])
+        state = stranger.transfer(request)
+        while state == "PROC":
+            await asyncio.sleep(0.001)
+            state = stranger.check_xfer_state(request)
+        self.kept = (stranger, byte)
 
     async def busy(self, active: bool) -> None:
         self.transfer.busy(active)
