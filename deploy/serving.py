@@ -28,12 +28,29 @@ log = logging.getLogger(__name__)
 class _Server(uvicorn.Server):
     """Leaves signals to the process's own handlers, sleeps until it is to stop, keeps deadlines, and stops in its own way."""
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float, count: Count) -> None:
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, count: Count, tls: ServerTls | None, handshake_seconds: float) -> None:
         super().__init__(config)
         self._count = count
+        self._tls = tls
+        self._handshake_seconds = handshake_seconds
         self.stopping = asyncio.Event()
         self._drain_seconds = drain_seconds
         self._sweeping: asyncio.TimerHandle | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, for sockets that listen; but with a certificate that can be renewed, and a bound on the time of a TLS handshake, which no
+        protocol sees."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise RuntimeError("the application did not start; the log says why")
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+
+        tls: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls.context, "ssl_handshake_timeout": self._handshake_seconds}
+        self.servers = [await loop.create_server(protocol, sock=door, backlog=config.backlog, **tls) for door in sockets or []]
+        self.started = True
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
@@ -118,9 +135,7 @@ class HttpFace:
             proxy_headers=False,
             backlog=BACKLOG,
         )
-        config.load()
-        config.ssl = None if tls is None else tls.context  # uvicorn's own way reads the files once
-        self._server = _Server(config, drain_seconds, self._cut.count)
+        self._server = _Server(config, drain_seconds, self._cut.count, tls, limits.head_seconds)
         logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
         self._task: asyncio.Task[None] | None = None
 
@@ -141,10 +156,7 @@ class HttpFace:
             door.close()
 
     async def _serve(self) -> None:
-        try:
-            await self._server.serve(sockets=list(self._doors))
-        except SystemExit as error:  # how uvicorn says that the application would not start
-            raise RuntimeError("the application did not start; the log says why") from error
+        await self._server.serve(sockets=list(self._doors))
 
     def abort(self) -> None:
         """As if the process were killed: nothing is taken any more, and every connection breaks."""

@@ -2,6 +2,7 @@
 connections."""
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import uvloop
 
 from deploy.doors import listen, probe, url_of
 from deploy.gathering import Gathering
+from deploy.http_limits import LIMITS, HttpLimits
 from deploy.serving import HttpFace
 from deploy.tls import CertificateError, ServerTls
 from router.config import RouterConfig
@@ -43,10 +45,10 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def served(tls: ServerTls) -> AsyncIterator[str]:
+async def served(tls: ServerTls, limits: HttpLimits = LIMITS) -> AsyncIterator[str]:
     door = listen("127.0.0.1", 0)
     url = url_of(door, tls=True)
-    async with HttpFace(echo, door, drain_seconds=0.5, tls=tls):
+    async with HttpFace(echo, door, drain_seconds=0.5, limits=limits, tls=tls):
         yield url
 
 
@@ -196,3 +198,15 @@ async def test_a_connection_may_be_closed_twice_under_tls(made: Certificate) -> 
         assert await reader.read() == b""
         writer.close()
     assert closed.is_set()
+
+
+@pytest.mark.parametrize("sent", [b"", bytes.fromhex("16030100f4010000f00303")])
+async def test_a_handshake_that_does_not_go_on_is_cut_like_a_slow_head(made: Certificate, sent: bytes) -> None:
+    async with served(ServerTls(made.cert, made.key), HttpLimits(head_seconds=0.2)) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+        assert await answered(url, made.ca) == b"https hello"

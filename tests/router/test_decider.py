@@ -265,6 +265,8 @@ async def test_a_decision_is_read_back_from_whichever_router_made_it(street: Str
     assert "not among the last 1" in pushed_out.json["error"]["message"]
     gone = await other.get(f"/v1/decisions/{int(one.service.tag, 16) ^ 1:08x}000000000000")
     assert (gone.status, "may be gone" in gone.json["error"]["message"]) == (404, True)
+    older = await other.get("/v1/decisions/abcd0123456789ab-a2")  # the tag of a router of an older version has four digits
+    assert "was made by another router (abcd)" in older.json["error"]["message"]
     assert (await other.get("/v1/decisions/nonsense")).status == 404
 
 
