@@ -394,7 +394,7 @@ class Edge:
             raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
         started = time.perf_counter()
         room = Room(roster.largest_context, max(1, service.config.max_choices // settings.n))
-        found = await service.bodies.ids(exchange.client, decoded, tokenizer, roster.tokenizer, room)
+        found = await service.bodies.ids(exchange.client, decoded, tokenizer, roster.tokenizer, room, exchange.salt)
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 

@@ -67,12 +67,13 @@ class Cutter:
 class SegmentCache:
     """State: ids of texts, least recently used first, at most `budget` bytes of both together. Any thread may call.
 
-    `owner` tells the vocabularies apart that share the budget. `words` are part of it, a quarter at most; texts make room for them.
+    `owner` tells the vocabularies apart that share the budget; a `scope`, the callers who may learn from a look-up's time what others sent.
+    `words` are part of it, a quarter at most; texts make room for them.
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._kept: OrderedDict[tuple[int, str], array[int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, str, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
         self.words = WordCache(budget // _WORDS_SHARE)
         self.bytes = 0
@@ -80,12 +81,12 @@ class SegmentCache:
         self.known_characters = self.new_characters = 0
         """of all texts that were looked up: those whose ids were known, by text or by words, and those that were encoded"""
 
-    def look_up(self, owner: int, texts: Sequence[str]) -> Segments:
+    def look_up(self, owner: int, texts: Sequence[str], scope: str = "") -> Segments:
         """Each text with its ids, where they are known."""
         found: list[array[int] | None] = []
         with self._lock:
             for text in texts:
-                key = (owner, text)
+                key = (owner, scope, text)
                 ids = self._kept.get(key)
                 if ids is not None:
                     self.known_characters += len(text)
@@ -99,24 +100,24 @@ class SegmentCache:
             self.known_characters += known
             self.new_characters += new
 
-    def keep(self, owner: int, made: "Iterable[tuple[str, array[int]]]") -> None:
+    def keep(self, owner: int, made: "Iterable[tuple[str, array[int]]]", scope: str = "") -> None:
         """Remember ids that were made; the least recently used ones go."""
         with self._lock:
             for text, ids in made:
                 size = _size(text, ids)
-                if size * _LARGEST_SHARE > self._budget or (owner, text) in self._kept:
+                if size * _LARGEST_SHARE > self._budget or (owner, scope, text) in self._kept:
                     continue
-                self._kept[owner, text] = ids
+                self._kept[owner, scope, text] = ids
                 self.bytes += size
             while self._kept and self.bytes + self.words.bytes > self._budget:
-                (_, text), ids = self._kept.popitem(last=False)
+                (_, _, text), ids = self._kept.popitem(last=False)
                 self.bytes -= _size(text, ids)
 
     def forget(self, owner: int) -> None:
         """Drop what belongs to a vocabulary that is gone."""
         with self._lock:
             for key in [key for key in self._kept if key[0] == owner]:
-                self.bytes -= _size(key[1], self._kept.pop(key))
+                self.bytes -= _size(key[2], self._kept.pop(key))
         self.words.forget(owner)
 
     def __len__(self) -> int:

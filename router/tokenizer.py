@@ -1,5 +1,6 @@
 """Prompts as token ids: a model's tokenizer and chat template, unpacked from the archive its engine names by digest."""
 
+import copy
 import datetime
 import io
 import itertools
@@ -86,6 +87,7 @@ class ModelTokenizer:
         self._bos = self._tokenizer.token_to_id(self._special["bos_token"]) if settings.get("add_bos_token") and "bos_token" in self._special else None
         self._owner = next(_owners)
         self._seen = seen
+        self._scope = ""
         self._cutter = None if seen is None else self._prove_cutter()
         self._words = None if seen is None else self._prove_words(seen)
         try:
@@ -125,11 +127,20 @@ class ModelTokenizer:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise ApiError(400, f"messages do not fit the model's chat template: {error}", param="messages", code="template_error") from error
 
+    def within(self, scope: str) -> "ModelTokenizer":
+        """The same, but ids of seen texts are reused within this scope alone, "" being that of all without one: else the time of an answer
+        would tell one tenant what texts another sent. Single words stay common."""
+        if scope == self._scope:
+            return self
+        scoped = copy.copy(self)
+        scoped._scope = scope
+        return scoped
+
     def segments(self, rendered: str) -> Segments:
         """A rendered conversation in the segments it is encoded by, with the ids that are known. Fast beside encoding it."""
         if self._cutter is None or self._seen is None:
             return Segments([rendered], [None])
-        return self._seen.look_up(self._owner, self._cutter.cut(rendered))
+        return self._seen.look_up(self._owner, self._cutter.cut(rendered), self._scope)
 
     def encode_segments(self, segments: Segments) -> list[int]:
         """The ids of a rendered conversation: the template wrote its special tokens itself, so none is added. Any thread may call."""
@@ -146,7 +157,7 @@ class ModelTokenizer:
                 ids += known
         if made and self._seen is not None and (self.reuses_segments or self.reuses_words):
             self._seen.count(segments.unknown - encoded, encoded)
-            self._seen.keep(self._owner, made if self.reuses_segments else ())
+            self._seen.keep(self._owner, made if self.reuses_segments else (), self._scope)
         return ids
 
     def _by_words(self, text: str) -> tuple[list[int], int]:

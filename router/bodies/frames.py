@@ -38,6 +38,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     digest: str
     context: int
     prompts: int
+    scope: str = ""
+    """`ModelTokenizer.within`"""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -152,9 +152,9 @@ class BodyWorkers:
         assert isinstance(said, PassthroughFields)
         return Asked(**msgspec.json.decode(said.asked))._replace(prompt=prompt)
 
-    async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: Room) -> list[list[int]]:
-        """As `tasks.ids_of`. ApiError as `read`."""
-        said, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts), body)
+    async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: Room, scope: str = "") -> list[list[int]]:
+        """As `tasks.ids_of`, with `ModelTokenizer.within` the scope. ApiError as `read`."""
+        said, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
         assert isinstance(said, Ids)
         every, start, found = array("I", blob), 0, []
         for length in said.lengths:

@@ -77,11 +77,13 @@ class BodyReader:
             return passthrough.read(body, content_type)
         return await self.workers.read_passthrough(client, content_type, body)
 
-    async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: Room) -> list[list[int]]:
-        """The ids of each prompt. ApiError 400 for what has none, or does not fit; 429 and 503 as `read`."""
-        request = decoded.request
+    async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: Room, scope: str = "") -> list[list[int]]:
+        """The ids of each prompt. scope: of texts whose ids may be reused (`ModelTokenizer.within`).
+
+        ApiError 400 for what has none, or does not fit; 429 and 503 as `read`."""
+        request, tokenizer = decoded.request, tokenizer.within(scope)
         if decoded.is_large:
-            return await self.workers.encode(client, decoded.kind, decoded.body, digest, room)
+            return await self.workers.encode(client, decoded.kind, decoded.body, digest, room, scope)
         if len(decoded.body) <= self._long:
             return tasks.ids_of(request, tokenizer, room)
         if not isinstance(request, ChatRequest):

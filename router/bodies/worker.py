@@ -62,7 +62,8 @@ class Worker:
                 found = tasks.read_passthrough(asked.content_type, blob)
                 return PassthroughFields(json.dumps(found._replace(prompt=b"")._asdict(), default=bytes.decode).encode()), found.prompt
             case Encode():
-                ids = tasks.ids_of(tasks.decode(asked.kind, blob), self._known[asked.digest], tasks.Room(asked.context, asked.prompts))
+                tokenizer = self._known[asked.digest].within(asked.scope)
+                ids = tasks.ids_of(tasks.decode(asked.kind, blob), tokenizer, tasks.Room(asked.context, asked.prompts))
                 return Ids(tuple(map(len, ids))), b"".join(array("I", one).tobytes() for one in ids)
 
     def _load(self, asked: Load, archive: bytes) -> None:

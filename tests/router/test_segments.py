@@ -145,6 +145,19 @@ def test_the_next_turn_of_a_conversation_encodes_only_what_is_new() -> None:
     assert later.unknown == sum(map(len, new))
 
 
+def test_the_texts_of_one_scope_are_not_known_in_another() -> None:
+    cache = SegmentCache(65536)
+    model = ModelTokenizer(known("bytes"), {}, CHATML, cache)
+    text = model.render(talk([("system", "be brief"), ("user", "a long question " * 20)]))
+    for scope in ("", "ours", "theirs"):
+        scoped = model.within(scope)
+        assert scoped.segments(text).unknown == len(text)
+        assert scoped.encode_rendered(text) == whole(known("bytes"), text)
+        assert scoped.segments(text).unknown == 0
+    model.forget_segments()
+    assert (len(cache), cache.bytes) == (0, 0)
+
+
 def test_without_a_cache_texts_are_encoded_whole() -> None:
     model = ModelTokenizer(known("bytes"), {}, CHATML)
     assert not model.reuses_segments
@@ -241,3 +254,18 @@ def test_the_text_of_a_conversation_is_a_prefix_of_its_next_turn(turns: list[tup
     bodies = (msgspec.json.encode({"model": "demo", "messages": talk(some), "tools": [{"type": "function"}]}) for some in (turns, turns + later))
     before, after = (read(body, "application/json").prompt for body in bodies)
     assert after.startswith(before)
+
+
+async def test_a_request_reuses_the_texts_of_its_own_salt_alone(open_house: OpenHouse, serve_rank: Serve) -> None:
+    packed = archive(known("bytes"), {"eos_token": "</s>", "chat_template": CHATML})
+    rank = await serve_rank(MockRank(packed))
+    house = await open_house()
+    await house.join("alone", [rank.url], packed)
+    kept = []
+    for salt in ("ours", "ours", "theirs"):
+        body = {"model": "demo", "messages": [{"role": "user", "content": "a long question " * 20}], "cache_salt": salt}
+        assert (await house.post("/v1/route", body)).status == 200
+        assert house.service.lexicon.seen is not None
+        kept.append(len(house.service.lexicon.seen))
+    assert kept[0] == kept[1] > 0
+    assert kept[2] == 2 * kept[0]

@@ -60,6 +60,20 @@ def test_a_body_says_the_salt_in_place_of_its_own_and_all_else_as_before(
     assert json.loads(with_salt(msgspec.json.encode(body), salt)) == {**body, "cache_salt": salt}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"{}", b' {"a": [1.50]} \n', b'{"cache_salt": "x"}', b'{"cache\\u005fsalt": "x"}', b'{"cache_salt": 1, "cache\\u005fsalt": 2}'],
+)
+def test_no_way_to_write_the_field_keeps_a_clients_own_salt(body: bytes) -> None:
+    assert json.loads(with_salt(body, "salt"))["cache_salt"] == "salt"
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"cache_salt"', b'{"cache_salt"', b"\xff cache_salt"])
+def test_a_body_that_can_say_no_salt_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="must be a JSON object"):
+        with_salt(body, "salt")
+
+
 def test_routers_of_one_fleet_make_one_salt_and_those_of_another_make_others() -> None:
     one, same, other = (Credentials(None, None, SharedSecret(secret * 16)) for secret in "aab")
     assert one.cache_salt("acme", None) == same.cache_salt("acme", None) != other.cache_salt("acme", None)
