@@ -116,7 +116,8 @@ def show_decision(answer: bytes) -> None:
     if len(record.candidates) > MOST_SHOWN:
         out.print(f"and {len(record.candidates) - MOST_SHOWN} more with higher scores; --json has them all")
     if unmeasured:
-        out.print(f"not measured ({NOT_MEASURED}): the speed of {', '.join(unmeasured)}; until streams show it, scores compare and are no times")
+        names = ", ".join(unmeasured)
+        out.print(f"not measured ({NOT_MEASURED}): some speed of {names}; until streams show it, scores compare and are no times")
     out.print(f"why: {WHYS[record.why].format(tied=record.tied, seed=record.seed)}; policy {record.policy}")
     if record.home_ranks:
         out.print(f"at home on: {', '.join(record.home_ranks)}{'' if record.homes_note is None else f'; {record.homes_note}'}")

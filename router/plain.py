@@ -20,6 +20,7 @@ from fleet.completions import ApiError
 from fleet.events import Capabilities, EngineJoined, ServedModel
 from fleet.timing import EngineSpeed
 from router.config import BackendConfig, RouterConfig, base_url
+from router.locality import locality
 from router.muster import EngineState
 from router.proxy import Upstream
 from router.view import View
@@ -32,6 +33,7 @@ _LIST_BYTES = 1024 * 1024
 _NOTHING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)
 _ISOLATING = Capabilities(kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=True)
 _UNKNOWN_CONTEXT = 2**31 - 1
+_NO_EXPERTS = locality((0,), None, None, None, None)
 _SEQUENCE_SHARE = 0.01
 """of a step: what each further stream adds, where nobody states it"""
 
@@ -151,6 +153,7 @@ class PlainBackends:
         joined = _as_engine(server, models, self._block_size)
         if known is None or known.joined != joined:
             self._view.join(joined, self._clock(), probed=True)
+            self._view.price(server.worker_id, None, _NO_EXPERTS)
         self._view.heard(server.worker_id, self._clock())
 
     def _missed(self, server: _Server, error: Exception, timeout_seconds: float) -> None:

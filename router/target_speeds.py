@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from router.candidates import QueuePrices
 from router.learnt_speeds import LearntSpeeds
-from router.roster import RankKey, Roster, Target
+from router.roster import REFERENCE, RankKey, Roster, Target
 from router.speeds import Speeds
 
 
@@ -82,12 +82,23 @@ class TargetSpeeds:
         if unstated:
             factors = np.ones((2, len(roster.targets))) if factors is None else factors
             measured = np.ones(factors.shape, np.bool_)
+            guess = _guess(roster, factors)
             for at in unstated:
                 target = roster.targets[at]
                 found = self._learnt.of(target.engine.model, target.key)
                 for kind, (factor, known) in enumerate(found):
-                    factors[kind, at], measured[kind, at] = factor, known
+                    factors[kind, at], measured[kind, at] = factor if known else guess[kind], known
         return Known(factors, None if measured is None or measured.all() else measured, _queue_prices(roster, factors, measured))
+
+
+def _guess(roster: Roster, factors: NDArray[np.float64]) -> tuple[float, float]:
+    """Factors of the reference for what nobody measured yet: as fast as the first target that states a speed, for a fair comparison with it."""
+    stated = roster.stated.nonzero()[0]
+    if not len(stated):
+        return 1.0, 1.0
+    at = int(stated[0])
+    step = float(roster.step_s[at] + roster.decode_sequence_s[at]) / (REFERENCE.step + REFERENCE.decode_sequence)
+    return float(factors[0, at] * roster.prefill_token_s[at]) / REFERENCE.prefill_token, float(factors[1, at]) * step
 
 
 def _queue_prices(roster: Roster, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None) -> QueuePrices:

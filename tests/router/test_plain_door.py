@@ -469,3 +469,13 @@ async def test_a_stated_speed_is_shown_in_milliseconds_at_once(open_house: OpenH
     assert (record["unit"], candidate["speed"]) == ("ms", "stated")
     assert candidate["terms_ms"]["prefill"] == pytest.approx(500.0, rel=0.01)
     assert candidate["terms_ms"]["decode"] == pytest.approx(2000.0, rel=0.01)
+
+
+async def test_a_server_without_a_speed_is_compared_as_if_it_were_as_fast_as_its_like_that_states_one(open_house: OpenHouse, servers: list[Foreign]) -> None:
+    slow = BackendConfig(name="cpu", url=servers[0].url, prompt_tokens_per_second=1000.0, output_tokens_per_second=4.0)
+    house = await open_house(bus=False, named_backends=(slow,), backends=(servers[1].url,))
+    await until(lambda: len(house.service.view.roster("demo").targets) == 2)
+    record = (await house.post("/v1/route", chat("x" * 40_000))).json
+    scores = [candidate["score"] for candidate in record["candidates"]]
+    assert scores[0] == pytest.approx(scores[1], rel=0.1)
+    assert {candidate["experts_note"] for candidate in record["candidates"]} == {"the engine reports no experts"}
