@@ -45,6 +45,10 @@ ProcessesOption = Annotated[
     int | None, typer.Option("--processes", min=1, help="Router processes that share the port and what they know.  [default: 1]", show_default=False)
 ]
 ModelShapeOption = Annotated[str | None, typer.Option("--model-shape", help="simulated: deepseek-v3, qwen3-235b or demo.  [default: demo]", show_default=False)]
+AccessLogOption = Annotated[
+    str | None,
+    typer.Option("--access-log", metavar="FILE|none", help="Where request lines go; a file may be rotated.  [default: standard output]", show_default=False),
+]
 Flags = Mapping[Key, tuple[str, Any]]
 
 
@@ -183,6 +187,11 @@ def key_from(file: Path | None) -> str | None:
         return None if file is None else file.read_text(encoding="utf-8").split("\n")[0].strip()
     except OSError as error:
         fail(str(error), USAGE)
+
+
+def access_log_flag(named: str | None) -> Flags:
+    """What `--access-log` sets: a file, named from this working directory, or one of the words "-" and "none"."""
+    return {("up", "access_log"): ("--access-log", named if named in (None, "-", "none") else str(Path(named).absolute()))}
 
 
 def bus_flags(nats: str | None) -> Flags:

@@ -12,6 +12,7 @@ from deploy.commandline import (
     CONFIG,
     NATS,
     USAGE,
+    AccessLogOption,
     ClientKeysOption,
     ConfigOption,
     Flags,
@@ -21,6 +22,7 @@ from deploy.commandline import (
     TlsCertOption,
     TlsKeyOption,
     TlsTerminatedOption,
+    access_log_flag,
     bus_flags,
     check,
     console,
@@ -36,9 +38,8 @@ from deploy.doors import CannotListen, listen
 from deploy.exposure import missing_at_ranks, missing_at_router
 from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
-from deploy.parts import run_part
+from deploy.parts import log_as_set, run_part
 from deploy.process import run as run_process
-from deploy.process import set_up_logging
 from deploy.reload import Read, planner_settings, router_settings
 from deploy.routers import RouterDoors
 from deploy.rundir import home, run_directory
@@ -84,6 +85,7 @@ def router(
     tls_terminated: TlsTerminatedOption = False,
     insecure: InsecureOption = False,
     nats: Annotated[str | None, typer.Option("--nats", metavar="URL", help="NATS server; with --backend only if it is named.")] = NATS,
+    access_log: AccessLogOption = None,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -97,6 +99,7 @@ def router(
         ("router", "processes"): ("--processes", processes),
         **door_flags("router", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
         **bus_flags(nats),
+        **access_log_flag(access_log),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
     settings = settings_from(config, flags, RouterConfig, BusConfig, UpConfig)
@@ -108,7 +111,7 @@ def router(
     secured(missing_at_router(part), insecure=part.insecure)
     bus = None if (part.backends or part.named_backends) and not names_bus(settings) else settings.part(BusConfig)
     if part.processes > 1:
-        set_up_logging(settings.part(UpConfig).log_level)
+        log_as_set(settings)
         raise typer.Exit(run_process(_several_routers(settings, read, bus=bus is not None), expected=(UnitFailed, CannotListen, OSError), fast_loop=False))
     try:
         door = listen(part.host, part.port)
@@ -213,7 +216,7 @@ def worker(
     part = settings.part(WorkerConfig)
     check(settings, SimulatedConfig if part.engine == "simulated" else EmbeddedConfig)
     secured(missing_at_ranks(part), insecure=part.insecure)
-    set_up_logging(settings.part(UpConfig).log_level)
+    log_as_set(settings)
 
     def read() -> Configuration:
         return read_settings(config, os.environ, Path.cwd()).with_flags(flags)

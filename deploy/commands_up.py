@@ -13,6 +13,7 @@ from deploy.commandline import (
     CONFIG,
     NATS,
     USAGE,
+    AccessLogOption,
     ClientKeysOption,
     ConfigOption,
     Flags,
@@ -22,6 +23,7 @@ from deploy.commandline import (
     TlsCertOption,
     TlsKeyOption,
     TlsTerminatedOption,
+    access_log_flag,
     console,
     door_flags,
     engine_flags,
@@ -78,6 +80,7 @@ def up(
     tls_key: TlsKeyOption = None,
     tls_terminated: TlsTerminatedOption = False,
     insecure: InsecureOption = False,
+    access_log: AccessLogOption = None,
     spans: Annotated[Path | None, typer.Option("--spans", metavar="FILE", help="Append every OpenTelemetry span to this file, as JSON lines.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -95,6 +98,7 @@ def up(
         ("router", "processes"): ("--processes", processes),
         ("router", "api_key_file"): ("--client-keys", client_keys and client_keys.absolute()),
         **door_flags("router", tls_cert, tls_key, terminated=tls_terminated, insecure=insecure),
+        **access_log_flag(access_log),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
     settings = settings_from(config, flags, *SECTIONS.values())

@@ -4,11 +4,17 @@ A pipe that is not read (a container runtime in blocking mode, a stopped `| jq`)
 it cannot take is dropped and counted, and a line says so once the pipe is read again.
 """
 
+import json
 import logging
 import os
 import select
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bus.redaction import without_secrets
 
 GATHER_SECONDS = 0.05
 """A line is written this much late at most."""
@@ -24,6 +30,21 @@ class Bare(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, and the traceback of an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": without_secrets(record.getMessage()),
+        }
+        if record.exc_info:
+            fields["traceback"] = without_secrets(self.formatException(record.exc_info))
+        return json.dumps(fields, ensure_ascii=False)
 
 
 class LogWriter(logging.Handler):
@@ -111,3 +132,26 @@ class LogWriter(logging.Handler):
                 left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # somebody has made the descriptor non-blocking
                 select.select([], [self._descriptor], [])
+
+
+class LogFile(LogWriter):
+    """Appends to a file, and opens it anew once it was moved aside or removed, as log rotation does. Processes may share the file."""
+
+    def __init__(self, path: Path, notice: Callable[[int], str]) -> None:
+        """OSError when the file cannot be opened."""
+        super().__init__(_opened(path), notice)
+        self._path = path
+
+    def _write(self, text: str) -> None:
+        here = os.fstat(self._descriptor)
+        there = None
+        with suppress(FileNotFoundError):
+            there = self._path.stat()
+        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            os.close(self._descriptor)
+            self._descriptor = _opened(self._path)
+        super()._write(text)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)

@@ -10,11 +10,21 @@ from deploy.settings import UpConfig
 from deploy.spans import TracingConfig, TracingError, tracing
 
 
+def log_as_set(settings: Configuration) -> None:
+    """Set up this process's logging. OSError when the access log cannot be opened."""
+    up = settings.part(UpConfig)
+    set_up_logging(up.log_level, up.log_format, up.access_log)
+
+
 def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
     """`serve` of the module `deploy.part_<name>`, until it ends or is told to; the process's exit status."""
     service = "roost-engine" if name in ("rank", "simulated") else f"roost-{name}"
     part = importlib.import_module(f"deploy.part_{name}")
-    set_up_logging(settings.part(UpConfig).log_level)
+    try:
+        log_as_set(settings)
+    except OSError as error:
+        print_error(f"access_log {settings.part(UpConfig).access_log}: {error.strerror}")
+        return FINAL
     try:
         with tracing(service, settings.part(TracingConfig), environment):
             return run(part.serve(*arguments), expected=part.EXPECTED, final=getattr(part, "FINAL", ()))

@@ -13,13 +13,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from bus.redaction import without_secrets
 from deploy.descriptors import raise_limit
-from deploy.log_writer import Bare, LogWriter
+from deploy.log_writer import Bare, JsonLines, LogFile, LogWriter
 
 FAILURE = 1
 FINAL = 2
@@ -40,18 +41,27 @@ class WithoutSecrets(logging.Formatter):
         return without_secrets(super().format(record))
 
 
-def set_up_logging(level: str) -> None:
-    """Log lines to standard error; the router's request lines, bare, to standard output. Neither ever holds up the process."""
+def set_up_logging(level: str, form: str = "text", access_log: str = "-") -> None:
+    """Log lines to standard error, as text or as JSON; the router's request lines, always JSON, to a file, to standard
+    output ("-"), or nowhere ("none"). Neither ever holds up the process. OSError when the file cannot be opened.
+    """
     # What no line shows need not be looked up for each of them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     lines = LogWriter(STDERR, _told_of_drops)
-    lines.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    lines.setFormatter(JsonLines() if form == "json" else WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[lines])
-    requests = LogWriter(STDOUT, lambda dropped: f'{{"dropped_lines":{dropped}}}')
-    requests.setFormatter(Bare())
     access = logging.getLogger(ACCESS)
-    access.addHandler(requests)
     access.propagate = False
+    if access_log == "none":
+        access.disabled = True
+        return
+
+    def notice(dropped: int) -> str:
+        return f'{{"dropped_lines":{dropped}}}'
+
+    requests = LogWriter(STDOUT, notice) if access_log == "-" else LogFile(Path(access_log), notice)
+    requests.setFormatter(Bare())
+    access.addHandler(requests)
 
 
 def _told_of_drops(lines: int) -> str:

@@ -67,12 +67,20 @@ class UpConfig:
     """URL of a running NATS server; unset: a private one is started"""
     log_level: str = "info"
     """of every part; debug, info, warning or error"""
+    log_format: str = "text"
+    """of log lines on standard error: text, or json for one object per line; request lines are JSON always"""
+    access_log: str = "-"
+    """where the router's request lines go: a file, which may be rotated; "-" for standard output; "none" for nowhere"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.engines <= 64:
             raise ValueError(f"engines must be 0..64, not {self.engines}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ValueError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
+        if self.log_format not in ("text", "json"):
+            raise ValueError(f"log_format must be text or json, not {self.log_format!r}")
+        if not self.access_log:
+            raise ValueError('access_log must name a file, or be "-" (standard output) or "none"')
 
 
 DEMO_MODEL = "roost-demo"

@@ -1,6 +1,7 @@
 """One request and what becomes of it: the record behind its log line, its metrics and the end of its trace."""
 
 import logging
+from datetime import UTC, datetime
 from enum import StrEnum
 from math import inf
 from typing import Any
@@ -159,6 +160,7 @@ class Exchange:
     def _line(self, outcome: Outcome, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
         target = None if self.decision is None else self.decision.target
         return {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
             "decision_id": None if self.decision is None else self.decision.id,
             "path": self.path,

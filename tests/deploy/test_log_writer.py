@@ -1,15 +1,19 @@
 """Lines are written by a thread: in order, many at once, and when nobody reads they are dropped and counted."""
 
 import fcntl
+import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 import deploy.log_writer
-from deploy.log_writer import MOST_LINE_CHARACTERS, Bare, LogWriter
+from deploy.log_writer import MOST_LINE_CHARACTERS, Bare, JsonLines, LogFile, LogWriter
 
 PIPE_BYTES = 4096
 
@@ -106,3 +110,29 @@ def test_one_line_is_bounded_and_one_that_cannot_be_made_is_told(pipe: Pipe, say
     say.info("x" * 1_000_000)
     assert len(pipe.until("\n")) == MOST_LINE_CHARACTERS + 1
     assert "no number" in capsys.readouterr().err
+
+
+def test_json_lines_have_time_level_logger_message_and_traceback_and_no_secrets() -> None:
+    try:
+        raise ValueError("nats://user:s3cret@h:1")  # noqa: TRY301
+    except ValueError:
+        record = logging.getLogger("a.b").makeRecord("a.b", logging.WARNING, "", 0, "said %s", ("nats://u:s3cret@h",), sys.exc_info())
+    line = json.loads(JsonLines().format(record))
+    assert (line["level"], line["logger"]) == ("WARNING", "a.b")
+    assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert "Traceback" in line["traceback"]
+    assert "s3cret" not in json.dumps(line)
+
+
+def test_a_log_file_is_opened_anew_once_it_was_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    file = LogFile(path, str)
+    file.setFormatter(Bare())
+    logger = logging.Logger("test of a file")
+    logger.addHandler(file)
+    logger.info("before")
+    file.flush()
+    path.rename(tmp_path / "access.log.1")
+    logger.info("after")
+    file.flush()
+    assert ((tmp_path / "access.log.1").read_text(), path.read_text()) == ("before\n", "after\n")
