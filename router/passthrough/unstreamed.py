@@ -25,7 +25,9 @@ class Unstreamed:
         self._service = service
         self._due: list[tuple[float, int, Booking]] = []
         self._numbers = count()
-        self._next: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
+        self._next_at = 0.0
+        """when that timer is due: uvloop's own handles cannot always tell"""
         self._calls: dict[Call, RankKey] = {}
         self._look: asyncio.TimerHandle | None = None
 
@@ -45,11 +47,12 @@ class Unstreamed:
             del self._calls[call]
 
     def _wake_for_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._next is not None and (not self._due or self._next.when() > self._due[0][0]):
+        if self._next is not None and (not self._due or self._next_at > self._due[0][0]):
             self._next.cancel()
             self._next = None
         if self._due and self._next is None:
-            self._next = loop.call_at(self._due[0][0], self._compute_due, loop)
+            self._next_at = self._due[0][0]
+            self._next = loop.call_at(self._next_at, self._compute_due, loop)
 
     def _compute_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next = None

@@ -39,9 +39,15 @@ def _openai(base: str) -> Callable[[str, dict[str, Any]], Any]:
         create = client.chat.completions.create if path == CHAT else client.completions.create
         needed = {name: body[name] for name in (*_NEEDED[path], "stream") if name in body}
         answer = create(**needed, extra_body={name: value for name, value in body.items() if name not in needed})
-        return [chunk.model_dump(mode="json") for chunk in answer] if body.get("stream") else answer.model_dump(mode="json")
+        return _in_order(answer) if body.get("stream") else answer.model_dump(mode="json")
 
     return call
+
+
+def _in_order(chunks: Iterable[Any]) -> list[Any]:
+    """Chunks of a stream, those of each choice together: in which order choices take turns is chance."""
+    came = [chunk.model_dump(mode="json") for chunk in chunks]
+    return sorted(came, key=lambda chunk: chunk["choices"][0]["index"] if chunk["choices"] else sys.maxsize)
 
 
 def _litellm(base: str) -> Callable[[str, dict[str, Any]], Any]:
@@ -55,7 +61,7 @@ def _litellm(base: str) -> Callable[[str, dict[str, Any]], Any]:
         rest = {name: value for name, value in body.items() if name not in needed and name != "model"}
         provider = "openai" if path == CHAT else "text-completion-openai"
         answer = complete(model=f"{provider}/{body['model']}", api_base=f"{base}/v1", api_key="none", num_retries=0, max_retries=0, extra_body=rest, **needed)
-        return [chunk.model_dump(mode="json") for chunk in answer] if body.get("stream") else answer.model_dump(mode="json")
+        return _in_order(answer) if body.get("stream") else answer.model_dump(mode="json")
 
     return call
 
@@ -68,7 +74,7 @@ def main(client: str, base: str) -> None:
             came: Any = call(path, body)
         except Exception as error:  # noqa: BLE001 whatever a client raises is what is compared
             came = {"raised": type(error).__name__, "status": getattr(error, "status_code", None), "said": str(error)}
-        print(json.dumps({"name": name, "came": came}))
+        print(json.dumps({"name": name, "came": came}, sort_keys=True))
 
 
 if __name__ == "__main__":
