@@ -18,6 +18,9 @@ LEASE_SECONDS = 3.0
 LOOK_SECONDS = 0.25
 """how often a claimant looks at a held key"""
 
+UNREADABLE = -1
+"""worker_id of the holder that a value without sense names; no engine's"""
+
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +71,7 @@ def holder_of(claim: Claim) -> Holder:
     try:
         return msgspec.json.decode(claim.value, type=Holder)
     except msgspec.DecodeError:
-        return Holder(worker_id=-1, node="an unknown node", beat=0)
+        return Holder(worker_id=UNREADABLE, node="an unknown node", beat=0)
 
 
 class Lease:
@@ -113,10 +116,11 @@ class Lease:
             self._revision = await self._bus.claim(self._key, self._value(), self._revision)
         except ClaimLost:
             now = await self._bus.read_claim(self._key)
-            if now is not None and holder_of(now).worker_id != self._holder.worker_id:
+            if now is not None and holder_of(now).worker_id not in (self._holder.worker_id, UNREADABLE):
                 self._revision = None
                 raise self._taken(now) from None
-            # ours after all: an answer that was lost, or a key that vanished with its server
+            # ours after all: an answer that was lost, a key that vanished with its server, or nonsense: whoever may ask a server anything can
+            # have the answer written here (docs/security.md), and must not end an engine by that
             self._revision = None if now is None else now.revision
             if now is None:  # revisions begin anew, tokens must not
                 self._holder = msgspec.structs.replace(self._holder, offset=self.token)

@@ -261,9 +261,7 @@ class Inbox:
 class Desk:
     """Answers the requests on one subject, several at a time, while `run` runs."""
 
-    def __init__(
-        self, subject: str, answer: Answer, outbox: Outbox, answers: Answers, fetch: Fetch, rejected: Rejected, full: FullStores
-    ) -> None:
+    def __init__(self, subject: str, answer: Answer, outbox: Outbox, answers: Answers, fetch: Fetch, rejected: Rejected, full: FullStores) -> None:
         self.subject = sendable(subject)
         self._topic = topic_of(subject)
         self._answer = answer

@@ -220,12 +220,34 @@ class Subjects:
 
     def decision(self, tag: str) -> str:
         """Request: a decision, of the router whose decisions' ids begin with this tag."""
-        return f"{self._roost}.router.decision.{check_token('decision tag', tag)}"
+        return f"{self._roost}.router.decision.{tag if tag == '*' else check_token('decision tag', tag)}"
 
     @property
     def stored(self) -> tuple[str, ...]:
         """What JetStream keeps."""
         return (self.membership(), self.placements(), self.migrations(), self.drains(), self.config())
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """What is said openly, stored or not; no questions, and not what routers tell each other of single conversations."""
+        return (
+            self.kv_events,
+            self.kv_metrics,
+            self.heartbeats(),
+            self.experts(),
+            self.dispatched(),
+            self.requests_profiled(),
+            self.requests_read,
+            self.requests_finished,
+            self.handovers(),
+            self.profiles,
+            self.demand,
+            self.clusters,
+            self.tables,
+            self.shifts,
+            self.homes,
+            *self.stored,
+        )
 
     @property
     def everything(self) -> str:
@@ -242,4 +264,4 @@ class Subjects:
 
     def handover_key(self, engine: str) -> str:
         """Key under which an engine's open handover is kept."""
-        return f"handover.{check_token('engine name', engine)}"
+        return f"handover.{engine if engine == '*' else check_token('engine name', engine)}"

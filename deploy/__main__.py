@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
 def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
     """What the part's `serve` takes."""
     bus, ready = settings.part(BusConfig), Path(order.ready)
+    if order.credentials is not None:
+        bus = replace(bus, credentials_file=Path(order.credentials))
 
     def again() -> Configuration:
         return read_settings(Path(order.config), {}, Path.cwd())

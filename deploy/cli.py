@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deploy import commands_keys, commands_loop, commands_migrate, commands_operate, commands_parts, commands_plan, commands_up, commands_views
+from deploy import commands_bus, commands_keys, commands_loop, commands_migrate, commands_operate, commands_parts, commands_plan, commands_up, commands_views
 from deploy.commandline import CONFIG, JSON, ConfigOption, JsonOption, fail, running, settings_from, show
 from deploy.rundir import home, settings_file
 from deploy.settings import SECTIONS
@@ -27,6 +27,7 @@ commands_migrate.add_to(app)
 commands_loop.add_to(app)
 commands_operate.add_to(app)
 commands_keys.add_to(app)
+commands_bus.add_to(app)
 
 
 def _version(wanted: bool) -> None:

@@ -13,7 +13,9 @@ from rich.markup import escape
 
 from bus.config import BusConfig
 from bus.redaction import without_secrets
+from bus.roles import Role
 from deploy.config import ConfigError, Configuration, Key
+from deploy.credentials import of_run
 from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
 from deploy.settings import WorkerConfig, read_settings
@@ -206,8 +208,19 @@ def names_bus(settings: Configuration) -> bool:
 
 
 def bus_from(config: Path | None, nats: str | None) -> BusConfig:
-    """Where the bus is: --nats, the configuration, or the running fleet."""
-    return with_bus(settings_from(config, bus_flags(nats), BusConfig)).part(BusConfig)
+    """Where the bus is (--nats, the configuration, or the running fleet), and the operator's login there if it is that of a fleet of this user."""
+    return with_login(with_bus(settings_from(config, bus_flags(nats), BusConfig)), "operator").part(BusConfig)
+
+
+def with_login(settings: Configuration, role: Role, engine: str | None = None) -> Configuration:
+    """The same, with the login of a role on the NATS server of a running fleet of this user; unchanged where another server or login is set."""
+    bus = settings.part(BusConfig)
+    if bus.credentials_file is not None:
+        return settings
+    for run in live_runs(home(os.environ)):
+        if run.credentials is not None and set(str(run.nats).split(",")) & set(bus.servers):
+            return settings.with_flags({("bus", "credentials_file"): ("the running fleet", of_run(run, role, engine))})
+    return settings
 
 
 def with_bus(settings: Configuration) -> Configuration:

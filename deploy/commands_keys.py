@@ -47,14 +47,10 @@ def new(
             help="The most urgent class that it may ask for; else [router] default_class.",
         ),
     ] = None,
-    rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(
-        sorted(DEFAULT_RIGHTS)
-    ),
+    rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(sorted(DEFAULT_RIGHTS)),
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", metavar="FILE", help="Keys file to add it to.  [default: [router] api_key_file]"
-        ),
+        typer.Option("--file", metavar="FILE", help="Keys file to add it to.  [default: [router] api_key_file]"),
     ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
@@ -74,9 +70,7 @@ def new(
     path = file or router.api_key_file
     if path is not None:
         _add_line(path, line, router)
-        note(
-            f"its line is in {path}; `roost reload` makes it valid in routers that run. This is the only time that the key is shown:"
-        )
+        note(f"its line is in {path}; `roost reload` makes it valid in routers that run. This is the only time that the key is shown:")
     show(key)
     if path is None:
         show(line)
@@ -86,9 +80,7 @@ def _add_line(path: Path, line: str, router: RouterConfig) -> None:
     """Append to a keys file, which is made for its user alone where there is none. Ends the command where the
     file could not be used afterwards."""
     try:
-        with os.fdopen(
-            os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", encoding="utf-8"
-        ) as file:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", encoding="utf-8") as file:
             before = file.read()
             gap = "\n" if before and not before.endswith("\n") else ""
             parse_keys(before + gap + line, router.classes, router.default_class)

@@ -32,6 +32,7 @@ from deploy.commandline import (
     names_bus,
     secured,
     settings_from,
+    with_login,
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
@@ -102,10 +103,10 @@ def router(
         **access_log_flag(access_log),
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
-    settings = settings_from(config, flags, RouterConfig, BusConfig, UpConfig)
+    settings = with_login(settings_from(config, flags, RouterConfig, BusConfig, UpConfig), "router")
 
     def read() -> Configuration:
-        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+        return with_login(read_settings(config, os.environ, Path.cwd()).with_flags(flags), "router")
 
     part = settings.part(RouterConfig)
     secured(missing_at_router(part), insecure=part.insecure)
@@ -134,7 +135,7 @@ def tracker(
         ("tracker", "state_file"): ("--state", state and state.absolute()),
         ("tracker", "metrics_address"): ("--metrics", metrics),
     }
-    settings = settings_from(config, flags, TrackerConfig, BusConfig, UpConfig)
+    settings = with_login(settings_from(config, flags, TrackerConfig, BusConfig, UpConfig), "tracker")
     _end_with("tracker", settings, settings.part(BusConfig), settings.part(TrackerConfig), None)
 
 
@@ -149,10 +150,10 @@ def planner(
     SIGHUP: read file and environment again.
     """
     flags = {**bus_flags(nats), ("planner", "metrics_address"): ("--metrics", metrics)}
-    settings = settings_from(config, flags, MigrationConfig, BusConfig, UpConfig)
+    settings = with_login(settings_from(config, flags, MigrationConfig, BusConfig, UpConfig), "planner")
 
     def read() -> Configuration:
-        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+        return with_login(read_settings(config, os.environ, Path.cwd()).with_flags(flags), "planner")
 
     _end_with("planner", settings, settings.part(BusConfig), settings.part(MigrationConfig), None, planner_settings(settings, read))
 
@@ -206,6 +207,7 @@ def worker(
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
     settings = settings_from(config, flags, WorkerConfig, BusConfig, AgentConfig, UpConfig)
+    settings = with_login(settings, "engine", settings.part(WorkerConfig).name)
     if not own:
         if model_shape is not None:
             fail("--model-shape belongs to --engine simulated", USAGE)
@@ -219,7 +221,7 @@ def worker(
     log_as_set(settings)
 
     def read() -> Configuration:
-        return read_settings(config, os.environ, Path.cwd()).with_flags(flags)
+        return with_login(read_settings(config, os.environ, Path.cwd()).with_flags(flags), "engine", part.name)
 
     raise typer.Exit(run_process(_own_worker(settings, read), expected=(UnitFailed, CannotListen, NoNats, OSError), fast_loop=False))
 

@@ -139,7 +139,9 @@ def _tell(settings: Configuration, fleet: Fleet, run: RunDirectory) -> None:
     out, model = console(), served_model(settings)
     ranks, engines = engine_ranks(settings), settings.part(UpConfig).engines
     out.print(f"\n[bold]Roost is up[/bold]: {engines} engine{'s' * (engines != 1)} of {ranks} rank{'s' * (ranks != 1)} serving {model!r}")
-    for name, place in (("router", fleet.router_url), ("NATS", without_secrets(fleet.nats_url)), ("logs", run.path)):
+    for name, place in (("router", fleet.router_url), ("NATS", without_secrets(fleet.nats_url)), ("logs", run.path), ("logins", fleet.logins)):
+        if place is None:
+            continue
         out.print(f"  {name:7} {place}")
     if fleet.router_urls:
         out.print(f"  each router process alone, for /metrics and /health: {' '.join(fleet.router_urls)}")

@@ -25,8 +25,10 @@ from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.redaction import without_secrets
+from bus.roles import Role
 from bus.subjects import Subjects
 from deploy.config import ConfigError, Configuration, Key, without_settings
+from deploy.credentials import FOLDER, Credentials
 from deploy.doors import HttpError, listen, probe, url_of
 from deploy.natsd import NatsServer, greet
 from deploy.orders import Order, PartName, RankOrder
@@ -73,6 +75,8 @@ class Ground:
     run: RunDirectory
     config_file: Path
     environment: Mapping[str, str]
+    credentials: Credentials | None = None
+    """of the private NATS server"""
 
     def command(
         self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankOrder | None = None
@@ -83,11 +87,19 @@ class Ground:
         return self.ordered(part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}", order)
 
     def ordered(self, name: str, order: Order) -> Command:
-        """The process that does this; the working directory cannot get into its imports (-P)."""
+        """The process that does this, with its own login on NATS; the working directory cannot get into its imports (-P)."""
+        if self.credentials is not None:
+            file = self.credentials.file("engine", order.rank.engine) if order.rank is not None else self.credentials.file(_role(order.part))
+            order = msgspec.structs.replace(order, credentials=str(file))
         arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
         keep = tuple(descriptor for descriptor in (order.descriptor, order.private, *order.descriptors) if descriptor is not None)
         environment = self.environment if order.part in ("rank", "simulated") else {**LARGE_BLOCKS, **self.environment}
         return Command(name=name, arguments=arguments, log=self.run.log(name), environment=environment, keep=keep)
+
+
+def _role(part: PartName) -> Role:
+    """As whom a part speaks on the bus."""
+    return "engine" if part == "rank" or part == "simulated" else part
 
 
 class EngineLauncher:
@@ -181,6 +193,8 @@ class Fleet:
         self.engines: list[EngineLauncher] = []
         self.engine_units: list[Unit] = []
         """units that the fleet can do without, as long as one is left"""
+        self._credentials: Credentials | None = None
+        """where the NATS server is ours"""
         self._settings = settings
         self._worker = settings.part(WorkerConfig)
         self._policy = Policy(ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds)
@@ -195,6 +209,11 @@ class Fleet:
         """units in the order of starting; stopped in the reverse order, those of one phase together"""
         self._began = time.monotonic()
 
+    @property
+    def logins(self) -> Path | None:
+        """Folder with the logins of the NATS server, where that is ours."""
+        return None if self._credentials is None else self._credentials.folder
+
     async def start_up(self, doors: RouterDoors) -> None:
         """Start everything, with the router on sockets that listen, and return when the router is ready.
 
@@ -207,7 +226,7 @@ class Fleet:
         ground = self._ground()
         parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
         self.reading_units.append(parts[1])
-        await self.add(*parts, *(self._engine(f"{self._worker.name}-{number}", ground) for number in range(up.engines)))
+        await self.add(*parts, *(self._engine(self._engine_name(number), ground) for number in range(up.engines)))
         await self.add(*self._routers(ground, doors))
         await self._all_ready()
         for url in doors.urls if up.engines else ():
@@ -271,6 +290,8 @@ class Fleet:
         if not self.nats_url:
             return
         config = replace(self._settings.part(BusConfig), urls=tuple(self.nats_url.split(",")))
+        if self._credentials is not None:
+            config = replace(config, credentials_file=self._credentials.file("operator"))
         subjects = Subjects(config.namespace)
         try:
             bus = await NatsBus.connect(config.servers, subjects, config, name="up")
@@ -289,10 +310,16 @@ class Fleet:
             await asyncio.gather(*(unit.stop() for unit in phase))
 
     async def _start_nats(self) -> str:
-        server = NatsServer(self._run.folder("nats"), self._run.log("nats"))
+        names = [self._engine_name(number) for number in range(self._settings.part(UpConfig).engines)]
+        logins = self._credentials = Credentials(self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names)
+        server = NatsServer(self._run.folder("nats"), self._run.log("nats"), logins.authorization(), logins.login("operator"))
         await self.add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
         await self._all_ready()
+        logins.tell(server.url)
         return server.url
+
+    def _engine_name(self, number: int) -> str:
+        return f"{self._worker.name}-{number}"
 
     def _make_fleet_secret(self) -> None:
         """A random fleet secret in the run directory, for routers and ranks whose settings name none."""
@@ -316,7 +343,7 @@ class Fleet:
         draft = file.with_suffix(".new")
         private_text(draft, told.as_toml(secrets=True))
         draft.replace(file)  # whole or not at all: a part may be reading it
-        return Ground(self._run, file, child_environment(self._environment))
+        return Ground(self._run, file, child_environment(self._environment), self._credentials)
 
     def _single(self, ground: Ground, part: PartName) -> Unit:
         """A part of one process, started in the same way in every life."""
@@ -378,7 +405,8 @@ class Fleet:
         namespace = self._settings.part(BusConfig).namespace
         engines = tuple(launcher.name for launcher in self.engines)
         nats, router = self.nats_url or None, self.router_url or None
-        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=nats, router=router, routers=self.router_urls, engines=engines))
+        folder = None if self.logins is None else str(self.logins)
+        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=nats, router=router, routers=self.router_urls, engines=engines, credentials=folder))
 
     async def _watched(self, work: Awaitable[object]) -> None:
         """Do something while every unit is kept up; UnitFailed when one is given up meanwhile."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from bus.roles import Login
+from deploy.rundir import private_text
 from deploy.supervise import Command, Incarnation
 
 LOOK_SECONDS = 0.02
@@ -36,9 +38,13 @@ def binary() -> str:
 class NatsServer:
     """One server with a private JetStream store. A free port is chosen by the server at its first start, and kept after that."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, users: str = "", pinger: Login | None = None) -> None:
+        """users: the `authorization` block of its configuration; without it whoever reaches its port may do anything. pinger: as whom it is asked
+        whether it is well."""
         self._folder = folder
         self._log = log
+        self._users = users
+        self._pinger = pinger
         self.port: int | None = None
 
     @property
@@ -55,9 +61,10 @@ class NatsServer:
         for old in ports.glob("*.ports"):
             old.unlink()
         config = self._folder / "nats.conf"
-        config.write_text(
+        private_text(
+            config,
             f'listen: "127.0.0.1:{self.port or -1}"\nmax_payload: {MOST_PAYLOAD}\nports_file_dir: "{ports}"\n'
-            f'jetstream {{ store_dir: "{self._folder / "store"}", max_memory_store: 64MB, max_file_store: 2GB }}\n'
+            f'jetstream {{ store_dir: "{self._folder / "store"}", max_memory_store: 64MB, max_file_store: 2GB }}\n{self._users}',
         )
         command = Command(name="nats", arguments=[binary(), "-c", str(config)], log=self._log)
         return Incarnation([command], ready=self._ready, healthy=self._ping)
@@ -66,7 +73,7 @@ class NatsServer:
         while self.port is None:
             self.port = self._chosen_port()
             await asyncio.sleep(LOOK_SECONDS)
-        await answers(self.port)
+        await answers(self.port, self._pinger)
 
     def _chosen_port(self) -> int | None:
         """What the server wrote down, once it listens."""
@@ -79,14 +86,14 @@ class NatsServer:
 
     async def _ping(self) -> None:
         if self.port is not None:
-            await ping("127.0.0.1", self.port)
+            await ping("127.0.0.1", self.port, self._pinger)
 
 
-async def answers(port: int) -> None:
+async def answers(port: int, login: Login | None = None) -> None:
     """Return when a server on this port of 127.0.0.1 answers a ping; wait for it without end."""
     while True:
         try:
-            return await ping("127.0.0.1", port)
+            return await ping("127.0.0.1", port, login)
         except OSError:
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -101,13 +108,14 @@ async def greet(host: str, port: int) -> None:
         writer.close()
 
 
-async def ping(host: str, port: int) -> None:
-    """One PING with NATS's own protocol. OSError when nobody is there, or it is no NATS server."""
+async def ping(host: str, port: int, login: Login | None = None) -> None:
+    """One PING with NATS's own protocol. OSError when nobody is there, it is no NATS server, or it refuses the login."""
+    hello = {"verbose": False, "pedantic": False, "lang": "roost", "version": "1", **({"user": login.user, "pass": login.password} if login else {})}
     reader, writer = await asyncio.open_connection(host, port)
     try:
         if not (await reader.readline()).startswith(b"INFO "):
             raise ConnectionError(f"{host}:{port} is no NATS server")
-        writer.write(b'CONNECT {"verbose":false,"pedantic":false,"lang":"roost","version":"1"}\r\nPING\r\n')
+        writer.write(b"CONNECT %s\r\nPING\r\n" % msgspec.json.encode(hello))
         if (await reader.readline()).strip() != b"PONG":
             raise ConnectionError(f"{host}:{port} does not answer a ping")
     finally:

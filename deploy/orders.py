@@ -40,6 +40,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     bus: bool = True
     """False: a router before plain servers only, without NATS"""
     rank: RankOrder | None = None
+    credentials: str | None = None
+    """file with the login of this process on NATS; None: as the configuration says"""
 
 
 def tell(ready: Path | None) -> None:

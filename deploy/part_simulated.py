@@ -142,9 +142,7 @@ async def serve(
     try:
         last = await last_life(bus, subjects, order.engine) if worker.resume else None
         admission, tls = security.admission, security.tls
-        serving = hosted(
-            bus, subjects, who, doors, config, agent_config, drain_seconds=drain, last=last, transfer=transfer, admission=admission, tls=tls
-        )
+        serving = hosted(bus, subjects, who, doors, config, agent_config, drain_seconds=drain, last=last, transfer=transfer, admission=admission, tls=tls)
         with on_hangup(security.reload):
             async with serving as host:
                 host.engine.at_death = _end_this_process

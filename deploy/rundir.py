@@ -36,6 +36,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     routers: tuple[str, ...] = ()
     """URL of each of several router processes alone, for /metrics, /health and /ready"""
     engines: tuple[str, ...] = ()
+    credentials: str | None = None
+    """folder with the logins of the run's NATS server; None: another server, or one that asks for none"""
 
 
 class RunDirectory:

@@ -11,6 +11,7 @@ from bus import Bus, Subscription
 from bus.config import BusConfig
 from bus.subjects import Subjects
 from deploy.commandline import fail, in_json, note, show
+from deploy.credentials import of_run
 from deploy.drains import NoSuchPlace, Place, drain, find, undrain, until_idle
 from deploy.process import FAILURE
 from deploy.rundir import Running
@@ -55,7 +56,7 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
                 os.kill(run.pid, signal.SIGHUP)
             return await _words(heard, parts, seconds)
 
-    said = on_bus(BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace), work)
+    said = on_bus(BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace, credentials_file=of_run(runs[0], "operator")), work)
     if as_json:
         show(in_json(said))
     else:

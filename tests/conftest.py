@@ -88,6 +88,12 @@ class NatsServer:
 
 
 @pytest.fixture(scope="session")
+def nats_server_type() -> type[NatsServer]:
+    """For servers with a configuration of their own."""
+    return NatsServer
+
+
+@pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of one NATS server with JetStream for all tests; use a namespace of your own."""
     server = NatsServer(tmp_path_factory.mktemp("nats"))

@@ -50,6 +50,8 @@ class LiveFleet:
         self.settings = settings
         self.nats = ""
         self.router = ""
+        self.credentials: Path | None = None
+        """the operator's, on its NATS server"""
         self._up = up
 
     @property
@@ -64,7 +66,7 @@ class LiveFleet:
                 self.check()
                 await asyncio.sleep(0.05)
         running = json.loads(next(self.folder.glob("roost/run-*/running.json")).read_text())
-        self.nats, self.router = running["nats"], running["router"]
+        self.nats, self.router, self.credentials = running["nats"], running["router"], Path(running["credentials"]) / "operator.json"
 
     def check(self) -> None:
         """RuntimeError when `roost up` is gone."""

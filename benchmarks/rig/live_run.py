@@ -230,7 +230,7 @@ async def live(link_seconds: float = LINK_SECONDS, cadence: Settings = CADENCE) 
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(live_fleet(settings))
         subjects = Subjects(BusConfig().namespace)
-        bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(url=fleet.nats), name="benchmark")
+        bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(urls=(fleet.nats,), credentials_file=fleet.credentials), name="benchmark")
         stack.push_async_callback(bus.close)
         watcher = await stack.enter_async_context(watching(bus, subjects))
         joined = [one.message async for one in bus.replay(subjects.membership(ENGINE), latest=True, follow=False)][-1]

@@ -19,8 +19,9 @@ from nats.js import errors as js_errors
 from bus import BusError, StoreFull
 from bus.codec import LARGE
 from bus.config import BusConfig
-from bus.nats.login import Login, read_login, tls_context
+from bus.nats.login import read_login, tls_context
 from bus.redaction import without_secrets
+from bus.roles import Login
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

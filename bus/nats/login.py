@@ -1,25 +1,13 @@
 """Who we are to a NATS server, and how we know it: credentials and certificates from files."""
 
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from bus import BusError
 from bus.config import BusConfig
-
-DEFAULT_PREFIX = "_INBOX"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Login:
-    """A user of the server; never printed."""
-
-    user: str
-    password: str
-    inbox_prefix: str
-    """first tokens of the subjects to which this user's answers come, and to which nobody else may listen"""
+from bus.roles import Login, inbox_prefix
 
 
 class _File(msgspec.Struct):
@@ -41,11 +29,6 @@ def read_login(file: Path) -> Login:
     except msgspec.DecodeError:  # its text might quote the file
         raise BusError(f'bus.credentials_file {file} must hold JSON of this form: {{"user": "...", "password": "..."}}') from None
     return Login(found.user, found.password, found.inbox_prefix or inbox_prefix(found.user))
-
-
-def inbox_prefix(user: str) -> str:
-    """Where answers to a user go when its credentials file names no place: a subject of its own, so that permissions can keep others out."""
-    return f"{DEFAULT_PREFIX}.{user}"
 
 
 def tls_context(config: BusConfig) -> ssl.SSLContext | None:

@@ -24,6 +24,7 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
+from bus.names import Names
 from bus.nats.link import GONE, Link, because, is_full, whole
 from bus.stores import FullStores
 from bus.subjects import Subjects, check_key
@@ -90,10 +91,7 @@ class Storage:
     """Everything durable of one namespace, over a link that may break."""
 
     def __init__(self, link: Link, subjects: Subjects) -> None:
-        self.stream = f"{subjects.namespace}-stored"
-        self.claims = f"{subjects.namespace}-claims"
-        self.blobs = f"{subjects.namespace}-blobs"
-        self.parcels = f"{subjects.namespace}-parcels"
+        self.stream, self.claims, self.blobs, self.parcels = Names.of(subjects)
         self.full = FullStores()
         self._subjects = subjects.stored
         self._link = link
@@ -182,8 +180,7 @@ class Storage:
         async def look() -> tuple[StoreUse, ...]:
             found = [(store, await self._js.stream_info(stream)) for store, stream in streams.items()]
             return tuple(
-                StoreUse(store, info.state.bytes, info.config.max_bytes or -1, refuses=info.config.discard == api.DiscardPolicy.NEW)
-                for store, info in found
+                StoreUse(store, info.state.bytes, info.config.max_bytes or -1, refuses=info.config.discard == api.DiscardPolicy.NEW) for store, info in found
             )
 
         return await self.done("looking at the stores", look)

@@ -1,13 +1,16 @@
 """The subscriber in docs/events.md, as a reader would run it: it knows nothing of Roost."""
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
+from deploy.credentials import Credentials
 from fleet.events import MigrationAborted, MigrationPlanned
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -19,21 +22,27 @@ def program() -> str:
     return str(blocks[0])
 
 
-def test_it_has_ten_lines_and_needs_no_roost() -> None:
-    assert len([line for line in program().splitlines() if line.strip()]) <= 10
+def test_it_has_eleven_lines_and_needs_no_roost() -> None:
+    assert len([line for line in program().splitlines() if line.strip()]) <= 11
     assert not re.search(r"import.*\b(bus|fleet|deploy)\b", program())
 
 
-async def test_it_prints_what_was_stored_before_it_came_and_what_comes(nats_url: str) -> None:
-    subjects = Subjects("subscriber")
-    bus = await NatsBus.connect(nats_url, subjects, BusConfig(url=nats_url, namespace="subscriber"))
+async def test_it_prints_what_was_stored_before_it_came_and_what_comes(tmp_path: Path, nats_server_type: Any) -> None:
+    folder, subjects = tmp_path / ".local/state/roost/run-1-ab/bus", Subjects()
+    folder.mkdir(parents=True)
+    credentials = Credentials(folder, subjects, ())
+    (tmp_path / "nats.conf").write_text(f"jetstream: enabled\n{credentials.authorization()}")
+    server = nats_server_type(tmp_path / "store", "-c", str(tmp_path / "nats.conf"))
+    server.start()
+    credentials.tell(server.url)
+    bus = await NatsBus.connect(server.url, subjects, BusConfig(credentials_file=credentials.file("planner")))
     before = MigrationPlanned(
         engine="e0", worker_id=2**64 - 1, plan="cafe", origin="operator", base_epoch=3, handovers=1, copies=2, bytes=34, reason="asked for"
     )
     after = MigrationAborted(engine="e0", worker_id=2**64 - 1, plan="cafe", handover=5, number=0, epoch=4, reason="no room", fault="room")
     await bus.record(subjects.migrations("e0"), before)
-    code = program().replace("nats://127.0.0.1:4222", nats_url).replace("namespace.roost.", "namespace.subscriber.")
-    reader = await asyncio.create_subprocess_exec(sys.executable, "-u", "-I", "-c", code, stdout=asyncio.subprocess.PIPE)
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    reader = await asyncio.create_subprocess_exec(sys.executable, "-u", "-I", "-c", program(), stdout=asyncio.subprocess.PIPE, env=environment)
     assert reader.stdout is not None
     try:
         async with asyncio.timeout(20):
@@ -44,3 +53,4 @@ async def test_it_prints_what_was_stored_before_it_came_and_what_comes(nats_url:
         reader.kill()
         await reader.wait()
         await bus.close()
+        server.stop()

@@ -29,6 +29,7 @@ COMMANDS = (
     "drain",
     "reload",
     "key",
+    "bus",
     "config",
 )
 

@@ -30,9 +30,7 @@ def bearer(key: str, **more: str) -> dict[str, str]:
 
 
 @pytest.fixture
-async def guarded(
-    open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes
-) -> tuple[House, MockRank]:
+async def guarded(open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes) -> tuple[House, MockRank]:
     """A router whose key "KIND" belongs to the tenant of that name: with one right each, `all`, and `low` of
     the least urgent class."""
     lines = [key_line(right, right, None, frozenset({right})) for right in sorted(ALL_RIGHTS)]
@@ -62,9 +60,7 @@ async def test_every_route_but_health_needs_a_valid_key(guarded: tuple[House, Mo
         answers += [await house.post(path, chat(), headers=headers) for path in POSTED]
         assert {answer.status for answer in answers} == {401}
         assert {answer.headers["www-authenticate"] for answer in answers} == {"Bearer"}
-        assert {answer.headers["connection"] for answer in answers} == {
-            "close"
-        }  # nobody uploads without a key
+        assert {answer.headers["connection"] for answer in answers} == {"close"}  # nobody uploads without a key
         assert {answer.json["error"]["code"] for answer in answers} == {"invalid_api_key"}
     assert (await house.get("/health")).json == {"status": "alive"}
     assert not rank.requests
@@ -77,11 +73,7 @@ async def test_each_route_needs_its_right_and_no_other(guarded: tuple[House, Moc
             answer = await house.get(path, headers=bearer(right))
             assert (answer.status == 403) == (needed != right), (path, right, answer.body)
         for path, needed in POSTED.items():
-            body = (
-                chat()
-                if path == CHAT or needed == "route"
-                else {"model": "demo", "prompt": "abc", "max_tokens": 3}
-            )
+            body = chat() if path == CHAT or needed == "route" else {"model": "demo", "prompt": "abc", "max_tokens": 3}
             answer = await house.post(path, body, headers=bearer(right))
             assert (answer.status == 403) == (needed != right), (path, right, answer.body)
             if needed != right:
@@ -102,9 +94,7 @@ async def test_ready_says_no_more_than_that_to_those_without_the_right(
     }
 
 
-async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(
-    guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
     house, _ = guarded
     caplog.set_level("INFO", logger="roost.access")
     asked = [
@@ -116,15 +106,9 @@ async def test_a_key_calls_itself_no_other_tenant_and_no_more_urgent_class(
     ]
     for key, priority, granted in asked:
         caplog.clear()
-        answer = await house.post(
-            CHAT, chat(user="other"), headers=bearer(key, **{"x-tenant-id": "other", "x-priority": priority})
-        )
+        answer = await house.post(CHAT, chat(user="other"), headers=bearer(key, **{"x-tenant-id": "other", "x-priority": priority}))
         assert answer.status == 200
-        (line,) = (
-            msgspec.json.decode(record.getMessage())
-            for record in caplog.records
-            if record.name == "roost.access"
-        )
+        (line,) = (msgspec.json.decode(record.getMessage()) for record in caplog.records if record.name == "roost.access")
         assert line["priority"] == granted
 
 
@@ -134,18 +118,13 @@ async def test_ids_and_seeds_do_not_come_from_the_generator_whose_numbers_are_sh
         return RouterService(MemoryBus(broker), broker.subjects, RouterConfig(), chance=random.Random(7))
 
     one, other = service(), service()
-    drawn = [
-        (at.new_request_id(), at.new_decision_id().removeprefix(at.tag), at.draw_seed())
-        for at in (one, other)
-    ]
+    drawn = [(at.new_request_id(), at.new_decision_id().removeprefix(at.tag), at.draw_seed()) for at in (one, other)]
     assert all(first != second for first, second in zip(*drawn, strict=True))
     assert (len(drawn[0][0]), len(drawn[0][1]), len(one.tag)) == (24, 12, 8)
     assert 0 <= drawn[0][2] < 2**63
 
 
-async def test_no_key_is_in_a_log_line_an_answer_or_what_goes_to_ranks(
-    guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_key_is_in_a_log_line_an_answer_or_what_goes_to_ranks(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
     house, rank = guarded
     caplog.set_level("DEBUG")
     secret = "rk_9f1d-not-a-known-key"
@@ -158,9 +137,7 @@ async def test_no_key_is_in_a_log_line_an_answer_or_what_goes_to_ranks(
     assert all("authorization" not in {name.lower() for name in headers} for headers in rank.headers)
 
 
-async def test_keys_are_revoked_and_added_by_a_reload(
-    guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_keys_are_revoked_and_added_by_a_reload(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
     house, _ = guarded
     caplog.set_level("DEBUG")
     file = house.service.config.api_key_file
@@ -169,17 +146,11 @@ async def test_keys_are_revoked_and_added_by_a_reload(
     file.write_text(f"{old}\n{new}\n")
     assert (await house.get("/metrics", headers=bearer("rk_new-secret"))).status == 401
     assert (await house.service.reload(lambda: house.service.config)).refused is None
-    assert [
-        (await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")
-    ] == [200, 200]  # both, while clients change
+    assert [(await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")] == [200, 200]  # both, while clients change
     file.write_text(new)
     report = await house.service.reload(lambda: house.service.config)
-    assert report.changed == {
-        "api_key_file contents": ("2 keys of 2 tenants", "1 keys of 1 tenants: 0 added, 1 removed, 0 changed")
-    }
-    assert [
-        (await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")
-    ] == [401, 200]
+    assert report.changed == {"api_key_file contents": ("2 keys of 2 tenants", "1 keys of 1 tenants: 0 added, 1 removed, 0 changed")}
+    assert [(await house.get("/metrics", headers=bearer(key))).status for key in ("all", "rk_new-secret")] == [401, 200]
     for broken in ("rk_new-secret\n", ""):
         file.write_text(broken)
         report = await house.service.reload(lambda: house.service.config)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bus.config import BusConfig
 from deploy.lifeline import wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,10 @@ class Fleet:
         self.routers: list[str] = running["routers"] or [self.router]
         self.run_directory = self.log_of("nats").parent
         self.http = httpx.Client(base_url=self.router, timeout=60, trust_env=False)
+
+    def bus_config(self, user: str = "operator", **settings: Any) -> BusConfig:
+        """How a user of its NATS server connects."""
+        return BusConfig(urls=(self.nats,), credentials_file=self.run_directory / "bus" / f"{user}.json", **settings)
 
     def log_of(self, name: str) -> Path:
         return next((self.home.state / "roost").glob(f"run-*/{name}.log"))

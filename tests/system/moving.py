@@ -11,7 +11,6 @@ import aiohttp
 import numpy as np
 from tokenizers import Tokenizer
 
-from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside
@@ -189,7 +188,7 @@ class Movers:
 @asynccontextmanager
 async def clients_and_movers(fleet: Fleet) -> AsyncIterator[tuple[Clients, Movers]]:
     """Of a running fleet."""
-    subjects, config = Subjects("roost"), BusConfig(url=fleet.nats, reconnect_most_seconds=0.2)
+    subjects, config = Subjects("roost"), fleet.bus_config(reconnect_most_seconds=0.2)
     bus = await NatsBus.connect(fleet.nats, subjects, config, name="mover")
     try:
         records = Records(bus, subjects)

@@ -11,6 +11,7 @@ import nats
 import psutil
 import pytest
 
+from bus.subjects import Subjects
 from tests.system.fleets import Fleet, Home, until
 
 STORY = "Tell me a long story about a computer that learns to cook."
@@ -137,23 +138,35 @@ def test_killed_router_tracker_and_planner_come_back_and_no_connection_is_refuse
     assert all(fleet.processes()[name].pid != before[name].pid for name in ("router", "tracker", "planner"))
 
 
+def _login(said: dict[str, str]) -> dict[str, str]:
+    return {key: said[key] for key in ("user", "password", "inbox_prefix")}
+
+
 def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
     engine = fleet.status()["engine-0"]
 
     async def throw() -> None:
-        client = await nats.connect(fleet.nats)
-        base = "namespace.roost.component"
-        subjects = [
-            *(f"{base}.backend.endpoint.generate.{topic}" for topic in ("kv-events", "kv_metrics")),
-            *(f"{base}.backend.{topic}" for topic in ("heartbeat", "experts", f"describe.{engine['worker_id']}", f"snapshot.{engine['worker_id']}.0")),
-            *(f"{base}.tracker.{topic}" for topic in ("profile", "demand", "describe")),
-            *(f"{base}.{topic}.engine-0" for topic in ("membership", "placement")),
-        ]
-        for subject in subjects:
-            for garbage in (b"", b"\xff" * 100, b"\x85", b'{"kind": "EngineLeft"}', bytes(range(256)) * 8):
-                await client.publish(subject, garbage)
-        await client.flush()
-        await client.close()
+        subjects, worker = Subjects(), int(engine["worker_id"])
+        for user, reached in {
+            "engine": (
+                subjects.kv_events,
+                subjects.kv_metrics,
+                subjects.heartbeats("engine-0"),
+                subjects.experts("engine-0"),
+                subjects.membership("engine-0"),
+                subjects.describe_profile,
+            ),
+            "router": (subjects.describe_engine("engine-0", worker), subjects.kv_snapshot("engine-0", worker, 0)),
+            "tracker": (subjects.profiles, subjects.demand),
+            "planner": (subjects.placements("engine-0"),),
+        }.items():
+            client = await nats.connect(fleet.nats, **json.loads((fleet.run_directory / "bus" / f"{user}.json").read_text(), object_hook=_login))
+            for subject in reached:
+                for garbage in (b"", b"\xff" * 100, b"\x85", b'{"kind": "EngineLeft"}', bytes(range(256)) * 8):
+                    await client.publish(subject, garbage)
+            await client.flush()
+            assert client.last_error is None, "it was refused"
+            await client.close()
 
     asyncio.run(throw())
     asyncio.set_event_loop(None)

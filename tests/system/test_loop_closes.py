@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from bus import BusError
-from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside
@@ -159,7 +158,7 @@ class World:
 async def living(fleet: Fleet) -> AsyncIterator[World]:
     """Users ask while the context lasts."""
     subjects, loop = Subjects("roost"), asyncio.get_running_loop()
-    bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(url=fleet.nats), name="onlooker")
+    bus = await NatsBus.connect(fleet.nats, subjects, fleet.bus_config(), name="onlooker")
     records = Records(bus, subjects)
     connector = aiohttp.TCPConnector(limit=0)
     try:

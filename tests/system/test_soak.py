@@ -24,7 +24,6 @@ import aiohttp
 import numpy as np
 import pytest
 
-from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside
@@ -336,7 +335,7 @@ async def soak(
 ) -> dict[str, Any]:
     """What happened; under "failures" what should not have. keep: takes what has happened so far, now and then."""
     subjects = Subjects("roost")
-    bus = await NatsBus.connect(fleet.nats, subjects, BusConfig(urls=(fleet.nats,), reconnect_most_seconds=0.2), name="soak")
+    bus = await NatsBus.connect(fleet.nats, subjects, fleet.bus_config(reconnect_most_seconds=0.2), name="soak")
     dice = [np.random.default_rng((seed, part)) for part in range(3)]
     library = await asyncio.to_thread(kind.library, seed)
     course = tides(len(library.domains), seconds, dice[0])

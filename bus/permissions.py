@@ -1,0 +1,206 @@
+"""What each role may do on a NATS server: subjects in, allow lists out, and the same as a server's configuration. Pure.
+
+A role is what its part of Roost does on the bus, and no more. Requests are answered under `allow_responses`: a part may publish to the inbox
+of whoever asked it, once, and to no other inbox. Each user listens to an inbox of its own (`bus.roles.inbox_prefix`).
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bus.names import Names
+from bus.roles import Login, Role, inbox_prefix, user_name
+from bus.subjects import Subjects
+
+RESPONSE_MINUTES = 5
+"""A request may be answered within this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Subjects a user may publish on and listen to; with `*` and `>`."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    answers: bool
+    """whether it may answer requests that reach it"""
+
+
+def rights(role: Role, subjects: Subjects, engine: str = "*", user: str | None = None) -> Rights:
+    """What a role may do. engine: the only one that a user of the role "engine" may speak for. user: whose inbox; None: `user_name`."""
+    made = {
+        "engine": _engine,
+        "router": _router,
+        "tracker": _tracker,
+        "planner": _planner,
+        "operator": _operator,
+        "subscriber": _subscriber,
+    }[role](subjects, Names.of(subjects), engine)
+    inbox = f"{inbox_prefix(user or user_name(role, None if engine == '*' or role != 'engine' else engine))}.>"
+    return Rights(made.publish, (*made.subscribe, inbox), made.answers)
+
+
+def _engine(subjects: Subjects, names: Names, engine: str) -> Rights:
+    """Says and answers what is its own; reads the log (what it served before) and the claims."""
+    own = (
+        subjects.kv_events,  # Dynamo's: shared by all engines
+        subjects.kv_metrics,
+        subjects.membership(engine),
+        subjects.heartbeats(engine),
+        subjects.experts(engine),
+        subjects.dispatched(engine),
+        subjects.requests_profiled(engine),
+        subjects.handovers(engine),
+    )
+    asks = (subjects.describe_profile, subjects.leases(engine, "*", "*"))
+    keeps = (names.claim(subjects.claim(engine)), *names.contents(names.blobs), *names.contents(names.parcels))
+    answers = (
+        subjects.describe_engine(engine, "*"),
+        subjects.kv_snapshot(engine, "*", "*"),
+        subjects.handover(engine, "*", "*"),
+        subjects.leases(engine, "*", "*"),
+    )
+    return Rights((*own, *asks, *keeps, *_stores(names)), (subjects.clusters, *answers), answers=True)
+
+
+def _router(subjects: Subjects, names: Names, _: str) -> Rights:
+    """Hears engines, tracker, planner and its siblings; says what it booked and expected."""
+    says = (subjects.reservations, subjects.requests_finished, subjects.requests_read, subjects.imports, subjects.config("router"))
+    asks = (
+        subjects.describe_engine("*", "*"),
+        subjects.kv_snapshot("*", "*", "*"),
+        subjects.describe_profile,
+        subjects.describe_reservations(),
+        subjects.decision("*"),
+    )
+    hears = (
+        subjects.kv_events,
+        subjects.kv_metrics,
+        subjects.heartbeats(),
+        subjects.requests_profiled(),
+        subjects.requests_read,
+        subjects.clusters,
+        subjects.tables,
+        subjects.homes,
+        subjects.reservations,
+    )
+    answers = (subjects.describe_reservations(), subjects.decision("*"), subjects.route, subjects.release)
+    return Rights((*says, *asks, *names.contents(names.parcels), *_stores(names), *_mends(names)), (*hears, *answers), answers=True)
+
+
+def _tracker(subjects: Subjects, names: Names, _: str) -> Rights:
+    """Hears what ranks and routers report; says what follows from it."""
+    says = (subjects.profiles, subjects.demand, subjects.clusters, subjects.tables, subjects.shifts)
+    hears = (
+        subjects.experts(),
+        subjects.heartbeats(),
+        subjects.requests_profiled(),
+        subjects.requests_read,
+        subjects.requests_finished,
+        subjects.imports,
+        subjects.describe_profile,
+    )
+    return Rights((*says, *names.contents(names.parcels), *_stores(names), *_mends(names)), hears, answers=True)
+
+
+def _planner(subjects: Subjects, names: Names, _: str) -> Rights:
+    """Commands ranks; keeps its lead, its handovers and what it must not forget under keys of its own."""
+    says = (subjects.homes, subjects.placements(), subjects.migrations(), subjects.config("planner"))
+    asks = (subjects.describe_engine("*", "*"), subjects.describe_profile, subjects.handover("*", "*", "*"))
+    keys = (subjects.coordinator, subjects.loop_key, subjects.handover_key("*"))
+    hears = (
+        subjects.demand,
+        subjects.kv_metrics,
+        subjects.dispatched(),
+        subjects.shifts,
+        subjects.clusters,
+        subjects.tables,
+        subjects.heartbeats(),
+        subjects.handovers(),
+    )
+    answers = (subjects.describe_plan, subjects.migrate, subjects.loop)
+    keeps = (*map(names.claim, keys), *names.contents(names.blobs), *names.contents(names.parcels))
+    return Rights((*says, *asks, *keeps, *_stores(names), *_extends(names), *_mends(names)), (*hears, *answers), answers=True)
+
+
+def _operator(subjects: Subjects, names: Names, _: str) -> Rights:
+    """Whoever runs `roost` commands, and the server's own tools: hears everything, asks and orders everything, administers streams."""
+    says = (subjects.drains(), subjects.config(), subjects.imports)
+    asks = (
+        subjects.describe_engine("*", "*"),
+        subjects.kv_snapshot("*", "*", "*"),
+        subjects.describe_profile,
+        subjects.describe_plan,
+        subjects.describe_reservations(),
+        subjects.decision("*"),
+        subjects.route,
+        subjects.release,
+        subjects.migrate,
+        subjects.loop,
+        subjects.handover("*", "*", "*"),
+    )
+    keeps = (names.claim(">"), *names.contents(names.blobs), *names.contents(names.parcels))
+    return Rights((*says, *asks, *keeps, "$JS.API.>", "$JS.FC.>", "$JS.ACK.>"), (subjects.everything,), answers=False)
+
+
+def _subscriber(subjects: Subjects, names: Names, _: str) -> Rights:
+    """Hears and replays what is said openly; no questions and their answers (some hold prompts), no claims, no blobs, and nothing of its own."""
+    reads = (names.stream, f"OBJ_{names.parcels}")
+    asks = (
+        "$JS.API.INFO",
+        "$JS.API.STREAM.NAMES",
+        *(f"$JS.API.STREAM.INFO.{stream}" for stream in reads),
+        *(subject for stream in reads for subject in _consumes(stream)),
+        f"$JS.API.STREAM.MSG.GET.OBJ_{names.parcels}",
+    )
+    return Rights(asks, subjects.published, answers=False)
+
+
+def _stores(names: Names) -> tuple[str, ...]:
+    """Find the streams, make those that are missing (existing ones are not changed by it), read log, claims and contents."""
+    objects = (f"OBJ_{names.blobs}", f"OBJ_{names.parcels}")
+    return (
+        *(f"$JS.API.STREAM.{what}.{stream}" for stream in names.streams for what in ("INFO", "CREATE")),
+        *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in (f"KV_{names.claims}", *objects)),
+        *(subject for stream in (names.stream, *objects) for subject in _consumes(stream)),
+    )
+
+
+def _consumes(stream: str) -> tuple[str, ...]:
+    """Replay a stream, and say how far one has read."""
+    return (
+        f"$JS.API.CONSUMER.CREATE.{stream}",
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.INFO.{stream}.>",
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.>",
+        f"$JS.FC.{stream}.>",
+        f"$JS.ACK.{stream}.>",
+    )
+
+
+def _extends(names: Names) -> tuple[str, ...]:
+    """Give the log the subjects that a newer version stores."""
+    return (f"$JS.API.STREAM.UPDATE.{names.stream}",)
+
+
+def _mends(names: Names) -> tuple[str, ...]:
+    """Remove contents: damaged ones, and plans that are over."""
+    return tuple(subject for bucket in (names.blobs, names.parcels) for subject in (f"$JS.API.STREAM.PURGE.OBJ_{bucket}", *(names.contents(bucket))))
+
+
+def server_users(subjects: Subjects, users: Iterable[tuple[Login, Role, str]]) -> str:
+    """The `authorization` block of a nats-server configuration. users: login, role, engine (`*` for all, and for other roles)."""
+    lines = ["authorization {", "  users: ["]
+    for login, role, engine in users:
+        may = rights(role, subjects, engine, login.user)
+        lines += [
+            "    {",
+            f"      user: {json.dumps(login.user)}, password: {json.dumps(login.password)}",
+            "      permissions: {",
+            f"        publish: {{ allow: {json.dumps(list(dict.fromkeys(may.publish)))} }}",
+            f"        subscribe: {{ allow: {json.dumps(list(dict.fromkeys(may.subscribe)))} }}",
+            *([f'        allow_responses: {{ max: 1, expires: "{RESPONSE_MINUTES}m" }}'] if may.answers else []),
+            "      }",
+            "    }",
+        ]
+    return "\n".join([*lines, "  ]", "}"]) + "\n"
