@@ -96,6 +96,9 @@ COMMON = {
     "epoch": "of placement and layout: each handover adds one",
 }
 """Fields that mean the same wherever nothing else is said."""
+LOGIN = """User and password of one role, as `roost up` and `roost bus credentials` write them (files of mode 0600). A role may publish on and listen
+to what `roost bus permissions` prints; answers come to subjects below `_INBOX.<user>`, and nowhere else. The read-only user is `subscriber`. A
+server without users asks for nothing; whoever reaches it may do everything."""
 ABOUT = """What is said on Roost's bus: NATS, with JetStream for what is stored.
 
 **Decoding.** Every message is an envelope, a msgpack map of five fields (schema Envelope, Dynamo's form). Its `payload` is msgpack again: a map
@@ -134,13 +137,21 @@ def document() -> dict[str, Any]:
         "asyncapi": "3.0.0",
         "info": {"title": "Roost", "version": version("roost"), "description": ABOUT, "license": {"name": "Apache-2.0"}},
         "defaultContentType": "application/msgpack",
-        "servers": {"nats": {"host": "127.0.0.1:4222", "protocol": "nats", "description": "a NATS server with JetStream; `roost status` says which"}},
+        "servers": {
+            "nats": {
+                "host": "127.0.0.1:4222",
+                "protocol": "nats",
+                "description": "a NATS server with JetStream; `roost status` says which",
+                "security": [{"$ref": "#/components/securitySchemes/login"}],
+            }
+        },
         "channels": {**{name: _said(name) for name in SAID}, **{name: _asked(name) for name in ASKED}, "answers": _answers()},
         "operations": {
             **{f"hear_{name}": _hearing(name) for name in SAID},
             **{kind.__name__: _asking(name, kind) for name in ASKED for kind in ASKED[name][0]},
         },
         "components": {
+            "securitySchemes": {"login": {"type": "userPassword", "description": LOGIN}},
             "messages": {_name(kind): _message(kind) for kind in kinds},
             "schemas": dict(sorted(_schemas((*kinds, Envelope, BlobReference)).items())),
         },

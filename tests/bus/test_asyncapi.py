@@ -16,7 +16,7 @@ from fleet.events import STORED, AnyEvent, KvMetrics, RoutedKvEvent
 from fleet.experts import ModelShape
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-NO_CHANNELS = {"namespace", "everything", "stored", "claim", "coordinator", "handover_key", "loop_key"}
+NO_CHANNELS = {"published", "namespace", "everything", "stored", "claim", "coordinator", "handover_key", "loop_key"}
 """Members of Subjects that are patterns, or keys of claims."""
 SHAPE = ModelShape(layers=2, experts=8, top_k=2, hidden=4, expert_intermediate=8)
 """It looks at its own numbers."""
