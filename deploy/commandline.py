@@ -36,7 +36,8 @@ NatsOption = Annotated[
 ]
 NATS: str | None = None
 ClientKeysOption = Annotated[
-    Path | None, typer.Option("--client-keys", metavar="FILE", help="File of keys that clients must present, one per line; without it none is asked for.")
+    Path | None,
+    typer.Option("--client-keys", metavar="FILE", help="File of the keys that clients must present, as `roost key new` writes it; without it none is needed."),
 ]
 CaOption = Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="PEM file of the authorities that vouch for an https:// router.")]
 TlsCertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM certificate of the door; with --tls-key it speaks TLS.")]

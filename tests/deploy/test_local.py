@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from deploy.local import Fleet, child_environment
+from deploy.routers import RouterDoors
 from deploy.rundir import run_directory
 from deploy.settings import read_settings
 from deploy.supervise import Command, Incarnation, Policy, Unit, UnitFailed
@@ -58,6 +59,14 @@ async def test_it_ends_when_a_part_is_given_up_that_there_is_one_of(fleet: Fleet
     await fleet.add(*fleet.engine_units, unit(script(final(0.1), "router")))
     with pytest.raises(UnitFailed, match="router ended with status 2"):
         await asyncio.wait_for(fleet.serve(), 10)
+
+
+async def test_a_secret_for_routers_alone_is_refused_before_anything_starts(tmp_path: Path, said: list[str]) -> None:
+    settings = read_settings(None, {"ROOST_ROUTER_FLEET_SECRET_FILE": str(tmp_path / "secret")}, tmp_path)
+    with run_directory(tmp_path / "state") as run:
+        async with Fleet(settings, run, {}, said.append) as fleet:
+            with pytest.raises(UnitFailed, match=r"worker\.fleet_secret_file is not set.*set both, or neither"):
+                await fleet.start_up(RouterDoors((), ()))
 
 
 class Reader:

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import uvicorn
 
+from engine_adapter.rank.admission import Admission
 from engine_adapter.rank.answers import GenerationRequest
 from engine_adapter.rank.server import MOST_BODY_BYTES, RankApp
 from fleet.completions import Completion
@@ -259,6 +261,24 @@ async def test_models_and_health_are_told_until_the_engine_fails(pretend_engine:
         assert (broken.status_code, broken.json()["error"]["code"], broken.headers["retry-after"]) == (503, "engine_failed", "1")
         assert (await client.get("/health")).status_code == 503
         assert (await complete(client)).status_code == 503
+
+
+async def test_a_rank_with_a_secret_answers_routers_and_tells_strangers_only_that_it_lives(pretend_engine: Starter, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the-secret-of-the-fleet\n")
+    admission = Admission(tmp_path / "secret")
+    async with pretend_engine() as started, client_of(RankApp(started.engine, None, admission)) as client:
+        for path in ("/v1/models", "/v1/completions", "/nowhere"):
+            for header in ({}, {"authorization": "Bearer the-secret-of-the-flee"}):
+                refused = await client.get(path, headers=header)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await complete(client)).status_code == 401
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        client.headers["authorization"] = "Bearer the-secret-of-the-fleet"
+        assert (await complete(client)).status_code == 200
+        started.runner.failure = ArithmeticError("no numbers")
+        assert (await complete(client)).status_code == 503
+        health = await client.get("/health", headers={"authorization": ""})
+        assert (health.status_code, "numbers" in health.text) == (503, False)
 
 
 async def test_a_full_queue_is_a_503_with_retry_after(pretend_engine: Starter) -> None:

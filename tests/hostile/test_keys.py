@@ -6,6 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from bus.memory import MemoryBroker, MemoryBus
 from router.config import RouterConfig
@@ -124,17 +127,31 @@ async def test_ids_and_seeds_do_not_come_from_the_generator_whose_numbers_are_sh
     assert 0 <= drawn[0][2] < 2**63
 
 
-async def test_no_key_is_in_a_log_line_an_answer_or_what_goes_to_ranks(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
-    house, rank = guarded
+async def test_no_secret_is_in_a_log_line_an_answer_a_span_a_metric_or_a_record(
+    open_house: OpenHouse, tmp_path: Path, serve_rank: Serve, byte_archive: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
-    secret = "rk_9f1d-not-a-known-key"
-    answers = [await house.get(path, headers=bearer(secret)) for path in READ]
-    answers += [await house.post(path, chat(), headers=bearer(secret)) for path in POSTED]
-    answers.append(await house.post(CHAT, chat(), headers=bearer("all")))
-    assert answers[-1].status == 200
-    assert not any(secret.encode() in answer.body for answer in answers)
-    assert secret not in caplog.text
-    assert all("authorization" not in {name.lower() for name in headers} for headers in rank.headers)
+    known, unknown, fleet = "rk_9f1d-a-known-key", "rk_77aa-not-a-known-key", "3c0e-secret-of-the-fleet"
+    (tmp_path / "keys").write_text(key_line(known, "acme", None, ALL_RIGHTS))
+    (tmp_path / "fleet").write_text(fleet)
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    files = {"api_key_file": tmp_path / "keys", "fleet_secret_file": tmp_path / "fleet"}
+    house = await open_house(tracer_provider=provider, **files)
+    rank = await serve_rank(MockRank(byte_archive))
+    await house.join("alone", [rank.url], byte_archive)
+    shown = []
+    for key in (known, unknown):
+        answers = [await house.post(path, chat(), headers=bearer(key)) for path in POSTED]
+        decision = answers[0].headers.get("x-roost-decision-id", "x")
+        answers += [await house.get(path, headers=bearer(key)) for path in (*READ, f"/v1/decisions/{decision}")]
+        assert answers[0].status == (200 if key is known else 401)
+        shown += [f"{answer.headers} {answer.body.decode()}" for answer in answers]
+    await house.service.reload(lambda: house.service.config)
+    shown += [span.to_json() for span in spans.get_finished_spans()]
+    assert len(spans.get_finished_spans()) > len(POSTED)
+    assert not any(secret in text for secret in (known, unknown, fleet) for text in (*shown, caplog.text))
+    assert [headers["Authorization"] for headers in rank.headers] == [f"Bearer {fleet}"]  # and not the client's key
 
 
 async def test_keys_are_revoked_and_added_by_a_reload(guarded: tuple[House, MockRank], caplog: pytest.LogCaptureFixture) -> None:
