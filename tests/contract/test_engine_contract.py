@@ -297,7 +297,9 @@ async def test_activations_count_every_computed_token_in_every_layer_and_no_cach
     assert tried.cached == sum(one.cached_tokens for one in outcomes if one is not None) > 0
     assert tried.counts.shape == (shape.layers, shape.experts)
     assert tried.counts.sum(axis=1).tolist() == [computed * shape.top_k] * shape.layers
-    assert tried.counts.min() >= 0
+    used = np.array([one.routed.counts() for one in outcomes if one is not None])  # by request, written down apart
+    assert np.array_equal(tried.counts, used.sum(axis=0))
+    assert used.max() <= computed  # a token's experts are distinct: it goes to each at most once in a layer
 
 
 async def test_an_ended_request_is_named_by_its_decision_and_shows_what_each_token_used(tried: Tried) -> None:

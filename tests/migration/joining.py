@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,9 +36,9 @@ def joined(worker_id: int = 1, engine: str = "a", placement: Placement | Placeme
 
 
 @asynccontextmanager
-async def leading(bus: Bus, config: MigrationConfig) -> AsyncIterator[MigrationService]:
-    """A service that leads, or stands by; it ends as on a stop."""
-    service = MigrationService(bus, Subjects(), config, clock=asyncio.get_running_loop().time)
+async def leading(bus: Bus, config: MigrationConfig, thinking: Executor | None = None) -> AsyncIterator[MigrationService]:
+    """A service that leads, or stands by; it ends as on a stop. thinking: what plans are found in."""
+    service = MigrationService(bus, Subjects(), config, clock=asyncio.get_running_loop().time, thinking=thinking)
     running = asyncio.create_task(service.run())
     try:
         await asyncio.wait_for(service.ready.wait(), 20)

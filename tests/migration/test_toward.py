@@ -53,9 +53,13 @@ def test_the_budget_is_kept_and_the_best_copies_come_first() -> None:
 
 
 def test_nothing_is_done_for_a_target_that_is_there_or_wins_nothing() -> None:
-    table, target, demand = tables(2)
-    assert not toward(target, target, demand, ROOM)
-    assert toward(target, table, demand, ROOM).gain.sum() >= 0
+    for seed in range(6):
+        table, target, demand = tables(seed)
+        worth, unit = worth_of(demand, ROOM), demand.sum(axis=(0, 2))
+        there, back = ((worth.of(held_of(one, RANKS, EXPERTS)) * unit).sum() for one in (target, table))
+        assert back < there  # the way back wins nothing
+        assert not toward(target, target, demand, ROOM)
+        assert not toward(target, table, demand, ROOM)
 
 
 def test_what_rests_is_not_touched_and_dead_ranks_get_nothing() -> None:
@@ -88,7 +92,12 @@ def test_a_rank_that_would_be_too_full_is_spared() -> None:
     demand = np.zeros((2, 1, 4))
     demand[0, 0], demand[1, 0] = [0, 30, 10, 10], [10, 10, 30, 0]
     assert toward(table, np.array([[0, 1, 2, 3, -1, -1]], np.int16), demand, room).copies.sum() <= 1
-    assert toward(table, target, demand, room).gain.sum() >= 0
+    changes = toward(table, target, demand, room)
+    held = [held_of(one, 2, 4)[0] for one in (table, made(table, changes))]
+    full = [(demand.sum(axis=(0, 1)) / one.sum(axis=0) * one).sum(axis=1).max() for one in held]  # replicas share evenly
+    assert full[1] <= max(full[0], demand.sum() / 2 / room.balance)
+    local = [(demand[:, 0] * one).sum() for one in held]
+    assert changes.gain.sum() == local[1] - local[0] > 0
 
 
 def test_shapes_that_contradict_each_other_are_refused() -> None:
