@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.loop_watch import WATCHED, LoopWatch, complaint
 
 settings.register_profile("roost", deadline=None)  # a busy machine is no defect
 settings.load_profile("roost")
@@ -44,6 +47,24 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+_held_up: Counter[str] = Counter()
+"""what held up the loop, in this session"""
+
+
+@pytest.fixture(autouse=True)
+def loop_watch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails tests of routers in which one callback takes too much of the event loop's time; see `tests.loop_watch`."""
+    if request.path.relative_to(request.config.rootpath / "tests").parts[0] not in WATCHED:
+        yield
+        return
+    watch = LoopWatch()
+    with watch.watching():
+        yield
+    said = complaint(watch.offences, _held_up)
+    if said is not None:
+        pytest.fail(said, pytrace=False)
 
 
 class NatsServer:

@@ -1,0 +1,75 @@
+"""The watch over the event loop sees what holds it up, names it, and leaves waiting, tests and threads alone."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import loop_watch
+from tests.loop_watch import KNOWN, LoopWatch, complaint
+
+ROOT = Path(loop_watch.__file__).parent.parent
+SOURCE = """
+import time
+
+class Busy:
+    def spin(self, seconds):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    async def answer(self, seconds):
+        self.spin(seconds)
+"""
+
+
+def busy(module: str) -> object:
+    """Code that counts as a module of ours."""
+    names: dict[str, Callable[[], object]] = {}
+    exec(compile(SOURCE, str(ROOT / f"{module}.py"), "exec"), names)
+    return names["Busy"]()
+
+
+async def test_a_callback_that_takes_long_is_named_by_the_code_that_took_it() -> None:
+    watch, code = LoopWatch(), busy("router/invented")
+    with watch.watching():
+        await asyncio.create_task(code.answer(0.1))  # type: ignore[attr-defined]
+    assert [offence.stack for offence in watch.offences] == [("router.invented.Busy.answer", "router.invented.Busy.spin")]
+    assert watch.offences[0].seconds >= 0.1
+    said = complaint(watch.offences, Counter())
+    assert said is not None
+    assert "router.invented.Busy.answer > router.invented.Busy.spin" in said
+
+
+async def test_waiting_other_threads_and_a_tests_own_work_hold_nothing_up() -> None:
+    watch, code = LoopWatch(), busy("router/invented")
+    with watch.watching():
+        await asyncio.to_thread(code.spin, 0.03)  # type: ignore[attr-defined]
+        code.spin(0.03)  # type: ignore[attr-defined]
+        asyncio.get_running_loop().call_soon(time.sleep, 0.03)
+        await asyncio.sleep(0.05)
+    assert watch.offences == []
+
+
+async def test_what_is_known_is_let_be_and_what_is_short_counts_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, code = LoopWatch(), busy("router/invented")
+    with watch.watching():
+        for _ in range(2):
+            await asyncio.create_task(code.answer(0.02))  # type: ignore[attr-defined]
+    assert len(watch.offences) == 2
+    session = Counter[str]()
+    assert complaint(watch.offences[:1], session) is None
+    assert complaint(watch.offences[1:], session) is not None
+    monkeypatch.setitem(KNOWN, "router.invented.Busy.spin", "invented")
+    assert complaint(watch.offences, session) is None
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_exists(name: str) -> None:
+    """So that the list shrinks with the code."""
+    parts = name.split(".")
+    file = next(path for at in range(len(parts), 0, -1) if (path := ROOT.joinpath(*parts[:at]).with_suffix(".py")).is_file())
+    assert f"def {parts[-1]}(" in file.read_text()

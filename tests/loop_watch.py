@@ -1,0 +1,165 @@
+"""Counts the event loop thread's processor time by callback, and names the code of ours that takes too much of it at once.
+
+While a callback runs, nobody else of the process is served: tokens of all streams wait. Processor time is counted, not wall time, so that
+a busy machine fails no test; collections of garbage are taken off, as any callback may be hit by one. A second thread looks where a
+callback is that lasts too long: its own stack is all that tells one request's part from another.
+
+`KNOWN` lists the offenders there are. A test fails on others: `tests/conftest.py` watches those of the folders in `WATCHED`.
+"""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+MOST_SECONDS = 0.005
+"""of processor time, for one callback"""
+SURELY_SECONDS = 0.05
+"""A callback that takes so much fails its test at once; between the two the second one of a kind in a session does: first calls import, compile
+and fill caches, and a processor that others share has its own noise."""
+WATCHED = ("router", "hostile")
+"""folders of tests in which a router runs in the test's process"""
+OURS = tuple(f"/{part}/" for part in ("router", "deploy", "bus", "fleet"))
+_ROOT = str(Path(__file__).resolve().parent.parent)
+
+KNOWN = {
+    "router.service.RouterService.__init__": "made once, at the start",
+    "router.metrics.RouterMetrics.__init__": "made once, at the start",
+    "router.metrics.RouterMetrics.exposition": "8 ms at 64 ranks, 48 ms at 1,000: `/metrics` is written on the loop",
+    "router.api.create_app": "made once, at the start",
+    "router.api.RouterApp.openapi": "the document at /openapi.json, made when it is first asked for",
+    "router.tokenizer.ModelTokenizer.from_archive": "in threads in a router; tests call it in their own process",
+    "router.openai.RequestDecoder.chat": "a body of megabytes is decoded on the loop",
+    "router.openai.RequestDecoder.text": "a body of megabytes is decoded on the loop",
+    "router.edge._ids_of": "a prompt below long_prompt_characters that is not known yet",
+    "router.view.View.roster": "made anew after a join or a leave: 3 ms at 1,000 ranks, 33 ms at worst",
+    "router.view.View.prices": "made anew after a placement changed",
+    "router.holders.Holders.sweep": "dictionaries grow at once: 38 ms at a million blocks",
+    "router.kv_index.KvIndex.apply": "dictionaries grow at once: 8 / 19 / 35 ms at 175k / 350k / 700k blocks",
+}
+"""Qualified names of code that may take longer, and why; whoever makes one fast takes it off."""
+
+
+@dataclass
+class Offence:
+    """One callback that took too long."""
+
+    seconds: float
+    stack: tuple[str, ...] = ()
+    """our functions in it, the outermost first, where it was seen; else the coroutine of its task"""
+
+    @property
+    def known(self) -> bool:
+        return any(name in KNOWN for name in self.stack)
+
+    @property
+    def name(self) -> str:
+        return self.stack[-1] if self.stack else "unseen"
+
+
+@dataclass
+class LoopWatch:
+    """Watches the loop of the thread that `watching` runs in."""
+
+    offences: list[Offence] = field(default_factory=list)
+    _number: int = 0
+    _since: float | None = None
+    _collecting: float = 0.0
+    _seen: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        run, thread, over = asyncio.Handle._run, threading.get_ident(), threading.Event()
+        looker = threading.Thread(target=self._look, args=(thread, over), daemon=True, name="watches the loop")
+
+        def timed(handle: asyncio.Handle) -> None:
+            self._number += 1
+            self._collecting = 0.0
+            before = time.thread_time()
+            self._since = time.perf_counter()
+            try:
+                run(handle)
+            finally:
+                self._since = None
+                spent = time.thread_time() - before - self._collecting
+                if spent > MOST_SECONDS:
+                    self._note(handle, spent)
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        gc.callbacks.append(self._collected)
+        looker.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looker.join()
+            gc.callbacks.remove(self._collected)
+            asyncio.Handle._run = run  # type: ignore[method-assign]
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2:
+            self._collecting += time.thread_time() * (1 if phase == "stop" else -1)
+
+    def _look(self, thread: int, over: threading.Event) -> None:
+        while not over.wait(MOST_SECONDS / 2):
+            since, number = self._since, self._number
+            if since is not None and time.perf_counter() - since > MOST_SECONDS / 2:
+                frame = sys._current_frames().get(thread)
+                if frame is not None and number == self._number:
+                    self._seen[number] = _ours(frame)
+
+    def _note(self, handle: asyncio.Handle, spent: float) -> None:
+        task = getattr(getattr(handle, "_callback", None), "__self__", None)
+        coroutine: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
+        code = getattr(coroutine, "cr_code", None)
+        if code is not None and "/tests/" in code.co_filename:
+            return  # the test's own work
+        stack = self._seen.pop(self._number, ())
+        if not stack and code is not None and any(part in code.co_filename for part in OURS):
+            stack = (f"{_module(code.co_filename)}.{code.co_qualname}",)
+        if stack:
+            self.offences.append(Offence(spent, stack))
+
+
+def _ours(innermost: FrameType) -> tuple[str, ...]:
+    """Our functions of a stack, the outermost first; none where a test's own code is between them and the loop."""
+    names: list[str] = []
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_name != "timed":
+        file = frame.f_code.co_filename
+        if file.startswith(f"{_ROOT}/tests/"):
+            return ()
+        if file.startswith(_ROOT) and any(part in file for part in OURS) and "/.venv/" not in file:
+            names.append(f"{_module(file)}.{frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return tuple(reversed(names))
+
+
+def _module(file: str) -> str:
+    return file.removeprefix(f"{_ROOT}/").removesuffix(".py").replace("/", ".")
+
+
+def complaint(offences: list[Offence], before: "Counter[str]") -> str | None:
+    """Why a test is to fail for what was seen in it; `before` counts names in the session, and is added to."""
+    found = []
+    for offence in offences:
+        if offence.known:
+            continue
+        before[offence.name] += 1
+        if before[offence.name] > 1 or offence.seconds > SURELY_SECONDS:
+            found.append(f"{1000 * offence.seconds:.1f} ms: {' > '.join(offence.stack)}")
+    if not found:
+        return None
+    return (
+        f"the event loop was held up for more than {1000 * MOST_SECONDS:g} ms of its thread's processor time by\n  "
+        + "\n  ".join(found)
+        + "\nmove that work off the loop or cut it into pieces; or, with a reason, add it to KNOWN in tests/loop_watch.py"
+    )
