@@ -24,6 +24,7 @@ from router.tallies import Histogram, Sums, Tally
 _OVERHEAD = (1e-5, 25e-6, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_LAG = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _REGRET = (1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KNOWN_MODELS = 256
@@ -94,6 +95,7 @@ class RouterMetrics:
         """What clients asked for and got."""
         self.requests = self._counter("requests", "Requests by outcome", "model", "outcome")
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered")
+        self.loop_lag = self._histogram("loop_lag_seconds", "How late the event loop wakes what it was to wake, sampled four times a second", _LAG).labels()
         self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
         text = "Between the tokens of a choice after its first, mean of a request"
         self.tpot = self._histogram("time_per_output_token_seconds", text, _BETWEEN_TOKENS, "model")

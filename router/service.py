@@ -431,7 +431,9 @@ class RouterService:
             if self.lexicon.seen is not None:
                 self.metrics.characters(self.lexicon.seen.known_characters, self.lexicon.seen.new_characters)
             self.metrics.engines_live.set(sum(state.obstacle is None for state in self.view.engines()))
+            due = time.perf_counter() + _SWEEP_SECONDS
             await asyncio.sleep(_SWEEP_SECONDS)
+            self.metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
 
     def _doubt_failures(self, now: float) -> None:
         """While nobody can say that he is back, one failed connection keeps no engine out; breakers do, for as long as it goes on failing."""
