@@ -61,6 +61,9 @@ class BackendConfig:
     """uncached prompt tokens it computes per second. This and output_tokens_per_second state its speed; unset: it is learnt from streams"""
     output_tokens_per_second: float | None = None
     """tokens per second of one stream alone"""
+    token_ids: bool | None = None
+    """it returns token ids when asked (`return_token_ids`) and takes them as a prompt, so that its streams can be continued; unset: if its list of
+    models says that it is a vLLM"""
     sequence_ms: float | None = None
     """milliseconds that each further stream adds to a step; unset: a hundredth of a step"""
     isolates_tenants: bool = False

@@ -91,6 +91,14 @@ class PlainBackends:
         """Whether an engine is one of these, whose liveness their probes decide."""
         return worker_id in self._servers
 
+    def returns_ids(self, worker_id: int) -> bool:
+        """Whether a server returns token ids when asked (`return_token_ids`), and takes ids as a prompt: as its settings say, else if it is a
+        vLLM by its own list of models."""
+        server = self._servers.get(worker_id)
+        if server is None or server.settings.token_ids is not None:
+            return server is not None and bool(server.settings.token_ids)
+        return any(card.get("owned_by") == "vllm" for card in server.cards)
+
     def is_silent(self, worker_id: int) -> bool:
         """Whether a server is taken away because its probes went unanswered, rather than refused."""
         server = self._servers.get(worker_id)

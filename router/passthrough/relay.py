@@ -3,30 +3,35 @@
 Another server is tried while the client has nothing yet; afterwards the answer ends with an error event.
 """
 
+import logging
 from contextlib import nullcontext
+from typing import NoReturn
 
 import msgspec
 
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.completions import Usage as CountedUsage
 from router.bodies.passthrough import Asked
-from router.course import Failure
+from router.course import Begun, Failure
 from router.decision import Decision
 from router.exchange import Exchange
 from router.foreign_routings import Tap, Usage
+from router.passthrough.continuation import CHAT_PATH, TEXT_PATH, Continuable, Inexact
 from router.passthrough.events import EventStream
 from router.passthrough.headers import to_client, to_server, value_of
 from router.passthrough.located import Located, Place, object_id
 from router.passthrough.unstreamed import Unstreamed
 from router.picker import Need, Try
 from router.prompt import TextPrompt
-from router.proxy import Call, Refused, Sent, UpstreamFailed, api_error
+from router.proxy import Call, Patience, Refused, Sent, UpstreamFailed, api_error
 from router.reply import Headers, Reply
 from router.reservations import Booking
 from router.roster import RankKey
 from router.service import RouterService
 from router.tenancy import with_salt
 from router.tracing import AttemptTrace
+
+log = logging.getLogger(__name__)
 
 _COUNTED_EVERY = 16
 """events, each taken for a token, after which the booking's remaining tokens are updated"""
@@ -38,6 +43,7 @@ _BUSY = frozenset({429, 529})
 """529 is Anthropic's."""
 _RETRY_SECONDS = b"2"
 """For clients of a server that is busy or down and does not say when to come back."""
+_DETOKENIZE_SECONDS = 5.0
 _BODILESS = frozenset({204, 304})
 _DONE = b"[DONE]"
 
@@ -46,6 +52,11 @@ class _Counted(msgspec.Struct):
     usage: CountedUsage | None = None
 
 
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+_DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detokenized)
 _COUNTED: msgspec.json.Decoder[_Counted] = msgspec.json.Decoder(_Counted)
 
 
@@ -94,53 +105,82 @@ class Relay:
         """the answer named the experts that were chosen"""
         self._events: EventStream | None = None
         """of the present attempt, if its answer is a stream"""
+        self._course: Continuable | None = None
+        """of an answer that may be continued by another server"""
+        self._begun: Begun | None = None
 
     async def run(self) -> None:
         """ApiError when no server answers, or when the answer breaks off after it has begun (`Reply.status` tells)."""
-        attempt, replaces = 1, None
+        attempt, fruitless, replaces = 1, 0, None
         refused: Refused | None = None
         while True:
+            had = self._progress
             try:
                 decision, failed = await self._try(attempt, replaces)
-            except ApiError:
-                if refused is None or self._reply.status:
+            except ApiError as error:
+                if self._reply.status:
+                    await self._broken("no other server could continue it", error)
+                if refused is None:
                     raise
                 await self._refuse(refused)  # rather than the router's summary of what the servers said
                 return
             if failed is None:
                 return
-            if self._reply.status:
-                await self._broken(failed)
+            why_not = self._why_not_continued()
+            if self._reply.status and why_not is None and self._course is not None and self._course.finished:
+                await self._end_continued()
+                return
+            if why_not is not None:
+                await self._broken(f"{failed.how.value}; {why_not}", failed)
             refused = failed.refused or refused
+            fruitless = 1 if self._progress > had else fruitless + 1
             attempt, replaces = attempt + 1, decision.id
-            if not await self._again(failed, attempt, refused):
+            if not await self._again(failed, fruitless, refused):
                 return
 
-    async def _again(self, failed: UpstreamFailed, attempt: int, refused: Refused | None) -> bool:
+    @property
+    def _progress(self) -> int:
+        """Tokens that have come, where they are counted."""
+        return 0 if self._course is None else len(self._course.ids)
+
+    def _why_not_continued(self) -> str | None:
+        """Why an answer that has begun cannot be continued by another server; None: it can, or has not begun."""
+        if not self._reply.status:
+            return None
+        return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
+
+    async def _again(self, failed: UpstreamFailed, attempts: int, refused: Refused | None) -> bool:
         """Whether to ask another server. False: the client has got the last server's own answer instead."""
         try:
-            if attempt > self._service.config.max_attempts or not (self._request.repeatable or failed.how is Failure.CONNECT):
-                raise failed.refusal(attempt - 1)
-            self._service.may_retry(failed.how, begun=False)
-        except ApiError:
+            if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is Failure.CONNECT):
+                raise failed.refusal(attempts)
+            self._service.may_retry(failed.how, begun=bool(self._reply.status))
+        except ApiError as error:
+            if self._reply.status:
+                await self._broken("no other server could continue it", error)
             if refused is None:
                 raise
             await self._refuse(refused)
             return False
         return True
 
-    async def _broken(self, failed: UpstreamFailed) -> None:
+    async def _broken(self, why: str, cause: Exception) -> NoReturn:
         """The answer has begun and cannot be finished: ApiError."""
         if self._events is not None and self._events.separator():
             await self._reply.write(self._events.separator())
-        raise ApiError(502, f"the server broke off its answer ({failed.how.value}); ask again", code="upstream_failed") from failed
+        raise ApiError(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
-        about = self._exchange
-        need = Need(about.model, self._prompt, 0, self._request.output, None, about.request_id, about.keys(), owner=about.owner, only=self._request.only)
+        about, begun, course = self._exchange, bool(self._reply.status), self._course
+        prompt, output = self._prompt, self._request.output
+        if begun and course is not None:
+            prompt = self._longer_prompt(course.text.encode("utf-8", "surrogatepass"))
+            output = min(output, course.left)
+        need = Need(about.model, prompt, 0, output, None, about.request_id, about.keys(), owner=about.owner, only=self._request.only)
+        need = need._replace(begun=self._begun if begun else None)
         suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=False)
+        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun)
         self._exchange.decision = decision
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
@@ -162,18 +202,83 @@ class Relay:
             if span is not None:
                 span.end(ended)
 
+    def _longer_prompt(self, text: bytes) -> TextPrompt:
+        """The prompt of a continuation, as far as it is known as text."""
+        asked, about = self._request.asked, self._exchange
+        if asked.prompt_bytes is not None:
+            return TextPrompt(asked.prompt, about.model, about.block_seed, asked.prompt_bytes + len(text))
+        return TextPrompt(asked.prompt + text, about.model, about.block_seed)
+
     # One server
 
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> bool:
         """Whether the server served the request; False: it refused it, and the client knows."""
-        request = self._request
-        self._events = None
-        salt = decision.cache_salt if request.is_json else ""
-        body = with_salt(request.body, salt) if salt else request.body
-        sent = Sent(request.method, decision.target.url, request.target, self._sent_headers(decision, span), body)
+        request, target, self._events = self._request, self._request.target, None
+        body = request.body
+        if self._reply.status:
+            rest = await self._continuation(decision)
+            if rest is None:
+                await self._end_continued()
+                return True
+            target, body = TEXT_PATH, rest
+        elif (course := self._continuable(decision)) is not None:
+            body = course.body()
+        if request.is_json and decision.cache_salt:
+            body = with_salt(body, decision.cache_salt)
+        sent = Sent(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
         call = self._service.upstream.forward(sent, stream=request.asked.stream)
         with nullcontext() if request.asked.stream else self._unstreamed.awaited(decision, booking, call):
             return await self._answered(decision, booking, call)
+
+    def _continuable(self, decision: Decision) -> Continuable | None:
+        """What is kept of the answer as it passes, for another server; None: the chosen one returns no ids, or it is no stream of text."""
+        path, _, _ = self._request.target.partition("?")
+        self._course = None
+        if self._request.asked.stream and path in (CHAT_PATH, TEXT_PATH) and self._service.backends.returns_ids(decision.target.key[0]):
+            at = decision.roster.index[decision.target.key]
+            self._course = Continuable(path, self._request.body, int(decision.roster.max_context[at]))
+            self._begun = Begun(decision.target.engine.weights_digest)
+        return self._course
+
+    async def _continuation(self, decision: Decision) -> bytes | None:
+        """What to ask of a server that shall continue; None: every token has come. ApiError when the rest would not be exact."""
+        course = self._course
+        assert course is not None
+        try:
+            if course.positions():
+                await self._find_position(course, decision)
+            return course.request()
+        except Inexact as inexact:
+            await self._broken(str(inexact), inexact)
+
+    async def _find_position(self, course: Continuable, decision: Decision) -> None:
+        """Ask the server for the text of the last ids, until the client's text is met. A server that cannot tell leaves what is known."""
+        try:
+            before = await self._text_of(course.context_of(0), decision)
+            for ids in course.positions():
+                if course.fits(ids, before, await self._text_of(course.context_of(ids), decision)):
+                    return
+        except (UpstreamFailed, ApiError, ValueError) as error:
+            log.info("request %s: %s does not tell the text of ids: %s", self._exchange.request_id, decision.target.name, error)
+
+    async def _text_of(self, ids: list[int], decision: Decision) -> str:
+        """ValueError when the server's /detokenize says no text."""
+        body = msgspec.json.encode({"model": self._exchange.model, "tokens": ids})
+        sent = Sent("POST", decision.target.url, "/detokenize", self._sent_headers(decision, None), body)
+        patience = Patience(_DETOKENIZE_SECONDS, _DETOKENIZE_SECONDS, _DETOKENIZE_SECONDS)
+        async with self._service.upstream.forward(sent, stream=False, patience=patience) as call:
+            answer = b""
+            while data := await call.read():
+                answer += data
+            call.whole()
+            if call.status != 200:
+                raise ValueError(f"HTTP {call.status}")
+            return _DETOKENIZED.decode(answer).prompt
+
+    async def _end_continued(self) -> None:
+        """Only the end of the stream was missing."""
+        assert self._course is not None
+        await self._reply.end(self._course.ending())
 
     async def _answered(self, decision: Decision, booking: Booking, call: Call) -> bool:
         async with call:
@@ -190,6 +295,8 @@ class Relay:
         trace = exchange.pass_on if span is None else span.headers
         own = [(name.encode(), value.encode("latin-1", "replace")) for name, value in trace.items()]
         own += [(b"x-request-id", exchange.request_id.encode()), (DECISION_HEADER.encode(), decision.id.encode())]
+        if self._reply.status:
+            own.append((b"content-type", b"application/json"))  # what continues is the router's own request
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
         return to_server(self._request.headers, own, credentials=self._own_key(decision))
@@ -201,7 +308,7 @@ class Relay:
     async def _judge(self, decision: Decision, call: Call) -> None:
         """Of an error: UpstreamFailed where another server may do better. What is about the request, or about the client's own key, is the
         answer. So is any 403: what a server forbids to this router is a matter of policy, and no fault of its own."""
-        busy, own_fault = call.status in _BUSY, call.status >= 500
+        busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
         if call.status == 401 and not self._own_key(decision):
             detail = f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
             raise UpstreamFailed(Failure.SERVER_ERROR, detail)
@@ -226,17 +333,25 @@ class Relay:
 
     async def _stream(self, decision: Decision, booking: Booking, call: Call) -> None:
         stream = self._events = EventStream(self._service.config.max_event_bytes)
-        tail, tap, events = b"", self._service.tap(decision), 0
+        tail, tap, events, course, held = b"", self._service.tap(decision), 0, self._course, b""
+        waiting = True
         try:
             while data := await call.read():
-                ready = stream.feed(data)
-                if not ready:
+                ready = held + stream.feed(data) if course is None else held + course.take(stream.feed(data))
+                if course is not None and not course.begun and not course.broken:
+                    held = ready  # until there is more than a role: so far another server can begin anew
                     continue
-                if not self._reply.status:
+                held = b""
+                if ready and waiting:
+                    waiting = False
                     self._first(booking)
+                if ready and not self._reply.status:
                     self._locate(decision, ready)
                     await self._start(call.status, call.headers, [])
-                await self._reply.write(ready)
+                if ready:
+                    await self._reply.write(ready)
+                if course is not None and course.broken:
+                    raise UpstreamFailed(Failure.BROKEN, course.broken)  # noqa: TRY301
                 if tap is not None:
                     tap.feed(ready)
                 tail = (tail + ready)[-_TAIL_BYTES:]
@@ -247,14 +362,18 @@ class Relay:
         except UpstreamFailed:
             if not tail.rstrip().endswith(_DONE):  # else only the end of the connection was lost
                 raise
-        if not self._reply.status and not stream.rest:
+        if not self._reply.status and not stream.rest and not held:
             raise UpstreamFailed(Failure.BROKEN, "the stream ended before it began")
+        if course is not None and not course.finished and course.why_not() is None:
+            raise UpstreamFailed(Failure.BROKEN, "the stream ended without a finish reason")
         if not self._reply.status:
             await self._start(call.status, call.headers, [])
         call.whole()
+        if course is not None and course.prompt is not None:
+            self._exchange.prompt_tokens, self._exchange.output_tokens = len(course.prompt), len(course.ids)
         self._count(tail.split(b"\n\n"))
         self._note(decision, tap)
-        await self._reply.end(stream.rest)
+        await self._reply.end(held + stream.rest)
 
     async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
         """JSON is held back up to a bound until it is whole, so that a server that dies can be replaced; anything else passes as it comes."""

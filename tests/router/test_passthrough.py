@@ -203,7 +203,7 @@ async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_s
         serving(ForeignServer("one", saying({"error": "who are you"}, 401))) as refusing,
         serving(ForeignServer("two", saying({"id": "two"}))) as willing,
     ):
-        house = await in_front_of(open_house, refusing, willing, backend_key_file=key)
+        house = await in_front_of(open_house, refusing, willing, policy="round_robin", backend_key_file=key)
         answers = [await house.post(CHAT, chat(f"question {number}")) for number in range(8)]
         assert [answer.json.get("id") for answer in answers] == ["two"] * 8
         assert refusing.requests

@@ -91,7 +91,7 @@ async def test_a_server_that_dies_while_its_answer_is_awaited_is_replaced(open_h
         return web.Response()
 
     async with serving(ForeignServer("one", die)) as dying, serving(ForeignServer("two", saying({"id": "two"}))) as willing:
-        house = await in_front_of(open_house, dying, willing)
+        house = await in_front_of(open_house, dying, willing, policy="round_robin")
         assert [(await house.post(CHAT, chat(f"q{number}"))).json for number in range(6)] == [{"id": "two"}] * 6
 
 
