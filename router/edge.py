@@ -22,7 +22,7 @@ from router.course import Course
 from router.decision import NOTHING, Decision
 from router.exchange import Exchange, Outcome
 from router.generation import Generation
-from router.keys import ADMIN, INFER, ROUTE
+from router.keys import ADMIN, INFER, ROUTE, TRACE
 from router.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatRequest,
@@ -175,12 +175,22 @@ class Edge:
         exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
         exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
         exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
+        trusted = self._may_trace(headers)
         if self._tracing is not None:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
-            exchange.trace = self._tracing.request(operation, path, headers, time.time_ns())
-        else:
+            exchange.trace = self._tracing.request(operation, path, headers, time.time_ns(), trusted=trusted)
+        elif trusted:
             exchange.pass_on = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         return exchange
+
+    def _may_trace(self, headers: dict[str, str]) -> bool:
+        """Whether a client's trace context is believed. Otherwise it could have every request of its own sampled, here and in the servers behind."""
+        if "traceparent" not in headers:
+            return True
+        try:
+            return TRACE in self.service.credentials.caller(headers.get("authorization")).rights
+        except ApiError:
+            return False  # it is refused next
 
     def _admit(self, exchange: Exchange, headers: dict[str, str], right: str) -> None:
         """Put the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the route's right."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fleet.completions import ApiError
 
-INFER, ROUTE, METRICS, DOCS, ADMIN, ANY_TENANT = "infer", "route", "metrics", "docs", "admin", "any_tenant"
+INFER, ROUTE, METRICS, DOCS, ADMIN, ANY_TENANT, TRACE = "infer", "route", "metrics", "docs", "admin", "any_tenant", "trace"
 RIGHTS = {
     INFER: "chat and completions, and the other routes of OpenAI's API",
     ROUTE: "/v1/route, reservations, and /v1/decisions of its tenant",
@@ -20,6 +20,7 @@ RIGHTS = {
     DOCS: "/docs and /openapi.json",
     ADMIN: "administration of the servers behind the router",
     ANY_TENANT: "name another tenant in the tenant header, as a gateway does, and see what belongs to any",
+    TRACE: "have the traces that its traceparent names continued, whether they are sampled included",
 }
 ALL_RIGHTS = frozenset(RIGHTS)
 DEFAULT_RIGHTS = frozenset({INFER})

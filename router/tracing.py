@@ -42,11 +42,15 @@ class Tracing:
         provider = trace.get_tracer_provider() if provider is None else provider
         return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
 
-    def request(self, operation: str, path: str, headers: Mapping[str, str], start_ns: int) -> "RequestTrace":
-        """Begin a trace, or go on with the one that the client's `traceparent` names."""
+    def request(self, operation: str, path: str, headers: Mapping[str, str], start_ns: int, *, trusted: bool = True) -> "RequestTrace":
+        """Begin a trace, or continue the one that the client's `traceparent` names. A client that is not trusted gets a trace of its own, sampled as the
+        router's settings say, with a link to the one that it named."""
         parent = self._propagator.extract(headers, context=Context())
+        links = []
+        if not trusted:
+            links, parent = [trace.Link(trace.get_current_span(parent).get_span_context())], Context()
         attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "roost", "http.request.method": "POST", "url.path": path}
-        span = self._tracer.start_span(operation, parent, SpanKind.SERVER, attributes, start_time=start_ns)
+        span = self._tracer.start_span(operation, parent, SpanKind.SERVER, attributes, links, start_time=start_ns)
         return RequestTrace(self, span, operation)
 
     def asked_elsewhere(self, asked_over: AskedOver, path: str, traceparent: str, start_ns: int) -> "RequestTrace":

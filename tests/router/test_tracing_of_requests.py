@@ -3,6 +3,7 @@
 import asyncio
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,13 +11,14 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format_span_id
 
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import RouteRequested
 from router.decider import Decider
 from router.inquiries import Inquiries
+from router.keys import key_line
 from router.scoring import TERMS
 from router.tracing import Tracing
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, rendered, until
@@ -84,6 +86,49 @@ async def test_decisions_asked_for_by_programs_and_over_nats_are_traced_like_htt
 
 def about(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
+
+
+@pytest.mark.parametrize(("rights", "continued"), [("infer,trace", True), ("infer", False)])
+async def test_with_keys_only_a_caller_with_the_right_to_it_decides_on_traces(
+    open_house: OpenHouse, traces: Traces, serve_rank: Serve, byte_archive: bytes, tmp_path: Path, rights: str, continued: bool
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{key_line('a key', 'acme', None, frozenset(rights.split(',')))}\n")
+    sampled = TracerProvider(sampler=ParentBased(ALWAYS_OFF))
+    sampled.add_span_processor(SimpleSpanProcessor(traces.exporter))
+    house = await open_house(api_key_file=keys, tracer_provider=sampled)
+    ranks = await engines(house, serve_rank, byte_archive)
+    headers = {"traceparent": PARENT, "authorization": "Bearer a key"}
+    assert (await house.post(CHAT, chat(), headers=headers)).status == 200
+    sent = {name.lower(): value for rank in ranks for said in rank.headers for name, value in said.items()}
+    assert bool(traces.exporter.get_finished_spans()) == continued, "who may not, cannot switch tracing on"
+    assert (PARENT.split("-")[1] in sent["traceparent"], sent["traceparent"].endswith("-01")) == (continued, continued)
+
+
+async def test_a_caller_that_may_not_decide_on_traces_is_linked_to(
+    open_house: OpenHouse, traces: Traces, serve_rank: Serve, byte_archive: bytes, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{key_line('a key', 'acme', None, frozenset({'infer'}))}\n")
+    house = await open_house(api_key_file=keys, tracer_provider=traces.provider)
+    await engines(house, serve_rank, byte_archive)
+    await house.post(CHAT, chat(), headers={"traceparent": PARENT, "authorization": "Bearer a key"})
+    server = await traces.server()
+    assert server.parent is None
+    assert [f"{link.context.trace_id:032x}" for link in server.links] == [PARENT.split("-")[1]]
+
+
+@pytest.mark.parametrize(("rights", "passed"), [("infer,trace", True), ("infer", False)])
+async def test_without_tracing_the_context_of_a_caller_without_the_right_stays_behind(
+    open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes, tmp_path: Path, rights: str, passed: bool
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{key_line('a key', 'acme', None, frozenset(rights.split(',')))}\n")
+    house = await open_house(api_key_file=keys)
+    ranks = await engines(house, serve_rank, byte_archive)
+    await house.post(CHAT, chat(), headers={"traceparent": PARENT, "authorization": "Bearer a key"})
+    sent = {name.lower(): value for rank in ranks for said in rank.headers for name, value in said.items()}
+    assert (sent.get("traceparent") == PARENT) == passed
 
 
 async def test_a_request_is_one_trace_under_the_clients_own(house: House, traces: Traces, serve_rank: Serve, byte_archive: bytes) -> None:
