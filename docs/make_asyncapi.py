@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from bus.codec import BlobReference, Envelope
+from bus.codec import BlobReference, Envelope, PartsOffer, PartWanted
 from bus.subjects import Subjects
 from fleet import events as say
 
@@ -104,7 +104,9 @@ ABOUT = """What is said on Roost's bus: NATS, with JetStream for what is stored.
 **Decoding.** Every message is an envelope, a msgpack map of five fields (schema Envelope, Dynamo's form). Its `payload` is msgpack again: a map
 whose `kind` names the message (schemas below), except on the two topics of Dynamo's own: `kv-events` carries an array of RoutedKvEvent,
 `kv_metrics` a KvMetrics, both without `kind`. A `topic` of `roost-blob` says that the payload was too large: it is a BlobReference then, and what it
-names lies under its digest in the object store `<namespace>-parcels`. Where a schema says `format: binary`, the wire has msgpack's bin type.
+names lies under its digest in the object store `<namespace>-parcels`. An answer that is too large has the topic `roost-parts` and a PartsOffer instead: request
+each part with a PartWanted (topic `roost-part-wanted`) on the same subject; the answer's payload is the part as it is (topic `roost-part`; `roost-no-part` from a
+server that does not have it). Where a schema says `format: binary`, the wire has msgpack's bin type.
 Integers may need 64 bits, unsigned.
 
 **Reading on.** Fields and kinds that are not known are to be ignored: there will be more. `sequence` counts a publisher's messages from 0 and
@@ -153,7 +155,7 @@ def document() -> dict[str, Any]:
         "components": {
             "securitySchemes": {"login": {"type": "userPassword", "description": LOGIN}},
             "messages": {_name(kind): _message(kind) for kind in kinds},
-            "schemas": dict(sorted(_schemas((*kinds, Envelope, BlobReference)).items())),
+            "schemas": dict(sorted(_schemas((*kinds, Envelope, BlobReference, PartsOffer, PartWanted)).items())),
         },
     }
 
