@@ -16,7 +16,7 @@ from bus import BusError, BusTimeout, Message, NobodyThere, StoreFull
 from bus.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, Reason, Refused, checksum, unseal
 
 PART_SECONDS = 1.0
-"""A part that has not come after this time is requested again."""
+"""A part that has not come after this time is requested again; the time doubles with every try, since the server may only be slow."""
 WINDOW = 4
 """Parts of one answer that are on their way at once."""
 ELSEWHERE_SECONDS = 0.002
@@ -165,17 +165,18 @@ async def fetch_parts(offer: PartsOffer, publisher_id: int, exchange: Exchange, 
 async def _fetched(wanted: PartWanted, exchange: Exchange, sealed: Sealed, seconds: float) -> bytes:
     """One part, requested until it comes."""
     clock = asyncio.get_running_loop().time
-    until = clock() + seconds
+    until, patience = clock() + seconds, PART_SECONDS
     while True:
         left = until - clock()
         if left <= 0:
             raise BusTimeout(f"part {wanted.part} of an answer did not come within {seconds} s, though requested again")
         try:
-            envelope = _read(await exchange(sealed(wanted), min(left, PART_SECONDS)))
+            envelope = _read(await exchange(sealed(wanted), min(left, patience)))
         except NobodyThere:
             await asyncio.sleep(min(left, AWAY_SECONDS))
             continue
         except BusTimeout:
+            patience *= 2
             continue
         if envelope.topic == PART_TOPIC:
             return envelope.payload

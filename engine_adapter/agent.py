@@ -41,6 +41,8 @@ from fleet.popularity import ExpertCounts
 log = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 0.5
 """A snapshot of the KV cache answers everybody who asks within this time and has not missed a later message."""
+SNAPSHOT_SHARE = 20.0
+"""And within this multiple of the time that it took to make: however slow the machine is, snapshots take a twentieth of it at most."""
 _LOOK_UP_SECONDS = 300.0
 """pause between two looks whether the join is still stored"""
 _NO_WAYS = Staging()
@@ -219,8 +221,11 @@ class Agent:
             raise TypeError(f"expected KvSnapshotRequested, got {type(request).__name__}")
         async with self._kv_turn:
             if self._snapshot is None or request.after is None or self._snapshot.sequence < request.after:
+                loop = asyncio.get_running_loop()
+                began = loop.time()
                 self._snapshot = self._snapshot_now()
-                asyncio.get_running_loop().call_later(SNAPSHOT_SECONDS, self._forget_snapshot, self._snapshot)
+                seconds = max(SNAPSHOT_SECONDS, SNAPSHOT_SHARE * (loop.time() - began))
+                loop.call_later(seconds, self._forget_snapshot, self._snapshot)
             return self._snapshot
 
     def _snapshot_now(self) -> KvSnapshot:
