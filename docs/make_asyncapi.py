@@ -105,8 +105,8 @@ ABOUT = """What is said on Roost's bus: NATS, with JetStream for what is stored.
 whose `kind` names the message (schemas below), except on the two topics of Dynamo's own: `kv-events` carries an array of RoutedKvEvent,
 `kv_metrics` a KvMetrics, both without `kind`. A `topic` of `roost-blob` says that the payload was too large: it is a BlobReference then, and what it
 names lies under its digest in the object store `<namespace>-parcels`. An answer that is too large has the topic `roost-parts` and a PartsOffer instead: request
-each part with a PartWanted (topic `roost-part-wanted`) on the same subject; the answer's payload is the part as it is (topic `roost-part`; `roost-no-part` from a
-server that does not have it). Where a schema says `format: binary`, the wire has msgpack's bin type.
+each part with a PartWanted (topic `roost-part-wanted`) on the same subject; the answer's payload is the part as it is (topic `roost-part`;
+`roost-no-part` from a server that does not have it). Where a schema says `format: binary`, the wire has msgpack's bin type.
 Integers may need 64 bits, unsigned.
 
 **Reading on.** Fields and kinds that are not known are to be ignored: there will be more. `sequence` counts a publisher's messages from 0 and
