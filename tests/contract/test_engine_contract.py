@@ -211,6 +211,8 @@ async def test_salted_blocks_are_told_under_salted_hashes_which_routers_compute_
     local = local_hashes(PROMPT, BLOCK, salted_seed("ours"))
     assert [block.tokens_hash for block in stored][: len(local)] == local
     assert [block.block_hash for block in stored][: len(local)] == sequence_hashes(local)
+    profiled = [block.block_hash for block in tried.ended[0].blocks]
+    assert profiled[: len(local)] == sequence_hashes(local), "signatures are learnt under the salt, too"
     assert not {block.tokens_hash for block in stored} & set(local_hashes(PROMPT, BLOCK))
 
 
