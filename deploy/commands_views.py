@@ -34,6 +34,7 @@ from deploy.commandline import (
     settings_from,
     show,
     with_bus,
+    with_login,
 )
 from fleet.events import STORED, AnyEvent, KvMetrics
 from router.config import RouterConfig
@@ -72,7 +73,7 @@ def status(
     from deploy.view_decision import RouterDoor
     from deploy.view_status import show_status
 
-    settings = with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig))
+    settings = with_login(with_bus(settings_from(config, bus_flags(nats), BusConfig, RouterConfig)), "operator")
     door = RouterDoor(url or router_url(settings), key_from(api_key_file), ca)
     backends = backends_if_any(door) if url is None else backends_of(door)
     if url is not None or (backends and not names_bus(settings)):
