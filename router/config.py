@@ -109,7 +109,7 @@ class RouterConfig:
     """file whose first line is sent to plain backends as `Authorization: Bearer`"""
     backend_block_tokens: int = 32
     """blocks, each of four bytes of text per token, by which the prompts sent to backends are remembered; a shorter shared prefix is not seen.
-    Half as many cost twice the time of noting a prompt: 0.2 ms for 8 kB with 32, 6 ms for 400 kB (10 with 16)"""
+    Blocks of half the size take twice the time when a prompt is noted (benchmarks/backends.py)"""
     fleet_secret_file: Path | None = None
     """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
     upstream_ca: Path | None = None
