@@ -77,8 +77,8 @@ class Exchange:
         self.answer_id: str | None = None
         """the id that the answer bears, where the router gives it one"""
         self.first_token_at: float | None = None
-        self.first_token_guessed = False
-        """the answer came as a whole, and its first token before, unseen"""
+        self.whole = False
+        """the answer came at once: when its first token came is not known"""
         self.decision: Decision | None = None
         """the last one made for the first choice"""
         self.prompt_tokens = 0
@@ -112,6 +112,11 @@ class Exchange:
         """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""
         return keys_of(self.session, self.tenant, self.model, path or self.path)
 
+    def arrived_whole(self, now: float) -> None:
+        """All of the answer is there; its first token came before, unseen."""
+        self.whole = True
+        self.first_token(now)
+
     def first_token(self, now: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
@@ -123,15 +128,18 @@ class Exchange:
         """
         choices = max(len(self.finish_reasons), 1)
         later = self.output_tokens - choices
-        if self.first_token_at is None or self.first_token_guessed or later < 1:
+        if self.first_token_at is None or self.whole or later < 1:
             return None
         return (now - self.first_token_at) * choices / later
 
     def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
         """Write the log line, count, and end the trace. Called once."""
-        ttft = None if self.first_token_at is None else self.first_token_at - self.started
+        answered = self.first_token_at is not None
+        ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started
         tpot = self.time_per_output_token(now)
-        metrics.finished(self.model, outcome.value, self.output_tokens, ttft, now - self.started, self.cached_tokens, tpot)
+        if answered:
+            metrics.answered(self.model, self.output_tokens, now - self.started, ttft, tpot, self.cached_tokens)
+        metrics.finished(self.model, outcome.value)
         metrics.finished_for(self.caller.tenant, outcome.value, self.prompt_tokens, self.cached_tokens, self.output_tokens)
         if access.isEnabledFor(logging.INFO):
             line = msgspec.json.encode(self._line(outcome, now, ttft, tpot)).decode()

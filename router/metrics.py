@@ -275,27 +275,26 @@ class RouterMetrics:
     def failed(self, how: Failure) -> None:
         self._retries.labels(how.value).inc()
 
-    def finished(
-        self,
-        model: str,
-        outcome: str,
-        output_tokens: int,
-        first_token_seconds: float | None,
-        seconds: float,
-        cached_tokens: int = 0,
-        seconds_per_token: float | None = None,
-    ) -> None:
+    def finished(self, model: str, outcome: str) -> None:
         """One request, however it ended. The name of a model that was never routed is not kept as a label."""
-        series = self._models.get(model) or self._unknown
-        series.outcome(outcome).inc()
+        self._known(model).outcome(outcome).inc()
+
+    def answered(
+        self, model: str, output_tokens: int, seconds: float, first_token_seconds: float | None, seconds_per_token: float | None, cached_tokens: int
+    ) -> None:
+        """One answer, or the part of it that came. None: not known, because the answer came as a whole or was too short."""
+        series = self._known(model)
+        series.duration.observe(seconds)
+        series.output.inc(output_tokens)
         if first_token_seconds is not None:
             series.ttft.observe(first_token_seconds)
-            series.duration.observe(seconds)
-            series.output.inc(output_tokens)
-            if seconds_per_token is not None:
-                series.tpot.observe(seconds_per_token)
-            if cached_tokens:
-                series.cached_reported.inc(cached_tokens)
+        if seconds_per_token is not None:
+            series.tpot.observe(seconds_per_token)
+        if cached_tokens:
+            series.cached_reported.inc(cached_tokens)
+
+    def _known(self, model: str) -> "_ModelSeries":
+        return self._models.get(model) or self._unknown
 
     def know_tenants(self, names: frozenset[str]) -> None:
         """Tenants that have series of their own from now on: those with a key, the first _KNOWN_TENANTS by name."""

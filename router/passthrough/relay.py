@@ -391,7 +391,7 @@ class Relay:
                 await self._start(call.status, call.headers, _length(call.headers))
                 await self._reply.write(body)
         call.whole()
-        self._exchange.first_token(self._service.clock())  # for the log line alone: it came long before, unseen
+        self._exchange.arrived_whole(self._service.clock())
         if call.status < 400:
             self._locate(decision, body)
             self._count([b"data: " + body])

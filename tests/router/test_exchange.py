@@ -21,7 +21,7 @@ def test_time_per_output_token_is_the_mean_between_a_choices_tokens(tokens: int,
 
 def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
     unseen = exchange(5)
-    unseen.first_token_guessed = True
+    unseen.whole = True
     assert unseen.time_per_output_token(13.0) is None
     assert Exchange("r", "d", "/", 0.0).time_per_output_token(1.0) is None
 
