@@ -13,7 +13,7 @@ RELOADABLE = frozenset(
         *("queue_requests", "queue_bytes", "queue_wait_seconds", "no_engine_wait_seconds", "classes", "default_class"),
         *("max_attempts", "retry_share", "least_retries"),
         *("breaker_failures", "breaker_seconds", "outlier_factor", "max_ejected_share"),
-        *("stale_load_seconds", "settle_seconds", "connect_seconds", "first_token_seconds", "between_tokens_seconds", "answer_seconds"),
+        *("stale_load_seconds", "settle_seconds", "connect_seconds", "first_token_seconds", "between_tokens_seconds", "answer_seconds", "passthrough_admin"),
     }
 )
 """Settings that take effect between two decisions; the others need a restart."""

@@ -20,6 +20,8 @@ CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 UNKNOWN_CONTEXT = 2**31 - 1
 MOST_POSITIONS = 16
 """Positions whose text is asked for, from the last id backwards."""
+MOST_IDS = 1 << 20
+"""of an answer whose limit is not known"""
 _TEXT_DEFAULT = 16
 """tokens of a completion that names no limit"""
 _IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[0-9,\s]*\]')
@@ -201,6 +203,8 @@ class Continuable:
         elif text and ids is None:
             self.obstacle = "the server returns no token ids"
         self.ids += ids or ()
+        if len(self.ids) > (self._limit() or MOST_IDS):
+            self.obstacle = "the server sent more tokens than were asked for"
         self._parts.append(text)
         self._characters += len(text)
         if text and ids is not None and len(ids) == 1 and text == _own_text(choice) and not self._stops and not text.endswith(_HALF):

@@ -67,12 +67,12 @@ class Direct:
         raise _no_object(object_id)
 
     async def _ask_all(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
-        """The first server that does not say 404 has it."""
+        """The first server that neither says 404 nor fails has it."""
         servers = self._servers()
         for number, server in enumerate(servers, 1):
             try:
                 async with self._call(server, exchange, sent, _ASK_SECONDS) as call:
-                    if call.status != 404 or number == len(servers):
+                    if (call.status != 404 and call.status < 500) or number == len(servers):
                         await self._pass(call, reply, headers)
                         return
             except UpstreamFailed as failed:
@@ -107,6 +107,8 @@ class Direct:
         key = credentials.backend_key_of(url)
         own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()]
         own.append((b"x-request-id", exchange.request_id.encode()))
+        if exchange.caller.tenant:
+            own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
         headers = to_server(exchange.client_headers, own, credentials=key is None and credentials.clients is None)

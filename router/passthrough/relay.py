@@ -60,6 +60,10 @@ _DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detoken
 _COUNTED: msgspec.json.Decoder[_Counted] = msgspec.json.Decoder(_Counted)
 
 
+class _Ended(ApiError):
+    """The answer that has begun cannot be finished; the text says why."""
+
+
 class Forwarded(msgspec.Struct, frozen=True):
     """A client's request as it will be sent on."""
 
@@ -117,9 +121,11 @@ class Relay:
             had = self._progress
             try:
                 decision, failed = await self._try(attempt, replaces)
+            except _Ended:
+                raise
             except ApiError as error:
                 if self._reply.status:
-                    await self._broken("no other server could continue it", error)
+                    await self._broken(f"no other server could continue it: {error.message}", error)
                 if refused is None:
                     raise
                 await self._refuse(refused)  # rather than the router's summary of what the servers said
@@ -157,7 +163,7 @@ class Relay:
             self._service.may_retry(failed.how, begun=bool(self._reply.status))
         except ApiError as error:
             if self._reply.status:
-                await self._broken("no other server could continue it", error)
+                await self._broken(f"no other server could continue it: {error.message}", error)
             if refused is None:
                 raise
             await self._refuse(refused)
@@ -168,7 +174,7 @@ class Relay:
         """The answer has begun and cannot be finished: ApiError."""
         if self._events is not None and self._events.separator():
             await self._reply.write(self._events.separator())
-        raise ApiError(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
+        raise _Ended(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
@@ -295,6 +301,8 @@ class Relay:
         trace = exchange.pass_on if span is None else span.headers
         own = [(name.encode(), value.encode("latin-1", "replace")) for name, value in trace.items()]
         own += [(b"x-request-id", exchange.request_id.encode()), (DECISION_HEADER.encode(), decision.id.encode())]
+        if exchange.caller.tenant:  # a server may trust this header: it must not name another tenant than the key does
+            own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if self._reply.status:
             own.append((b"content-type", b"application/json"))  # what continues is the router's own request
         if key is not None:

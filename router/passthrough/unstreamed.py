@@ -15,6 +15,8 @@ from router.service import RouterService
 
 LOOK_SECONDS = 0.5
 """While answers are awaited, the standing of their servers is looked at so often."""
+MOST_SECONDS = 3600.0
+"""A prompt counts as computed after so long, whatever its expected time."""
 SILENT = "its probes went unanswered while an answer was awaited"
 
 
@@ -36,7 +38,8 @@ class Unstreamed:
         """While the answer to a call is awaited. Its prompt counts as computed after the expected time, since no first token will show it;
         the call is cut when its server is found dead."""
         loop = asyncio.get_running_loop()
-        heappush(self._due, (loop.time() + self._service.expected_prefill_seconds(decision), next(self._numbers), booking))
+        expected = min(self._service.expected_prefill_seconds(decision), MOST_SECONDS)
+        heappush(self._due, (loop.time() + expected, next(self._numbers), booking))
         self._wake_for_due(loop)
         self._calls[call] = decision.target.key
         if self._look is None:
