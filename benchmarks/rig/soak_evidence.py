@@ -20,7 +20,7 @@ _REQUESTS = (
     ("lost", "of these lost"),
     ("answered_at_once", "answered at once"),
     ("turned_away", "users who found too many others, and never asked"),
-    ("compared", "answers compared with what the same prompt had been answered with before"),
+    ("compared", "answers compared, token by token, with what they must be"),
     ("close_choices", "of these that went the other way at a close choice of a token"),
     ("wrong", "of these wrong"),
     ("tokens", "tokens answered"),
@@ -38,7 +38,8 @@ def soak_page(report: Json) -> str:
     """Markdown: what was run, what failed, the picture, counts of requests, epochs, plans and mishaps, and how memory grew. report: with the hardware and the
     date it is of."""
     fleet, failures = report["fleet"], report["failures"]
-    first = f"{report['seconds'] / MINUTE:.0f} minutes, seed {report['seed']}, {report['hardware']}, {report['date']}"
+    ran = f"{report['so_far_seconds'] / MINUTE:.0f} of " if "so_far_seconds" in report else ""
+    first = f"{ran}{report['seconds'] / MINUTE:.0f} minutes, seed {report['seed']}, {report['hardware']}, {report['date']}"
     lines = [
         "# The soak, measured",
         "",
@@ -59,6 +60,7 @@ def soak_page(report: Json) -> str:
         *_gentle(report.get("gentle_stops", [])),
         *_table(("mishap", "times", "whole again after, longest"), _mishaps(report["mishaps"])),
         "",
+        *_superseded(report),
         *_kinds_of_processes(report.get("growth_by_kind", {})),
         *_table(("process", "minutes", "MiB, third quarter", "last quarter", "per hour"), _growths(report["growth"])),
     ]
@@ -102,6 +104,20 @@ def _gentle(stops: list[Json]) -> list[str]:
         for stop in stops
     )
     return [*_table(("router stopped gently at", "which", "streams open then", "finished", "broken", "gone after"), rows), ""]
+
+
+def _superseded(report: Json) -> list[str]:
+    """What an earlier rule said of memory."""
+    if not report.get("superseded"):
+        return []
+    minutes = report["fill_seconds"] / MINUTE
+    return [
+        f"Memory is judged from {minutes:.0f} minutes of each life on, when caches are full.",
+        "The run itself judged it from the beginning, and reported, of caches that filled:",
+        "",
+        *(f"- {line}" for line in report["superseded"]),
+        "",
+    ]
 
 
 def _kinds_of_processes(kinds: Json) -> list[str]:

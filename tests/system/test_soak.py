@@ -35,7 +35,7 @@ from tests.system.fleets import MODEL, Fleet, leave_nothing, new_home
 from tests.system.long_answers import LongLibrary
 from tests.system.mishaps import GentleStop, Mischief
 from tests.system.moving import Movers
-from tests.system.vigil import MIB, Epochs, Growth, Life, Memories, growth, listen, unended
+from tests.system.vigil import MIB, Epochs, Growth, Life, Memories, growth, later, listen, unended
 
 ENGINES = 2
 MISHAP_EVERY_SECONDS = 20.0
@@ -44,14 +44,18 @@ DRAIN_SECONDS = 240.0
 """of a router that is stopped gently: more than the longest answer takes on a busy machine"""
 LOOK_SECONDS = 5.0
 SAY_SECONDS = 60.0
+FILL_SECONDS = 900.0
+"""of a life in which caches of 32k blocks, and routers' indexes of them, may fill"""
 JUDGED_SECONDS = 600.0
-"""lives of this length are judged by their slope"""
+"""lives that are longer by this are judged by their slope from then on"""
 MOST_SLOPE = 24 * MIB
 """bytes per hour, in the second half of a life"""
 MOST_GROWN = 12 * MIB
 """between the third quarter of such a life and the last, by their medians"""
 MOST_RESIDENT = 1024 * MIB
 """of any process at any time"""
+MEMORY = "memory: "
+"""what is wrong with memory begins so"""
 REST_SECONDS = 240.0
 BROKEN_SECONDS = 30.0
 """connections may break within this time after a router was killed: those that waited for the next one included"""
@@ -280,6 +284,7 @@ class Soak:
             "mishaps": [asdict(one) for one in happened.mishaps],
             "tides": [{"kind": one.kind, "seconds": one.seconds, "last": dict(zip(domains, one.last.round(3).tolist(), strict=True))} for one in self.course],
             "memory": [{"name": life.name, "pid": life.pid, **thinned(life)} for life in self.memories.lives if life.at],
+            "fill_seconds": FILL_SECONDS,
             "growth": [asdict(one) for one in grown(self.memories.lives)],
             "growth_by_kind": by_kind(grown(self.memories.lives)),
             "failures": self.failures(),
@@ -287,7 +292,23 @@ class Soak:
 
 
 def grown(lives: list[Life]) -> list[Growth]:
-    return [growth(life) for life in lives if len(life.at) >= 8 and life.seconds >= JUDGED_SECONDS]
+    settled = [later(life, FILL_SECONDS) for life in lives]
+    return [growth(life) for life in settled if len(life.at) >= 8 and life.seconds >= JUDGED_SECONDS]
+
+
+def rejudged(report: dict[str, Any]) -> dict[str, Any]:
+    """A report of a run that judged memory from the beginning of each life on, judged as it is now: from what the report keeps of memory. What was
+    said of growth then stays, as "superseded"."""
+    lives = [Life(life["name"], life["pid"], life["at"], [round(mib * MIB) for mib in life["mib"]]) for life in report["memory"]]
+    old = [failure for failure in report["failures"] if failure.startswith(MEMORY)]
+    return {
+        **report,
+        "fill_seconds": FILL_SECONDS,
+        "growth": [asdict(one) for one in grown(lives)],
+        "growth_by_kind": by_kind(grown(lives)),
+        "failures": [failure for failure in report["failures"] if failure not in old] + growing(lives),
+        "superseded": [*report.get("superseded", []), *old],
+    }
 
 
 def by_kind(growths: list[Growth]) -> dict[str, dict[str, float]]:
@@ -315,13 +336,13 @@ def by_length(seconds: list[float]) -> dict[str, int]:
 def growing(lives: list[Life]) -> list[str]:
     """Lives that used more and more memory, or too much."""
     found = [
-        f"memory: {one.name} (pid {one.pid}) grows by {one.slope / MIB:.1f} MiB an hour, and by {one.grown / MIB:.1f} MiB from the third quarter of its "
+        f"{MEMORY}{one.name} (pid {one.pid}) grows by {one.slope / MIB:.1f} MiB an hour, and by {one.grown / MIB:.1f} MiB from the third quarter of its "
         f"{one.seconds:.0f} s to the last"
         for one in grown(lives)
         if one.slope > MOST_SLOPE and one.grown > MOST_GROWN * min(1.0, one.seconds / 3600.0)
     ]
     large = [(life, max(life.resident)) for life in lives if life.resident]
-    return found + [f"memory: {life.name} (pid {life.pid}) had {most / MIB:.0f} MiB" for life, most in large if most > MOST_RESIDENT]
+    return found + [f"{MEMORY}{life.name} (pid {life.pid}) had {most / MIB:.0f} MiB" for life, most in large if most > MOST_RESIDENT]
 
 
 def thinned(life: Life) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.rig.evidence import tell_soak
 from tests.system.crowd import Break, Open, Tide, Told
 from tests.system.mishaps import GentleStop, Happened, Mishap, RouterKill
-from tests.system.test_soak import BROKEN_SECONDS, KINDS, Soak
+from tests.system.test_soak import BROKEN_SECONDS, KINDS, Soak, growing, rejudged, thinned
 from tests.system.vigil import MIB, Epochs, Life
 
 DOMAINS = ("c", "ja")
@@ -21,7 +21,7 @@ TIDE = Tide("even", 1200.0, np.full(2, 0.5), np.full(2, 0.5))
 
 def soak_of(told: Told, happened: Happened) -> Soak:
     """Twenty minutes that never were."""
-    looks = np.arange(0.0, 1200.0, 5.0)
+    looks = np.arange(0.0, 2400.0, 5.0)
     lives = [Life("nats", 7, looks.tolist(), [24 * MIB] * len(looks)), Life("router-0", 8, [3.0], [90 * MIB])]
     parts: dict[str, Any] = {
         "crowd": SimpleNamespace(told=told),
@@ -88,7 +88,7 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
     assert "| 200 s | router-1 | 2 | 2 | 0 | 33 s |" in page
     assert "| streams answered, above 60 s | 2 |" in page
     assert "| nats | 1 | 24.0 | +0.0 MiB | +0.0 MiB |" in page
-    assert "| nats (pid 7) | 20 | 24.0 | 24.0 | +0.0 MiB |" in page
+    assert "| nats (pid 7) | 25 | 24.0 | 24.0 | +0.0 MiB |" in page
     assert "(soak.svg)" in page
     drawn = (tmp_path / "soak.svg").read_text()
     assert "</svg>" in drawn
@@ -96,3 +96,29 @@ def test_the_report_of_a_soak_becomes_a_page_and_a_picture(tmp_path: Path, lost:
     tell_soak(tmp_path / "soak.json", tmp_path)
     again = json.loads((tmp_path / "soak.json").read_text()), (tmp_path / "soak.md").read_text(), (tmp_path / "soak.svg").read_text()
     assert again == (kept, page, drawn), "all of it can be written anew from what was kept"
+
+
+def filling(minutes: int, full_after: int, leak: float) -> Life:
+    """A process that fills to 300 MiB, then leaks some MiB an hour. Looked at every five seconds."""
+    looks = np.arange(0.0, minutes, 1 / 12)
+    resident = 100 + 200 * np.minimum(1.0, looks / full_after) + leak * np.maximum(0.0, looks - full_after) / 60
+    return Life("engine-0", 9, (60.0 * looks).tolist(), (resident * MIB).astype(int).tolist())
+
+
+@pytest.mark.parametrize(
+    ("life", "grows"),
+    [
+        (filling(100, 12, 0.0), False),  # it was full after twelve minutes
+        (filling(20, 18, 0.0), False),  # too short to be judged
+        (filling(100, 12, 60.0), True),  # it leaks
+        (filling(100, 90, 0.0), True),  # no cache fills for so long
+    ],
+)
+def test_memory_is_judged_once_caches_may_be_full_also_of_what_was_reported_before(life: Life, grows: bool) -> None:
+    assert bool(growing([life])) == grows
+    before = reported(["lost"]) | {"memory": [{"name": life.name, "pid": life.pid, **thinned(life)}]}
+    before["failures"] = ["lost: lost", "memory: engine-0 (pid 9) grows by 99 MiB an hour"]
+    after = rejudged(before)
+    assert after["failures"][:1] == ["lost: lost"]
+    assert bool(after["failures"][1:]) == grows
+    assert after["superseded"] == ["memory: engine-0 (pid 9) grows by 99 MiB an hour"]

@@ -52,6 +52,12 @@ class Growth:
         return self.end - self.middle
 
 
+def later(life: Life, seconds: float) -> Life:
+    """A life without its first seconds."""
+    first = next((at for at, when in enumerate(life.at) if when - life.at[0] >= seconds), len(life.at))
+    return Life(life.name, life.pid, life.at[first:], life.resident[first:])
+
+
 def growth(life: Life) -> Growth:
     """ValueError for a life that was looked at less than eight times."""
     if len(life.at) < 8:
