@@ -16,10 +16,14 @@ from bus.redaction import without_secrets
 from bus.roles import Role
 from deploy.config import ConfigError, Configuration, Key
 from deploy.credentials import of_run
+from deploy.exposure import missing_at_ranks, missing_at_router
 from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
 from deploy.settings import WorkerConfig, read_settings
+from deploy.tls import CertificateError, ServerTls
+from engine_adapter.rank.admission import Admission, NoSecret
 from router.config import RouterConfig
+from router.credentials import Credentials
 
 USAGE = 2
 """Exit status of a command that was called, or configured, in a way that cannot work."""
@@ -125,8 +129,27 @@ def door_flags(section: str, cert: Path | None, key: Path | None, *, terminated:
     }
 
 
-def secured(complaint: str | None, *, insecure: bool) -> None:
-    """End the command for a door that lacks what an address that other machines reach needs (None: nothing); insecure: it is wanted so."""
+def check_router_door(config: RouterConfig) -> None:
+    """End the command when the router's door lacks what its address needs, or a file of keys, secrets or certificates cannot be used."""
+    _secured(missing_at_router(config), insecure=config.insecure)
+    try:
+        Credentials.read(config)
+        ServerTls.of(config.tls_cert, config.tls_key)
+    except (OSError, ValueError) as error:
+        fail(str(error), USAGE)
+
+
+def check_rank_doors(config: WorkerConfig, *, secret_is_made: bool = False) -> None:
+    """The same of the doors of an engine's ranks. secret_is_made: the command makes the fleet's secret, if no file is set."""
+    _secured(missing_at_ranks(config, secret_is_made=secret_is_made), insecure=config.insecure)
+    try:
+        Admission(config.fleet_secret_file)
+        ServerTls.of(config.tls_cert, config.tls_key)
+    except (NoSecret, CertificateError) as error:
+        fail(str(error), USAGE)
+
+
+def _secured(complaint: str | None, *, insecure: bool) -> None:
     if complaint is not None and not insecure:
         fail(f"{complaint}; --insecure does so all the same", USAGE)
 

@@ -25,18 +25,18 @@ from deploy.commandline import (
     access_log_flag,
     bus_flags,
     check,
+    check_rank_doors,
+    check_router_door,
     console,
     door_flags,
     engine_flags,
     fail,
     names_bus,
-    secured,
     settings_from,
     with_login,
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen, listen
-from deploy.exposure import missing_at_ranks, missing_at_router
 from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
 from deploy.parts import log_as_set, run_part
@@ -109,7 +109,7 @@ def router(
         return with_login(read_settings(config, os.environ, Path.cwd()).with_flags(flags), "router")
 
     part = settings.part(RouterConfig)
-    secured(missing_at_router(part), insecure=part.insecure)
+    check_router_door(part)
     bus = None if (part.backends or part.named_backends) and not names_bus(settings) else settings.part(BusConfig)
     if part.processes > 1:
         log_as_set(settings)
@@ -217,7 +217,7 @@ def worker(
             fail(f"{option} belongs to --engine openai", USAGE)
     part = settings.part(WorkerConfig)
     check(settings, SimulatedConfig if part.engine == "simulated" else EmbeddedConfig)
-    secured(missing_at_ranks(part), insecure=part.insecure)
+    check_rank_doors(part)
     log_as_set(settings)
 
     def read() -> Configuration:

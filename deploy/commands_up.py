@@ -24,16 +24,16 @@ from deploy.commandline import (
     TlsKeyOption,
     TlsTerminatedOption,
     access_log_flag,
+    check_rank_doors,
+    check_router_door,
     console,
     door_flags,
     engine_flags,
     fail,
-    secured,
     settings_from,
 )
 from deploy.config import Configuration
 from deploy.doors import CannotListen
-from deploy.exposure import missing_at_ranks, missing_at_router
 from deploy.local import Fleet, serve_and_reload
 from deploy.natsd import NoNats
 from deploy.process import run as run_process
@@ -102,9 +102,8 @@ def up(
         ("tracing", "spans"): ("--spans", spans and spans.absolute()),
     }
     settings = settings_from(config, flags, *SECTIONS.values())
-    router, worker = settings.part(RouterConfig), settings.part(WorkerConfig)
-    secured(missing_at_router(router), insecure=router.insecure)
-    secured(missing_at_ranks(worker, secret_is_made=True), insecure=worker.insecure)
+    check_router_door(settings.part(RouterConfig))
+    check_rank_doors(settings.part(WorkerConfig), secret_is_made=True)
     try:
         exporters(os.environ)
     except TracingError as error:

@@ -1,6 +1,7 @@
 """Doors on addresses that other machines reach: what they need, and what a command says that was given
 less."""
 
+import hashlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -101,3 +102,36 @@ def test_a_command_refuses_to_open_such_a_door_and_names_the_remedy(
     assert result.exit_code == 2
     assert complaint in result.output
     assert ("--insecure" in result.output) == ("without" in complaint)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("command", ["router", "up"])
+def test_a_keys_file_of_an_older_version_ends_the_command_at_once_with_the_line_to_put(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("key-in-clear\n")
+    result = roost(command, "--client-keys", str(tmp_path / "keys"))
+    assert result.exit_code == 2
+    assert "line 1 holds a key in clear; put this line instead" in result.output
+    digest = hashlib.sha256(b"key-in-clear").hexdigest()
+    assert f"sha256:{digest} default infer,route" in result.output
+    assert "key-in-clear" not in result.output
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("arguments", "variable", "complaint"),
+    [
+        (("router",), "ROOST_ROUTER_FLEET_SECRET_FILE", "secret 1 must be"),
+        (("worker",), "ROOST_WORKER_FLEET_SECRET_FILE", "secret 1 must be"),
+        (("router", "--tls-cert", "short", "--tls-key", "short"), "ROOST_UP_LOG_LEVEL", "cannot be used"),
+        (("worker", "--tls-cert", "short", "--tls-key", "short"), "ROOST_UP_LOG_LEVEL", "cannot be used"),
+    ],
+)
+def test_files_that_cannot_be_used_end_the_command_at_once(
+    arguments: tuple[str, ...], variable: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "short").write_text("short")
+    monkeypatch.setenv(variable, "info" if "LOG" in variable else str(tmp_path / "short"))
+    result = roost(*arguments)
+    assert (result.exit_code, complaint in result.output) == (2, True), result.output
