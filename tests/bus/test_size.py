@@ -115,8 +115,8 @@ async def test_snapshots_of_a_thousand_ranks_flow(connect: Connect) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_two_routers_that_start_beside_three_models_get_the_whole_tables_of_each(connect: Connect) -> None:
-    said = {model: tables(model) for model in ("a", "b", "c")}
+async def test_two_routers_that_start_beside_four_models_get_the_whole_tables_of_each(connect: Connect) -> None:
+    said = {model: tables(model) for model in ("a", "b", "c", "d")}
 
     async def answer(request: Message) -> Message:
         assert isinstance(request, DescribeTables)

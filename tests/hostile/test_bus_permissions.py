@@ -12,7 +12,7 @@ import nats
 import pytest
 from nats.js import api
 
-from bus import BusError, ClaimLost
+from bus import BusError, ClaimLost, Message
 from bus.claims import Lease
 from bus.config import BusConfig
 from bus.nats import NatsBus
@@ -338,3 +338,29 @@ async def test_another_user_cannot_make_the_log_anew_with_other_rules(furnished:
             await hostile.client.jetstream(timeout=1).add_stream(api.StreamConfig(name="roost-stored", subjects=["elsewhere"], max_msgs=1))
     async with furnished.bus("planner") as bus:
         assert [one async for one in bus.replay(SUBJECTS.migrations(), follow=False)] != []
+
+
+# Large answers come in parts: each is an answer to a request of its own
+
+
+@pytest.mark.parametrize(
+    ("server_user", "asker", "subject"),
+    [
+        ("engine-a", "router", SUBJECTS.kv_snapshot("a", 1, 0)),
+        ("tracker", "router", SUBJECTS.describe_profile),
+        ("planner", "operator", SUBJECTS.describe_plan),
+    ],
+)
+async def test_large_answers_flow_within_the_rights_of_each_role(furnished: Server, server_user: str, asker: str, subject: str) -> None:
+    async def answer(_: Message) -> Message:
+        return large
+
+    large = EngineLeft(engine="a", worker_id=1, reason="x" * 3_000_000)
+    async with furnished.bus(server_user) as server, furnished.bus(asker) as client, server.serve(subject, answer):
+        assert await client.request(subject, RequestRefused(reason="of any kind"), 10.0) == large
+
+
+@pytest.mark.parametrize("user", ["router", "tracker", "planner", "operator", "engine-a"])
+async def test_every_role_sees_how_full_the_stores_are(furnished: Server, user: str) -> None:
+    async with furnished.bus(user) as bus:
+        assert {one.store for one in await bus.stores()} == {"log", "claims", "blobs", "parcels"}
