@@ -339,7 +339,8 @@ class Edge:
     async def _need(self, exchange: Exchange, body: bytes) -> Need:
         """What serving the request's first prompt once would be decided on."""
         asked = await self._for_text_servers(exchange, body)
-        if asked is not None and self.service.picker.roster(exchange.model).dialect == "text":
+        known = asked is not None and asked.model in (None, exchange.model)  # where nothing is forwarded no server judges an unknown name
+        if asked is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
             keys = exchange.keys(CHAT_PATH if asked.is_chat else TEXT_PATH)
             text = TextPrompt(asked.prompt, exchange.model, exchange.block_seed, asked.prompt_bytes)
             return Need(exchange.model, text, 0, self._expected(asked.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
