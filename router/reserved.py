@@ -37,8 +37,8 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     outcome: Literal["ended", "noted", "passed_on", "unknown"]
-    """ended: the load is free again; noted: its prompt waits no more; passed_on: another router reserved it, and is told; unknown: never
-    reserved, released before, or expired, which is no error"""
+    """ended: the load is free again; noted: its prompt waits no more; passed_on: another router reserved it (for a tenant's key: may
+    have), and is told; unknown: never reserved, released before, or expired, which is no error"""
 
 
 def waits(query: bytes) -> bool | None:

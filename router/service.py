@@ -310,9 +310,12 @@ class RouterService:
             return ReleaseRecord(id=decision_id, outcome="noted" if first_token else "ended")
         if self.peers is None:
             return ReleaseRecord(id=decision_id, outcome="unknown")
+        elsewhere = not decision_id.startswith(self.tag)  # it may have been booked a moment ago
         known = self.peers.booked_elsewhere(decision_id)
-        if known or not decision_id.startswith(self.tag):  # it may have been booked a moment ago
+        if known or elsewhere:
             self.peers.pass_on(decision_id, first_token=first_token, tenant=tenant)
+        if tenant is not None:  # whether another router holds it, and for whom, is not for every tenant to know
+            known = elsewhere
         return ReleaseRecord(id=decision_id, outcome="passed_on" if known else "unknown")
 
     def end_reserved(self, decision_id: str, first_token: bool, tenant: str | None = None) -> bool:

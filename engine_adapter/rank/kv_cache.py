@@ -92,8 +92,6 @@ class KvCache:
         """by sequence hash; insertion order has parents before children"""
         self._block_of: dict[int, _Registered] = {}
         """the same by page"""
-        self.collisions = 0
-        """blocks that were not shared because their hash names another block"""
         self._changes: list[Change] = []
 
     @property
@@ -243,7 +241,6 @@ class KvCache:
     def _share(self, table: BlockTable, index: int, known: _Registered, same: bool) -> None:
         """A block was computed twice: both sequences have one page from now on. Or its hash names another block: then it is kept apart."""
         if not same:
-            self.collisions += 1
             table.collided = True
             return
         page = table.pages[index]
