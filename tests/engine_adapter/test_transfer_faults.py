@@ -51,6 +51,7 @@ def test_a_cap_holds_and_a_source_that_dies_meanwhile_is_found_gone(ranks: Ranks
     assert reader.ask("zeros", cell=CELLS - 1)["zeros"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [NIXL], ids=lambda way: way.name, indirect=True)
 def test_whoever_has_the_metadata_can_write_and_checksums_show_it(ranks: Ranks) -> None:
     """A limit of NIXL, kept here: should this fail because the write is refused, memory can be registered readable only, and should be."""
