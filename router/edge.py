@@ -28,7 +28,6 @@ from router.openai import (
     ChatRequest,
     Request,
     Sampling,
-    passed_fields,
     sampling,
 )
 from router.passthrough.direct import Direct
@@ -292,7 +291,8 @@ class Edge:
         roster = await self.service.waiting.live_roster(exchange, request.model)
         settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
         prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        courses = self._courses(request, settings, roster, prompt_ids, passed_fields(request, body) if roster.passes_fields else NO_FIELDS)
+        fields = await self.service.bodies.passed_fields(exchange.client, decoded) if roster.passes_fields else NO_FIELDS
+        courses = self._courses(request, settings, roster, prompt_ids, fields)
         exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         exchange.answer_id = f"{prefix}-{exchange.decision_id}"
@@ -351,7 +351,8 @@ class Edge:
         keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
         settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
         prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
-        course = self._courses(request, settings, roster, prompt_ids, passed_fields(request, body) if roster.passes_fields else NO_FIELDS)[0]
+        fields = await self.service.bodies.passed_fields(exchange.client, decoded) if roster.passes_fields else NO_FIELDS
+        course = self._courses(request, settings, roster, prompt_ids, fields)[0]
         exchange.prompt_tokens = len(course.prompt)
         context = len(course.prompt) + course.max_tokens
         prompt = TokenPrompt(course.prompt, exchange.block_seed)

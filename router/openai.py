@@ -227,7 +227,12 @@ def _logprobs(request: Request) -> int | None:
 
 def passed_fields(request: Request, body: bytes) -> PassedFields:
     """What of a request's body goes on as it came, to engines that declare that they take it."""
-    return PassedFields(passed(body, _READ), tuple(asked_for(request, SAMPLING)))
+    return PassedFields(passed(body, _READ), binding_fields(request))
+
+
+def binding_fields(request: Request) -> tuple[str, ...]:
+    """Names of the fields that change the answer and that only engines which take such fields serve."""
+    return tuple(asked_for(request, SAMPLING))
 
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:

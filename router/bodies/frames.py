@@ -31,6 +31,12 @@ class ReadPassthrough(msgspec.Struct, frozen=True, tag=True):
     content_type: str
 
 
+class ReadPassed(msgspec.Struct, frozen=True, tag=True):
+    """Read the fields of the request in the blob that go on as they came. Answered by `Done`; its blob is their JSON by name, as MessagePack."""
+
+    kind: Kind
+
+
 class Encode(msgspec.Struct, frozen=True, tag=True):
     """Tokenise the prompts of the request in the blob. Answered by `Ids`; its blob is u32, native byte order."""
 
@@ -43,7 +49,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Load`."""
+    """All that is to be said is in the blob."""
 
 
 class Fields(msgspec.Struct, frozen=True, tag=True):
@@ -71,7 +77,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
 
-Task = Load | Read | ReadPassthrough | Encode
+Task = Load | Read | ReadPassthrough | ReadPassed | Encode
 Answer = Done | Fields | PassthroughFields | Ids | Refused
 _TASKS = msgspec.msgpack.Decoder(Task)
 _ANSWERS = msgspec.msgpack.Decoder(Answer)

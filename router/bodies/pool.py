@@ -18,11 +18,27 @@ from pathlib import Path
 import msgspec
 
 from fleet.completions import ApiError
-from router.bodies.frames import HEAD, Answer, Done, Encode, Fields, Ids, Load, PassthroughFields, Read, ReadPassthrough, Refused, Task, answer, head
+from router.bodies.frames import (
+    HEAD,
+    Answer,
+    Done,
+    Encode,
+    Fields,
+    Ids,
+    Load,
+    PassthroughFields,
+    Read,
+    ReadPassed,
+    ReadPassthrough,
+    Refused,
+    Task,
+    answer,
+    head,
+)
 from router.bodies.passthrough import Asked
-from router.bodies.tasks import Kind, Room
+from router.bodies.tasks import Kind, Room, decode
 from router.bodies.turns import Turns
-from router.openai import ChatRequest, Request, TextRequest
+from router.openai import Request
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +159,12 @@ class BodyWorkers:
         """As `tasks.read`. ApiError also when there is no turn to be had, see `Turns.take`, or the process fails."""
         said, _ = await self._run(client, Read(kind), body)
         assert isinstance(said, Fields)
-        kinds: type[Request] = ChatRequest if said.is_chat else TextRequest
-        return msgspec.json.decode(said.request, type=kinds)
+        return decode("chat" if said.is_chat else "text", said.request)
+
+    async def read_passed(self, client: str, kind: Kind, body: bytes) -> dict[str, msgspec.Raw]:
+        """As `openai.passed_fields`, the values. ApiError as `read`."""
+        _, blob = await self._run(client, ReadPassed(kind), body)
+        return {name: msgspec.Raw(value) for name, value in msgspec.msgpack.decode(blob, type=dict[str, bytes]).items()}
 
     async def read_passthrough(self, client: str, content_type: str, body: bytes) -> Asked:
         """As `tasks.read_passthrough`. ApiError when there is no turn to be had, or the process fails."""
@@ -162,7 +182,7 @@ class BodyWorkers:
             start += length
         return found
 
-    async def _run(self, client: str, task: Read | ReadPassthrough | Encode, body: bytes) -> tuple[Answer, bytes]:
+    async def _run(self, client: str, task: Read | ReadPassthrough | ReadPassed | Encode, body: bytes) -> tuple[Answer, bytes]:
         turns = [self._huge, self._turns] if len(body) > _LARGEST_SHORT else [self._turns]
         taken: list[Turns] = []
         try:
@@ -195,7 +215,7 @@ class BodyWorkers:
             job.exception()  # its client may have left
         _give_back(taken)
 
-    async def _do(self, task: Read | ReadPassthrough | Encode, body: bytes) -> tuple[Answer, bytes]:
+    async def _do(self, task: Read | ReadPassthrough | ReadPassed | Encode, body: bytes) -> tuple[Answer, bytes]:
         """One task in a process of its own; a process that fails, or is cancelled, is killed."""
         worker = self._idle.pop() if self._idle else await self._start()
         try:

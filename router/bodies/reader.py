@@ -17,8 +17,9 @@ from router.bodies.tasks import Kind, Room
 from router.bodies.turns import Turns
 from router.config import RouterConfig
 from router.lexicon import Lexicon
-from router.openai import ChatRequest, Request
+from router.openai import ChatRequest, Request, binding_fields, passed_fields
 from router.tokenizer import ModelTokenizer
+from router.unserved_fields import PassedFields
 
 _THREADS = 2
 _MOST_WAITING = 4096
@@ -76,6 +77,13 @@ class BodyReader:
         if len(body) <= self._large:
             return passthrough.read(body, content_type)
         return await self.workers.read_passthrough(client, content_type, body)
+
+    async def passed_fields(self, client: str, decoded: Decoded) -> PassedFields:
+        """What of the request goes on as it came. ApiError as `read`."""
+        if not decoded.is_large:
+            return passed_fields(decoded.request, decoded.body)
+        values = await self.workers.read_passed(client, decoded.kind, decoded.body)
+        return PassedFields(values, binding_fields(decoded.request))
 
     async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: Room, scope: str = "") -> list[list[int]]:
         """The ids of each prompt. scope: of texts whose ids may be reused (`ModelTokenizer.within`).

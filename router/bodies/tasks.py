@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from fleet.completions import ApiError
+from fleet.completions import ApiError, context_exceeded
 from router.bodies import passthrough
 from router.openai import ChatRequest, Request, RequestDecoder, TextRequest, prompts, text_messages
 from router.tokenizer import ModelTokenizer
@@ -16,7 +16,8 @@ Kind = Literal["chat", "text", "either"]
 MOST_PREFIX_BYTES = 256 * 1024
 """of a prompt are kept for guessing the prefix that a server has cached"""
 _LONGEST_KEPT = 2048
-_MOST_KEPT = 8
+_MOST_KEPT, _MOST_KEPT_INSIDE = 64, 8
+"""Members of a field's list or mapping, and of those inside of it."""
 _DEEPEST_KEPT = 4
 _Value = TypeVar("_Value")
 
@@ -43,6 +44,8 @@ def read(kind: Kind, body: bytes) -> Request:
     """The fields of a request, every value cut to a size that costs nothing, so that it is still refused for what was wrong with it; the prompts
     are left out. ApiError 400 naming the field."""
     request = decode(kind, body)
+    if isinstance(request, ChatRequest) and len(request.chat_template_kwargs or ()) > _MOST_KEPT:  # each name of them is looked at
+        raise ApiError(400, f"chat_template_kwargs may have at most {_MOST_KEPT} names", param="chat_template_kwargs", code="invalid_value")
     fields = {name: _abridged(getattr(request, name), _DEEPEST_KEPT) for name in request.__struct_fields__}
     if isinstance(request, ChatRequest):
         fields["messages"] = [{"role": "user", "content": ""}]
@@ -71,10 +74,11 @@ def _abridged(value: _Value, depth: int) -> _Value | Any:
         return abridged(value)
     if isinstance(value, list | dict) and not depth:
         return type(value)()
+    most = _MOST_KEPT if depth == _DEEPEST_KEPT else _MOST_KEPT_INSIDE
     if isinstance(value, list):
-        return [_abridged(one, depth - 1) for one in value[:_MOST_KEPT]]
+        return [_abridged(one, depth - 1) for one in value[:most]]
     if isinstance(value, dict):
-        return {key[:_LONGEST_KEPT]: _abridged(one, depth - 1) for (key, one), _ in zip(value.items(), range(_MOST_KEPT), strict=False)}
+        return {abridged(key): _abridged(one, depth - 1) for (key, one), _ in zip(value.items(), range(most), strict=False)}
     return value
 
 
@@ -131,12 +135,13 @@ def _refuse_many(request: TextRequest, room: Room) -> None:
 
 
 def refuse_longer(tokens: int, room: Room, param: str, *, at_least: bool = False) -> None:
-    """ApiError 400 for a prompt that leaves no room for an answer; in the words that clients of OpenAI look for."""
+    """ApiError 400 for a prompt that leaves no room for an answer."""
     if tokens < room.context:
         return
-    count = f"at least {tokens}" if at_least else str(tokens)
-    said = f"This model's maximum context length is {room.context} tokens. However, your {param} resulted in {count} tokens. Please reduce their length."
-    raise ApiError(400, said, param=param, code="context_length_exceeded")
+    error = context_exceeded(room.context, tokens, None, prompt=param, param=param)
+    if at_least:
+        error = ApiError(400, error.message.replace("resulted in", "resulted in at least"), param=param, code=error.code)
+    raise error
 
 
 def as_json(request: Request) -> bytes:

@@ -16,10 +16,12 @@ import sys
 from array import array
 from io import BufferedReader, BufferedWriter
 
+import msgspec
+
 from fleet.completions import ApiError
 from router.bodies import tasks
-from router.bodies.frames import HEAD, Answer, Done, Encode, Fields, Ids, Load, PassthroughFields, Read, ReadPassthrough, Refused, Task, head, task
-from router.openai import ChatRequest
+from router.bodies.frames import HEAD, Answer, Done, Encode, Fields, Ids, Load, PassthroughFields, Read, ReadPassed, ReadPassthrough, Refused, Task, head, task
+from router.openai import ChatRequest, passed_fields
 from router.segments import SegmentCache
 from router.tokenizer import ModelTokenizer
 
@@ -61,6 +63,9 @@ class Worker:
             case ReadPassthrough():
                 found = tasks.read_passthrough(asked.content_type, blob)
                 return PassthroughFields(json.dumps(found._replace(prompt=b"")._asdict(), default=bytes.decode).encode()), found.prompt
+            case ReadPassed():
+                values = passed_fields(tasks.decode(asked.kind, blob), blob).values
+                return Done(), msgspec.msgpack.encode({name: bytes(value) for name, value in values.items()})
             case Encode():
                 tokenizer = self._known[asked.digest].within(asked.scope)
                 ids = tasks.ids_of(tasks.decode(asked.kind, blob), tokenizer, tasks.Room(asked.context, asked.prompts))
