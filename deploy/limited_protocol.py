@@ -10,7 +10,6 @@ loop), parses whatever else lies in a read, and has a timer between two requests
 """
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from enum import Enum
 from math import inf
@@ -35,7 +34,6 @@ MOST_DROPPED_BYTES = 16 * 1024 * 1024
 """Of what a client sends although its connection is being closed: a client that just finishes its upload gets to read why."""
 READ_AHEAD_BYTES = 64 * 1024
 """Of a body, before its application asks for it; then reading pauses."""
-log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -87,6 +85,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """the exchange that is being answered; `cycle` is the one read last"""
         self._keep_alive = True
         """of the request read last, by its head"""
+        self._upgrading = False
+        """the request read last asks for another protocol, and the parser will stop behind its head"""
         self._draining = False
         self._silent = True
         """no byte has come yet"""
@@ -193,8 +193,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._overhead += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            log.debug("a client asked for another protocol; it is answered in HTTP/1.1")
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_on(data[upgrade.args[0] :])
+            return
         except httptools.HttpParserError as error:
             refused = error.__context__
             if not isinstance(refused, _Refused):
@@ -205,6 +206,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large() if self._phase is Phase.HEAD else _Refused(400, "malformed", "too much between two chunks of the body"))
         elif self._phase is not before:
             self._due = self._deadline()
+
+    def _read_on(self, rest: bytes) -> None:
+        """Stay with HTTP/1.1 after a head that asked for another protocol, where the parser stops: the body is still to come.
+
+        Java's HttpClient and `curl --http2` ask so by default. A new parser is given a head with the same framing, without the wish.
+        """
+        framing = [b"%s: %s\r\n" % field for field in self.scope["headers"] if field[0] in (b"content-length", b"transfer-encoding")]
+        self._upgrading = False
+        self._due = self._deadline()
+        self.parser = httptools.HttpRequestParser(_ReadOn(self))
+        self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n" + rest)
 
     def _deadline(self) -> float:
         match self._phase:
@@ -244,6 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._overhead = 0
         self._phase = Phase.BODY
         super().on_headers_complete()
+        self._upgrading = self.parser.should_upgrade()
         self._keep_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False  # if it is answered before its body is here, the rest is not read
         self.headers = []  # trailers are read, and dropped
@@ -264,6 +277,8 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
         self._overhead = 0
         self._phase = Phase.SENT
         cycle = self.cycle
@@ -342,6 +357,33 @@ class LimitedProtocol(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[refused.status] + head + body)
         self._wire.close_gently()
+
+
+class _ReadOn:
+    """Listens to the parser that reads on after a declined upgrade: the first head is known, the rest is the protocol's."""
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        self._protocol = protocol
+        self._known = True
+        self.on_body, self.on_message_complete = protocol.on_body, protocol.on_message_complete
+
+    def on_message_begin(self) -> None:
+        if not self._known:
+            self._protocol.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._known:
+            self._protocol.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._known:
+            self._protocol.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._known:
+            self._known = False
+        else:
+            self._protocol.on_headers_complete()
 
 
 def sweep(connections: Iterable[Any], now: float) -> None:

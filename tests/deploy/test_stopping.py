@@ -13,11 +13,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bus.memory import MemoryBroker, MemoryBus
 from deploy.doors import listen, url_of
 from deploy.part_router import serve
 from router.config import RouterConfig
 from tests.hostile.clients import raw_client, until
 from tests.router.houses import served_web
+from tests.simulated_engines import simulated_engine
 
 PIECE = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 LAST = b"data: [DONE]\n\n"
@@ -211,3 +213,22 @@ async def _is_ready(http: aiohttp.ClientSession, address: str) -> bool:
             return answer.status == 200
     except aiohttp.ClientError:
         return False
+
+
+async def test_what_a_rank_cannot_finish_in_time_ends_with_an_error_that_its_router_understands(caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that has begun ends with an error event, one that has not with 503: both are continued elsewhere."""
+    broker = MemoryBroker()
+    begun = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    async with aiohttp.ClientSession() as http:
+        async with simulated_engine(MemoryBus(broker), broker.subjects, ranks=1, time_scale=1.0, drain_seconds=0.1) as host:
+            url = f"{host.identity.urls[0]}/v1/completions"
+            whole = asyncio.create_task(_read(http.post(url, json=begun | {"stream": False})))
+            await asyncio.sleep(0)  # it is sent before the other
+            stream = await http.post(url, json=begun)
+            for _ in range(9):  # steps in which both run
+                assert await stream.content.readline()
+        events = (await stream.content.read()).split(b"\n\n")
+        assert json.loads(events[-2].removeprefix(b"data: "))["error"]["message"] == "the rank is stopping"
+        status, said = await whole
+        assert (status, json.loads(said)["error"]["code"]) == (503, "engine_failed")
+    assert no_traceback(caplog)
