@@ -48,6 +48,9 @@ class Phase(Enum):
     """nothing it sends is read any more"""
 
 
+_HEAD, _BODY, _SENT, _IDLE, _REFUSED = Phase  # an enumeration's members are slow to look up, and these are for every request
+
+
 class _Refused(Exception):
     """Raised by the parser's callbacks: the request exceeds a limit."""
 
@@ -74,7 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._count = count
         self._gate = gate
-        self._phase = Phase.HEAD
+        self._phase = _HEAD
         self._due = self.loop.time() + limits.head_seconds
         self._write_due = inf
         self._overhead = 0
@@ -117,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed.clear()
 
     def _has_input(self) -> bool:
-        return self._phase is Phase.BODY or self._phase is Phase.REFUSED
+        return self._phase is _BODY or self._phase is _REFUSED
 
     def _leave_running(self) -> None:
         """Its client has gone, or counts as gone."""
@@ -130,20 +133,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._draining = True
         if self._running is not None and not self._running.response_complete:
             self._running.keep_alive = False
-        elif self._phase is Phase.IDLE:
+        elif self._phase is _IDLE:
             self.transport.close()
 
     def silence(self) -> tuple[int, float] | None:
         """See `Sheddable`: first connections on which not a byte has come, then those between two requests, then unfinished heads."""
         if self.transport.is_closing():
             return None
-        match self._phase:
-            case Phase.HEAD:
-                return 0 if self._silent else 2, self._due
-            case Phase.IDLE:
-                return 1, self._due
-            case _:
-                return None
+        if self._phase is _HEAD:
+            return 0 if self._silent else 2, self._due
+        return (1, self._due) if self._phase is _IDLE else None
 
     def shed(self) -> None:
         """Close it at once: another one needs its place."""
@@ -154,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # What comes
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.REFUSED:
+        if self._phase is _REFUSED:
             self._dropped += len(data)
             if self._dropped > MOST_DROPPED_BYTES:
                 self._wire.abort()
@@ -186,7 +185,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(piece)
 
     def _has_plain_body(self) -> bool:
-        return self._phase is Phase.BODY and all(name != b"transfer-encoding" for name, _ in self.scope["headers"])
+        return self._phase is _BODY and all(name != b"transfer-encoding" for name, _ in self.scope["headers"])
 
     def _parse(self, data: bytes) -> None:
         before = self._phase
@@ -203,7 +202,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(refused)
             return
         if self._overhead > self._limits.head_bytes:
-            self._refuse(self._head_too_large() if self._phase is Phase.HEAD else _Refused(400, "malformed", "too much between two chunks of the body"))
+            self._refuse(self._head_too_large() if self._phase is _HEAD else _Refused(400, "malformed", "too much between two chunks of the body"))
         elif self._phase is not before:
             self._due = self._deadline()
 
@@ -219,20 +218,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n" + rest)
 
     def _deadline(self) -> float:
-        match self._phase:
-            case Phase.HEAD:
-                return self.loop.time() + self._limits.head_seconds
-            case Phase.BODY:
-                return self.loop.time() + self._limits.body_seconds
-            case Phase.IDLE:
-                return self.loop.time() + self._limits.idle_seconds
-            case _:
-                return inf
+        if self._phase is _SENT or self._phase is _REFUSED:
+            return inf
+        limits = self._limits
+        seconds = limits.head_seconds if self._phase is _HEAD else limits.body_seconds if self._phase is _BODY else limits.idle_seconds
+        return self.loop.time() + seconds
 
     # What the parser finds
 
     def on_message_begin(self) -> None:
-        self._phase = Phase.HEAD
+        self._phase = _HEAD
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -254,7 +249,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MOST_PIPELINED:
             raise _Refused(429, "pipelined", f"more than {MOST_PIPELINED} requests wait on this connection; wait for answers")
         self._overhead = 0
-        self._phase = Phase.BODY
+        self._phase = _BODY
         super().on_headers_complete()
         self._upgrading = self.parser.should_upgrade()
         self._keep_alive = self.cycle.keep_alive
@@ -280,7 +275,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._upgrading:
             return
         self._overhead = 0
-        self._phase = Phase.SENT
+        self._phase = _SENT
         cycle = self.cycle
         if not cycle.response_started:
             cycle.keep_alive = self._keep_alive and not self._draining
@@ -297,16 +292,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """As uvicorn's, without its timer: what follows has a deadline here."""
         self.server_state.total_requests += 1
-        if self._phase is Phase.BODY and self._running is self.cycle:
-            self._phase, self._due = Phase.REFUSED, inf  # the rest of the body; the connection is being closed
+        if self._phase is _BODY and self._running is self.cycle:
+            self._phase, self._due = _REFUSED, inf  # the rest of the body; the connection is being closed
             self._unparsed.clear()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        elif self._phase is Phase.SENT:
-            self._phase = Phase.IDLE
+        elif self._phase is _SENT:
+            self._phase = _IDLE
             self._due = self._deadline()
 
     def pause_writing(self) -> None:
@@ -327,21 +322,18 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wire.abort()
         elif self._due <= now:
             self._due = inf
-            match self._phase:
-                case Phase.HEAD if self._silent:
-                    self.transport.close()
-                case Phase.HEAD:
-                    self._refuse(_Refused(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s"))
-                case Phase.BODY:
-                    self._refuse(_Refused(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s"))
-                case Phase.IDLE:
-                    self.transport.close()
+            if self._phase is _BODY:
+                self._refuse(_Refused(408, "slow_body", f"the body was not here after {self._limits.body_seconds:g} s"))
+            elif self._phase is _HEAD and not self._silent:
+                self._refuse(_Refused(408, "slow_head", f"the head was not here after {self._limits.head_seconds:g} s"))
+            else:
+                self.transport.close()
 
     def _refuse(self, refused: _Refused) -> None:
         """Say why, and close. An answer that is under way is finished first, and then stands for itself."""
         self._count(refused.cause)
-        own_body = self._phase is Phase.BODY
-        self._phase, self._due = Phase.REFUSED, inf
+        own_body = self._phase is _BODY
+        self._phase, self._due = _REFUSED, inf
         self._unparsed.clear()
         running = self._running
         if running is not None and not running.response_complete:
