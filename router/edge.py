@@ -32,9 +32,10 @@ from router.openai import (
 )
 from router.passthrough.direct import Direct
 from router.passthrough.events import error_event
+from router.passthrough.forwarded import Forwarded
 from router.passthrough.headers import value_of
 from router.passthrough.located import Located
-from router.passthrough.relay import Forwarded, Relay
+from router.passthrough.relay import Relay
 from router.passthrough.routes import CHAT_ROUTE, Kind, Route, route_of
 from router.passthrough.unstreamed import Unstreamed
 from router.picker import FIRST_TRY, Need

@@ -1,1 +1,2 @@
-"""The door to servers that Roost does not run: any OpenAI-compatible server, spoken to with the client's own bytes."""
+"""The door to servers that Roost does not run: any OpenAI-compatible server, spoken to with the client's
+own bytes."""

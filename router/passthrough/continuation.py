@@ -1,13 +1,16 @@
-"""A stream of a foreign server that another one can continue: its ids as they pass, and what to ask of the next server. Pure.
+"""A stream of a foreign server that another one can continue: its ids as they pass, and what to ask of the
+next server. Pure.
 
-Continued is only what stays exact: one choice of plain text from a server that returns token ids. At temperature 0 the rest is the same
-whoever computes it. A sampled answer without a seed is continued, too: what is drawn next depends on the tokens so far alone, so another
-server's random numbers are as good. With a seed they are not, as they would begin again.
+Continued is only what stays exact: one choice of plain text from a server that returns token ids. At
+temperature 0 the rest is the same whoever computes it. A sampled answer without a seed is continued, too:
+what is drawn next depends on the tokens so far alone, so another server's random numbers are as good. With a
+seed they are not, as they would begin again.
 
-The next server begins with prompt ids + emitted ids, at a position where the text of the ids is what the client has: there is then no
-half character, and nothing that the first server held back because a stop string might begin in it. Where that position lies before the
-last id, the next server computes the ids in between again, and their text, which the client has already, is compared and left out; this
-needs temperature 0. Positions are found without a tokenizer (`_Mark`), or by asking a server for the text of ids (`fits`).
+The next server begins with prompt ids + emitted ids, at a position where the text of the ids is what the
+client has: there is then no half character, and nothing that the first server held back because a stop string
+might begin in it. Where that position lies before the last id, the next server computes the ids in between
+again, and their text, which the client has already, is compared and left out; this needs temperature 0.
+Positions are found without a tokenizer (`_Mark`), or by asking a server for the text of ids (`fits`).
 """
 
 import re
@@ -15,6 +18,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+
+from router.passthrough.continuable_fields import GOES_ON, obstacle, read_fields
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 UNKNOWN_CONTEXT = 2**31 - 1
@@ -29,36 +34,6 @@ _CONTEXT_IDS = 32
 """of the prompt, before the answer's: detokenisers look back a few"""
 _ASK = b'"return_token_ids":true'
 _HALF = "\ufffd"
-
-_GOES_ON = frozenset(
-    {
-        *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "user", "safety_identifier"),
-        *("prompt_cache_key", "priority", "cache_salt", "logit_bias", "skip_special_tokens", "spaces_between_special_tokens", "stream", "stream_options"),
-    }
-)
-"""Fields that are sent to the next server as they came."""
-_PROMPT_ONLY = frozenset({"messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt", "add_special_tokens", "documents"})
-"""Fields that only shape the prompt, whose ids are known."""
-_HARMLESS = frozenset({"metadata", "store", "request_id", "max_tokens", "max_completion_tokens", "return_token_ids"})
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_tokens": (0,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "include_reasoning": (True, False),
-}
-"""Fields that change nothing with these values; with others the rest would not be exact."""
 
 
 class _Choice(msgspec.Struct):
@@ -81,16 +56,6 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-class _Part(msgspec.Struct):
-    type: str
-
-
-class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None
-
-
-_LONG: dict[str, Any] = {"messages": list[_Message], "prompt": str | list[int]}
-"""Forms of which one choice of plain text is made."""
 _CHUNK: msgspec.json.Decoder[_Chunk] = msgspec.json.Decoder(_Chunk)
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -100,22 +65,24 @@ class Inexact(Exception):
 
 
 class _Mark(NamedTuple):
-    """A position where text and ids agree: one id brought text that ends in no half character, so that nothing is held back."""
+    """A position where text and ids agree: one id brought text that ends in no half character, so that
+    nothing is held back."""
 
     ids: int
     characters: int
 
 
 class Continuable:
-    """One stream, across servers. `obstacle` says why it cannot be continued; None: nothing is known against it."""
+    """One stream, across servers. `obstacle` says why it cannot be continued; None: nothing is known
+    against it."""
 
     def __init__(self, path: str, body: bytes, context: int) -> None:
         """context: of the model, in tokens; UNKNOWN_CONTEXT where no server says."""
         self._chat = path == CHAT_PATH
-        self._fields = _fields(body)
+        self._fields = read_fields(body)
         self._context = context
         self._body = body
-        self.obstacle = _obstacle(self._fields, chat=self._chat)
+        self.obstacle = obstacle(self._fields, chat=self._chat)
         self.broken: str | None = None
         """why the present server's stream is of no more use, though it has not ended"""
         self.finished = False
@@ -163,7 +130,8 @@ class Continuable:
     # What passes
 
     def take(self, events: bytes) -> bytes:
-        """Note whole events of the present server; returns what the client gets of them. `broken` tells whether more is to be read."""
+        """Note whole events of the present server; returns what the client gets of them. `broken` tells
+        whether more is to be read."""
         passed = []
         *whole, rest = events.split(b"\n\n")
         if rest:  # an event too long to be read, or other line ends
@@ -177,7 +145,8 @@ class Continuable:
         return b"".join([*passed, rest])
 
     def _noted(self, event: bytes) -> bytes:
-        """An event of the first server, as the client gets it. Inexact at an error, if another server can go on."""
+        """An event of the first server, as the client gets it. Inexact at an error, if another server can
+        go on."""
         try:
             chunk = _chunk(event)
         except Inexact as inexact:
@@ -207,12 +176,20 @@ class Continuable:
             self.obstacle = "the server sent more tokens than were asked for"
         self._parts.append(text)
         self._characters += len(text)
-        if text and ids is not None and len(ids) == 1 and text == _own_text(choice) and not self._stops and not text.endswith(_HALF):
+        if (
+            text
+            and ids is not None
+            and len(ids) == 1
+            and text == _own_text(choice)
+            and not self._stops
+            and not text.endswith(_HALF)
+        ):
             self._mark = _Mark(len(self.ids), self._characters)
         self.finished = self.finished or choice.finish_reason is not None
 
     def _translated(self, event: bytes) -> bytes:
-        """An event of a server that continues, in the form of the client's own stream. Inexact when it cannot be the rest."""
+        """An event of a server that continues, in the form of the client's own stream. Inexact when it
+        cannot be the rest."""
         chunk = _chunk(event)
         if chunk is None:
             return event + b"\n\n"  # a comment, or the end
@@ -239,7 +216,9 @@ class Continuable:
         return self._piece(text, fresh, choice) if text or fresh or choice.finish_reason is not None else b""
 
     def _piece(self, text: str, ids: list[int], choice: _Choice) -> bytes:
-        about: dict[str, Any] = {"index": 0, "delta": {"content": text}} if self._chat else {"index": 0, "text": text}
+        about: dict[str, Any] = (
+            {"index": 0, "delta": {"content": text}} if self._chat else {"index": 0, "text": text}
+        )
         about |= {"logprobs": None, "finish_reason": choice.finish_reason}
         if choice.finish_reason is not None or not self._chat:
             about["stop_reason"] = choice.stop_reason
@@ -250,12 +229,21 @@ class Continuable:
         """Of the client's own prompt, and of all servers' tokens; completion: those of the present one."""
         self._counted = True
         prompt, completion = len(self.prompt or ()), self._base + completion
-        counts = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+        counts = {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+        }
         return self._event({"choices": [], "usage": counts})
 
     def _event(self, more: Mapping[str, Any]) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        head = {"id": self._head.get("id"), "object": kind, "created": self._head.get("created"), "model": self._head.get("model")}
+        head = {
+            "id": self._head.get("id"),
+            "object": kind,
+            "created": self._head.get("created"),
+            "model": self._head.get("model"),
+        }
         return b"data: " + msgspec.json.encode({**head, **more}) + b"\n\n"
 
     # What to ask of the next server
@@ -269,7 +257,8 @@ class Continuable:
         return self.obstacle
 
     def positions(self) -> range:
-        """Numbers of ids whose text a server may be asked for, to continue behind them; none where the last position is known to be right."""
+        """Numbers of ids whose text a server may be asked for, to continue behind them; none where the
+        last position is known to be right."""
         if self._mark == _Mark(len(self.ids), self._characters):
             return range(0)
         return range(len(self.ids), max(self._mark.ids, len(self.ids) - MOST_POSITIONS), -1)
@@ -279,7 +268,8 @@ class Continuable:
         return (self.prompt or [])[-_CONTEXT_IDS:] + self.ids[:ids]
 
     def fits(self, ids: int, before: str, text: str) -> bool:
-        """Whether the answer can be continued behind so many ids, given the texts of `context_of` 0 and of `context_of` those."""
+        """Whether the answer can be continued behind so many ids, given the texts of `context_of` 0 and of
+        `context_of` those."""
         own = text[len(before) :]
         if not text.startswith(before) or not self.text.startswith(own) or own.endswith(_HALF):
             return False
@@ -287,26 +277,44 @@ class Continuable:
         return True
 
     def request(self) -> bytes | None:
-        """The body for the next server's /v1/completions; None: every token has come, only the end is missing. Inexact when the rest would
-        not be exact."""
+        """The body for the next server's /v1/completions; None: every token has come, only the end is
+        missing. Inexact when the rest would not be exact."""
         mark, limit = self._mark, self._limit()
         assert self.prompt is not None
         assert limit is not None
-        again_text, again_ids = self.text[mark.characters :], self._given[mark.ids :] if self._shows_ids else []
+        again_text, again_ids = (
+            self.text[mark.characters :],
+            self._given[mark.ids :] if self._shows_ids else [],
+        )
         if (again_text or again_ids) and self._fields.get("temperature") != 0:
-            raise Inexact("it is sampled, and no position is known where the client's text is that of whole tokens")
+            raise Inexact(
+                "it is sampled, and no position is known where the client's text is that of whole tokens"
+            )
         if self.finished or mark.ids >= limit:
             return None
         self._known_text, self._known_ids = again_text, again_ids
         self.ids, self._base, self._continued, self.broken = self.ids[: mark.ids], mark.ids, True, None
-        fields = {name: value for name, value in self._fields.items() if name in _GOES_ON and value is not None}
-        return msgspec.json.encode({**fields, "prompt": self.prompt + self.ids, "max_tokens": limit - mark.ids, "return_token_ids": True})
+        fields = {
+            name: value for name, value in self._fields.items() if name in GOES_ON and value is not None
+        }
+        return msgspec.json.encode(
+            {
+                **fields,
+                "prompt": self.prompt + self.ids,
+                "max_tokens": limit - mark.ids,
+                "return_token_ids": True,
+            }
+        )
 
     def ending(self) -> bytes:
         """The end of an answer whose every token has come."""
         end = b"" if self.finished else self._piece("", [], _Choice(finish_reason="length"))
         options = self._fields.get("stream_options") or {}
-        counted = self._usage(len(self.ids) - self._base) if options.get("include_usage") and not self._counted else b""
+        counted = (
+            self._usage(len(self.ids) - self._base)
+            if options.get("include_usage") and not self._counted
+            else b""
+        )
         return end + counted + b"data: [DONE]\n\n"
 
     @property
@@ -323,51 +331,11 @@ class Continuable:
                 return value
         if not self._chat:
             return _TEXT_DEFAULT
-        return None if self._context >= UNKNOWN_CONTEXT or self.prompt is None else self._context - len(self.prompt)
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    """Messages and prompts, which may be long, are not kept: True where they are plain text (or ids), else False."""
-    try:
-        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        fields = {name: msgspec.json.decode(value) for name, value in raw.items() if name not in _LONG}
-    except _FAULTS:
-        return {}
-    return fields | {name: _is_plain(raw[name], kind) for name, kind in _LONG.items() if name in raw}
-
-
-def _is_plain(raw: msgspec.Raw, kind: Any) -> bool:
-    try:
-        found = msgspec.json.decode(raw, type=kind)
-    except _FAULTS:
-        return False
-    if not isinstance(found, list):
-        return True
-    parts = (one.content for one in found if isinstance(one, _Message) and isinstance(one.content, list))
-    return all(part.type == "text" for content in parts for part in content)
-
-
-def _obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
-    """What in a request keeps its rest from being exact at another server."""
-    for name, value in fields.items():
-        known = name in _GOES_ON or name in _PROMPT_ONLY or name in _HARMLESS
-        if not known and value is not None and not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ())):
-            return f"{name} cannot be continued exactly"
-    if not fields:
-        return "its body cannot be read"
-    if fields.get("seed") is not None and fields.get("temperature") != 0:
-        return "its seed's random numbers would begin again"
-    if any(value for name, value in (fields.get("stream_options") or {}).items() if name != "include_usage"):
-        return "stream_options has more than include_usage"
-    if type(fields.get("return_token_ids", True)) is not bool or any(_odd(fields, name) for name in ("max_tokens", "max_completion_tokens")):
-        return "a field has an unusual type"
-    if not fields.get("messages" if chat else "prompt"):
-        return "its messages have more than text" if chat else "it has several prompts"
-    return None
-
-
-def _odd(fields: Mapping[str, Any], name: str) -> bool:
-    return fields.get(name) is not None and type(fields[name]) is not int
+        return (
+            None
+            if self._context >= UNKNOWN_CONTEXT or self.prompt is None
+            else self._context - len(self.prompt)
+        )
 
 
 def _own_text(choice: _Choice) -> str:

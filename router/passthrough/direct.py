@@ -29,7 +29,8 @@ class Direct:
         self._located = located
 
     async def run(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
-        """`sent` without a URL. ApiError 404 for an object that no server has, 400 when a server must be named, 503 when it is away."""
+        """`sent` without a URL. ApiError 404 for an object that no server has, 400 when a server must be
+        named, 503 when it is away."""
         if route.kind is Kind.OBJECT:
             place = self.place_of(route.object_id, exchange)
             if place is None:
@@ -53,7 +54,8 @@ class Direct:
         return place
 
     async def find(self, object_id: str, path: str, exchange: Exchange) -> Place:
-        """Where an object is, asking every server if it must. path: that answers 200 where it is. ApiError 404 when no server has it."""
+        """Where an object is, asking every server if it must. path: that answers 200 where it is. ApiError
+        404 when no server has it."""
         place = self.place_of(object_id, exchange)
         if place is not None:
             return place
@@ -66,7 +68,9 @@ class Direct:
                 continue
         raise _no_object(object_id)
 
-    async def _ask_all(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
+    async def _ask_all(
+        self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent
+    ) -> None:
         """The first server that neither says 404 nor fails has it."""
         servers = self._servers()
         for number, server in enumerate(servers, 1):
@@ -82,7 +86,11 @@ class Direct:
 
     def _servers(self) -> list[EngineState]:
         """The live servers that speak text, at most MOST_ASKED."""
-        live = (state for state in self._service.view.engines() if state.dialect == "text" and state.obstacle is None)
+        live = (
+            state
+            for state in self._service.view.engines()
+            if state.dialect == "text" and state.obstacle is None
+        )
         return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
 
     def _named(self, name: str) -> EngineState:
@@ -93,31 +101,51 @@ class Direct:
         if not servers:
             raise ApiError(503, "no server that takes this is live", code="no_engine", retry_after=2.0)
         problem = f"there is no live server {name[:64]!r}" if name else "this goes to one server"
-        raise ApiError(400, f"{problem}: name it in the header {SERVER_HEADER}; there are {_listed(servers)}", param=SERVER_HEADER, code="server_needed")
+        raise ApiError(
+            400,
+            f"{problem}: name it in the header {SERVER_HEADER}; there are {_listed(servers)}",
+            param=SERVER_HEADER,
+            code="server_needed",
+        )
 
     def _server_at(self, place: Place, object_id: str) -> EngineState:
         state = self._service.view.engine(place.rank[0])
         if state is None or state.standing is not Standing.LIVE:
-            raise ApiError(503, f"the server that has {object_id!r} does not answer at present", code="no_engine", retry_after=2.0)
+            raise ApiError(
+                503,
+                f"the server that has {object_id!r} does not answer at present",
+                code="no_engine",
+                retry_after=2.0,
+            )
         return state
 
-    def _call(self, server: EngineState, exchange: Exchange, sent: Sent, seconds: float | None = None) -> Call:
+    def _call(
+        self, server: EngineState, exchange: Exchange, sent: Sent, seconds: float | None = None
+    ) -> Call:
         """seconds: for the whole answer; None: as any answer that is not streamed."""
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
-        own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()]
+        own: Headers = [
+            (name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()
+        ]
         own.append((b"x-request-id", exchange.request_id.encode()))
         if exchange.caller.tenant:
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
-        headers = to_server(exchange.client_headers, own, credentials=key is None and credentials.clients is None)
+        headers = to_server(
+            exchange.client_headers, own, credentials=key is None and credentials.clients is None
+        )
         patience = None if seconds is None else Patience(math.inf, seconds, seconds)
-        return self._service.upstream.forward(sent._replace(url=url, headers=headers), stream=False, patience=patience)
+        return self._service.upstream.forward(
+            sent._replace(url=url, headers=headers), stream=False, patience=patience
+        )
 
     async def _pass(self, call: Call, reply: Reply, headers: Headers) -> None:
         """The answer, piece by piece as it comes."""
-        length = [(b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"]
+        length = [
+            (b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"
+        ]
         await reply.start(call.status, to_client(call.headers, [*headers, *length]))
         while data := await call.read():
             await reply.write(data)
@@ -126,7 +154,11 @@ class Direct:
 
 
 def _failed(server: EngineState, failed: UpstreamFailed) -> ApiError:
-    return ApiError(502, f"the server {server.joined.engine} did not answer to the end ({failed.how.value})", code="upstream_failed")
+    return ApiError(
+        502,
+        f"the server {server.joined.engine} did not answer to the end ({failed.how.value})",
+        code="upstream_failed",
+    )
 
 
 def _no_object(object_id: str) -> ApiError:

@@ -1,6 +1,7 @@
 """Where the objects of earlier answers are: responses, files and batches, by id. Pure, bounded.
 
-Each router process knows the objects that were made through it; for others every server is asked, which works everywhere.
+Each router process knows the objects that were made through it; for others every server is asked, which works
+everywhere.
 """
 
 from collections import OrderedDict
@@ -54,7 +55,8 @@ _ANSWER: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)
 
 
 def object_id(answer: bytes) -> str | None:
-    """The id of what an answer made: of a JSON body, or of one of the first events of a stream; None: it names none."""
+    """The id of what an answer made: of a JSON body, or of one of the first events of a stream; None: it
+    names none."""
     for piece in answer.split(b"\n\n") if not answer.lstrip().startswith(b"{") else [answer]:
         data = b"".join(line[5:] for line in piece.split(b"\n") if line.startswith(b"data:")) or piece
         try:

@@ -1,29 +1,28 @@
-"""Answers a request with servers that speak text: the body goes there as it came, and the answer comes back as it is.
+"""Answers a request with servers that speak text: the body goes there as it came, and the answer comes back
+as it is.
 
 Another server is tried while the client has nothing yet; afterwards the answer ends with an error event.
 """
 
-import logging
 from contextlib import nullcontext
 from typing import NoReturn
 
-import msgspec
-
 from fleet.completions import DECISION_HEADER, ApiError
-from fleet.completions import Usage as CountedUsage
-from router.bodies.passthrough import Asked
 from router.course import Begun, Failure
 from router.decision import Decision
 from router.exchange import Exchange
 from router.foreign_routings import Tap, Usage
 from router.passthrough.continuation import CHAT_PATH, TEXT_PATH, Continuable, Inexact
 from router.passthrough.events import EventStream
-from router.passthrough.headers import to_client, to_server, value_of
+from router.passthrough.forwarded import Forwarded
+from router.passthrough.headers import to_client, to_server
 from router.passthrough.located import Located, Place, object_id
+from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import Unstreamed
+from router.passthrough.usage import counted
 from router.picker import Need, Try
 from router.prompt import TextPrompt
-from router.proxy import Call, Patience, Refused, Sent, UpstreamFailed, api_error
+from router.proxy import Call, Refused, Sent, UpstreamFailed, api_error
 from router.reply import Headers, Reply
 from router.reservations import Booking
 from router.roster import RankKey
@@ -31,70 +30,34 @@ from router.service import RouterService
 from router.tenancy import with_salt
 from router.tracing import AttemptTrace
 
-log = logging.getLogger(__name__)
-
 _COUNTED_EVERY = 16
 """events, each taken for a token, after which the booking's remaining tokens are updated"""
 _TAIL_BYTES = 4096
 """Kept of a stream, to read its usage from."""
-_LAST_EVENTS = 4
-"""Usage stands in the last event of a stream, or in the one before its end."""
 _BUSY = frozenset({429, 529})
 """529 is Anthropic's."""
 _RETRY_SECONDS = b"2"
 """For clients of a server that is busy or down and does not say when to come back."""
-_DETOKENIZE_SECONDS = 5.0
 _BODILESS = frozenset({204, 304})
 _DONE = b"[DONE]"
-
-
-class _Counted(msgspec.Struct):
-    usage: CountedUsage | None = None
-
-
-class _Detokenized(msgspec.Struct):
-    prompt: str
-
-
-_DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detokenized)
-_COUNTED: msgspec.json.Decoder[_Counted] = msgspec.json.Decoder(_Counted)
 
 
 class _Ended(ApiError):
     """The answer that has begun cannot be finished; the text says why."""
 
 
-class Forwarded(msgspec.Struct, frozen=True):
-    """A client's request as it will be sent on."""
-
-    method: str
-    target: str
-    """path and query"""
-    headers: Headers
-    body: bytes
-    asked: Asked
-    output: int
-    """tokens that are expected"""
-    own_credentials: bool = True
-    """this router asks its clients for no key: theirs are meant for the servers"""
-    repeatable: bool = True
-    """a server that fails without an answer may have done nothing, and another one may be asked"""
-    creates: bool = False
-    """the answer names an object that stays on its server"""
-    only: RankKey | None = None
-    """the server of what the request refers to"""
-
-    @property
-    def is_json(self) -> bool:
-        """False for uploads."""
-        return not value_of(self.headers, b"content-type").lower().startswith("multipart/")
-
-
 class Relay:
     """One request, from server to server until one answers."""
 
     def __init__(
-        self, service: RouterService, exchange: Exchange, reply: Reply, headers: Headers, request: Forwarded, unstreamed: Unstreamed, located: Located
+        self,
+        service: RouterService,
+        exchange: Exchange,
+        reply: Reply,
+        headers: Headers,
+        request: Forwarded,
+        unstreamed: Unstreamed,
+        located: Located,
     ) -> None:
         self._service = service
         self._exchange = exchange
@@ -103,7 +66,9 @@ class Relay:
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
-        self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes)
+        self._prompt = TextPrompt(
+            request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes
+        )
         self._failures: tuple[tuple[RankKey, Failure], ...] = ()
         self._reported = False
         """the answer named the experts that were chosen"""
@@ -114,7 +79,8 @@ class Relay:
         self._begun: Begun | None = None
 
     async def run(self) -> None:
-        """ApiError when no server answers, or when the answer breaks off after it has begun (`Reply.status` tells)."""
+        """ApiError when no server answers, or when the answer breaks off after it has begun
+        (`Reply.status` tells)."""
         attempt, fruitless, replaces = 1, 0, None
         refused: Refused | None = None
         while True:
@@ -150,15 +116,22 @@ class Relay:
         return 0 if self._course is None else len(self._course.ids)
 
     def _why_not_continued(self) -> str | None:
-        """Why an answer that has begun cannot be continued by another server; None: it can, or has not begun."""
+        """Why an answer that has begun cannot be continued by another server; None: it can, or has not
+        begun."""
         if not self._reply.status:
             return None
-        return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
+        return (
+            "this answer cannot be continued by another server"
+            if self._course is None
+            else self._course.why_not()
+        )
 
     async def _again(self, failed: UpstreamFailed, attempts: int, refused: Refused | None) -> bool:
         """Whether to ask another server. False: the client has got the last server's own answer instead."""
         try:
-            if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is Failure.CONNECT):
+            if attempts >= self._service.config.max_attempts or not (
+                self._request.repeatable or failed.how is Failure.CONNECT
+            ):
                 raise failed.refusal(attempts)
             self._service.may_retry(failed.how, begun=bool(self._reply.status))
         except ApiError as error:
@@ -174,7 +147,9 @@ class Relay:
         """The answer has begun and cannot be finished: ApiError."""
         if self._events is not None and self._events.separator():
             await self._reply.write(self._events.separator())
-        raise _Ended(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
+        raise _Ended(
+            502, f"the server broke off its answer ({why}); ask again", code="upstream_failed"
+        ) from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
@@ -183,10 +158,22 @@ class Relay:
         if begun and course is not None:
             prompt = self._longer_prompt(course.text.encode("utf-8", "surrogatepass"))
             output = min(output, course.left)
-        need = Need(about.model, prompt, 0, output, None, about.request_id, about.keys(), owner=about.owner, only=self._request.only)
+        need = Need(
+            about.model,
+            prompt,
+            0,
+            output,
+            None,
+            about.request_id,
+            about.keys(),
+            owner=about.owner,
+            only=self._request.only,
+        )
         need = need._replace(begun=self._begun if begun else None)
         suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun)
+        decision, booking = await self._service.waiting.admit(
+            self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun
+        )
         self._exchange.decision = decision
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
@@ -237,49 +224,34 @@ class Relay:
             return await self._answered(decision, booking, call)
 
     def _continuable(self, decision: Decision) -> Continuable | None:
-        """What is kept of the answer as it passes, for another server; None: the chosen one returns no ids, or it is no stream of text."""
+        """What is kept of the answer as it passes, for another server; None: the chosen one returns no
+        ids, or it is no stream of text."""
         path, _, _ = self._request.target.partition("?")
         self._course = None
-        if self._request.asked.stream and path in (CHAT_PATH, TEXT_PATH) and self._service.backends.returns_ids(decision.target.key[0]):
+        if (
+            self._request.asked.stream
+            and path in (CHAT_PATH, TEXT_PATH)
+            and self._service.backends.returns_ids(decision.target.key[0])
+        ):
             at = decision.roster.index[decision.target.key]
             self._course = Continuable(path, self._request.body, int(decision.roster.max_context[at]))
             self._begun = Begun(decision.target.engine.weights_digest)
         return self._course
 
     async def _continuation(self, decision: Decision) -> bytes | None:
-        """What to ask of a server that shall continue; None: every token has come. ApiError when the rest would not be exact."""
+        """What to ask of a server that shall continue; None: every token has come. ApiError when the rest
+        would not be exact."""
         course = self._course
         assert course is not None
         try:
             if course.positions():
-                await self._find_position(course, decision)
+                headers = self._sent_headers(decision, None)
+                await find_position(
+                    course, self._service.upstream, decision.target.url, headers, self._exchange.model
+                )
             return course.request()
         except Inexact as inexact:
             await self._broken(str(inexact), inexact)
-
-    async def _find_position(self, course: Continuable, decision: Decision) -> None:
-        """Ask the server for the text of the last ids, until the client's text is met. A server that cannot tell leaves what is known."""
-        try:
-            before = await self._text_of(course.context_of(0), decision)
-            for ids in course.positions():
-                if course.fits(ids, before, await self._text_of(course.context_of(ids), decision)):
-                    return
-        except (UpstreamFailed, ApiError, ValueError) as error:
-            log.info("request %s: %s does not tell the text of ids: %s", self._exchange.request_id, decision.target.name, error)
-
-    async def _text_of(self, ids: list[int], decision: Decision) -> str:
-        """ValueError when the server's /detokenize says no text."""
-        body = msgspec.json.encode({"model": self._exchange.model, "tokens": ids})
-        sent = Sent("POST", decision.target.url, "/detokenize", self._sent_headers(decision, None), body)
-        patience = Patience(_DETOKENIZE_SECONDS, _DETOKENIZE_SECONDS, _DETOKENIZE_SECONDS)
-        async with self._service.upstream.forward(sent, stream=False, patience=patience) as call:
-            answer = b""
-            while data := await call.read():
-                answer += data
-            call.whole()
-            if call.status != 200:
-                raise ValueError(f"HTTP {call.status}")
-            return _DETOKENIZED.decode(answer).prompt
 
     async def _end_continued(self) -> None:
         """Only the end of the stream was missing."""
@@ -300,8 +272,13 @@ class Relay:
         exchange, key = self._exchange, self._service.credentials.backend_key_of(decision.target.url)
         trace = exchange.pass_on if span is None else span.headers
         own = [(name.encode(), value.encode("latin-1", "replace")) for name, value in trace.items()]
-        own += [(b"x-request-id", exchange.request_id.encode()), (DECISION_HEADER.encode(), decision.id.encode())]
-        if exchange.caller.tenant:  # a server may trust this header: it must not name another tenant than the key does
+        own += [
+            (b"x-request-id", exchange.request_id.encode()),
+            (DECISION_HEADER.encode(), decision.id.encode()),
+        ]
+        if (
+            exchange.caller.tenant
+        ):  # a server may trust this header: it must not name another tenant than the key does
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if self._reply.status:
             own.append((b"content-type", b"application/json"))  # what continues is the router's own request
@@ -311,14 +288,20 @@ class Relay:
 
     def _own_key(self, decision: Decision) -> bool:
         """Whether the chosen server judges the client's own key."""
-        return self._request.own_credentials and self._service.credentials.backend_key_of(decision.target.url) is None
+        return (
+            self._request.own_credentials
+            and self._service.credentials.backend_key_of(decision.target.url) is None
+        )
 
     async def _judge(self, decision: Decision, call: Call) -> None:
-        """Of an error: UpstreamFailed where another server may do better. What is about the request, or about the client's own key, is the
-        answer. So is any 403: what a server forbids to this router is a matter of policy, and no fault of its own."""
+        """Of an error: UpstreamFailed where another server may do better. What is about the request, or
+        about the client's own key, is the answer. So is any 403: what a server forbids to this router is a
+        matter of policy, and no fault of its own."""
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
         if call.status == 401 and not self._own_key(decision):
-            detail = f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
+            detail = (
+                f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
+            )
             raise UpstreamFailed(Failure.SERVER_ERROR, detail)
         if busy or (own_fault and self._request.repeatable):
             body = await call.error_body()
@@ -384,7 +367,8 @@ class Relay:
         await self._reply.end(held + stream.rest)
 
     async def _whole(self, decision: Decision, booking: Booking, call: Call) -> None:
-        """JSON is held back up to a bound until it is whole, so that a server that dies can be replaced; anything else passes as it comes."""
+        """JSON is held back up to a bound until it is whole, so that a server that dies can be replaced;
+        anything else passes as it comes."""
         most = self._service.config.max_event_bytes if call.content_type.startswith("application/json") else 0
         tap = self._service.tap(decision) if call.status < 400 else None
         body = b""
@@ -409,7 +393,11 @@ class Relay:
         if self._reply.status:
             await self._reply.end()
             return
-        await self._start(call.status, call.headers, [] if call.status in _BODILESS else [(b"content-length", str(len(body)).encode())])
+        await self._start(
+            call.status,
+            call.headers,
+            [] if call.status in _BODILESS else [(b"content-length", str(len(body)).encode())],
+        )
         await self._reply.end(body)
 
     def _note(self, decision: Decision, tap: Tap | None) -> None:
@@ -435,18 +423,13 @@ class Relay:
 
     def _count(self, events: list[bytes]) -> None:
         """Token counts for log and metrics, where the server gives any."""
-        for event in reversed(events[-_LAST_EVENTS:]):
-            if b'"usage"' not in event:
-                continue
-            try:
-                usage = _COUNTED.decode(event.strip().removeprefix(b"data:")).usage
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-            if usage is not None:
-                self._exchange.prompt_tokens = usage.prompt_tokens
-                self._exchange.output_tokens = usage.completion_tokens
-                self._exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-                return
+        usage = counted(events)
+        if usage is not None:
+            self._exchange.prompt_tokens = usage.prompt_tokens
+            self._exchange.output_tokens = usage.completion_tokens
+            self._exchange.cached_tokens = (
+                usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+            )
 
 
 def _length(server: Headers) -> Headers:

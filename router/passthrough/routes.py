@@ -1,7 +1,8 @@
 """The routes of other servers that pass, and what each means for routing. Pure.
 
-Chat and completions are not here: Roost serves these itself, too. A route that is neither here nor Roost's own may change a server
-(`/sleep`, `/collective_rpc`, `/v1/load_lora_adapter`, ...): it passes only where the configuration names it, for callers with the right.
+Chat and completions are not here: Roost serves these itself, too. A route that is neither here nor Roost's
+own may change a server (`/sleep`, `/collective_rpc`, `/v1/load_lora_adapter`, ...): it passes only where the
+configuration names it, for callers with the right.
 """
 
 import re
@@ -35,12 +36,19 @@ class Route(NamedTuple):
 
 CHAT_ROUTE = Route(Kind.INFERENCE, generates=True)
 """Of chat and completions."""
-_GENERATING = ("/v1/responses", "/v1/messages", "/v1/audio/transcriptions", "/v1/audio/translations", "/generate", "/inference/v1/generate")
-_OTHER_INFERENCE = (
-    *("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render"),
-    *("/v1/embeddings", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/moderations"),
-    *("/v1/audio/speech", "/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+_GENERATING = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/generate",
+    "/inference/v1/generate",
 )
+_OTHER_INFERENCE = """
+/v1/messages/count_tokens /tokenize /detokenize /v1/chat/completions/render /v1/completions/render
+/v1/embeddings /pooling /classify /v1/classify /score /v1/score /rerank /v1/rerank /v2/rerank /v1/moderations
+/v1/audio/speech /v1/images/generations /v1/images/edits /v1/images/variations
+""".split()
 _OBJECTS = ("responses", "files", "batches")
 _INFERENCE = (
     dict.fromkeys(_OTHER_INFERENCE, Route(Kind.INFERENCE))
@@ -54,7 +62,8 @@ _LISTS = ("/v1/files", "/v1/batches")
 
 
 def route_of(method: str, path: str, administration: Iterable[str]) -> Route | None:
-    """How to pass on a request; None: it does not pass. administration: paths that the configuration lets pass."""
+    """How to pass on a request; None: it does not pass. administration: paths that the configuration lets
+    pass."""
     if method == "POST" and path in _INFERENCE:
         return _INFERENCE[path]
     found = _OBJECT.fullmatch(path)

@@ -1,4 +1,5 @@
-"""Answers that are not streamed, while they are awaited: nothing arrives before their end, so time and probes must speak for the server."""
+"""Answers that are not streamed, while they are awaited: nothing arrives before their end, so time and
+probes must speak for the server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ SILENT = "its probes went unanswered while an answer was awaited"
 
 
 class Unstreamed:
-    """State: a heap of bookings by when their prompts should be computed, the calls that are awaited, and one timer for each."""
+    """State: a heap of bookings by when their prompts should be computed, the calls that are awaited, and
+    one timer for each."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
@@ -35,8 +37,8 @@ class Unstreamed:
 
     @contextmanager
     def awaited(self, decision: Decision, booking: Booking, call: Call) -> Iterator[None]:
-        """While the answer to a call is awaited. Its prompt counts as computed after the expected time, since no first token will show it;
-        the call is cut when its server is found dead."""
+        """While the answer to a call is awaited. Its prompt counts as computed after the expected time,
+        since no first token will show it; the call is cut when its server is found dead."""
         loop = asyncio.get_running_loop()
         expected = min(self._service.expected_prefill_seconds(decision), MOST_SECONDS)
         heappush(self._due, (loop.time() + expected, next(self._numbers), booking))
@@ -70,7 +72,9 @@ class Unstreamed:
         self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop) if self._calls else None
 
     def _is_dead(self, key: RankKey) -> bool:
-        """A refused connection is no death here: a server that is stopping refuses new requests and finishes open ones, and where its
-        process has ended the open connection says so."""
+        """A refused connection is no death here: a server that is stopping refuses new requests and
+        finishes open ones, and where its process has ended the open connection says so."""
         state = self._service.view.engine(key[0])
-        return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is Standing.DEAD)
+        return self._service.backends.is_silent(key[0]) or (
+            state is not None and state.standing is Standing.DEAD
+        )

@@ -14,12 +14,17 @@ from tests.router.houses import OpenHouse, chat
 CHAT = "/v1/chat/completions"
 
 
-async def test_a_client_cannot_take_the_routers_own_headers_away_by_naming_them_in_connection(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_a_client_cannot_take_the_routers_own_headers_away_by_naming_them_in_connection(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     key = tmp_path / "key"
     key.write_text("routers-own")
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server, backend_key_file=key)
-        headers = {"connection": "authorization, x-request-id, x-roost-decision-id, content-length, host", "authorization": "Bearer mine"}
+        headers = {
+            "connection": "authorization, x-request-id, x-roost-decision-id, content-length, host",
+            "authorization": "Bearer mine",
+        }
         assert (await house.post(CHAT, chat(), headers=headers)).status == 200
         came = server.requests[0]
         assert came.header("authorization") == "Bearer routers-own"
@@ -28,7 +33,9 @@ async def test_a_client_cannot_take_the_routers_own_headers_away_by_naming_them_
         assert json.loads(came.body) == chat()
 
 
-async def test_a_chunked_body_reaches_the_server_with_one_length_and_no_other_framing(open_house: OpenHouse) -> None:
+async def test_a_chunked_body_reaches_the_server_with_one_length_and_no_other_framing(
+    open_house: OpenHouse,
+) -> None:
     async def pieces():  # type: ignore[no-untyped-def]
         yield b'{"model": "demo", "messages": []'
         yield b"}\r\n0\r\n\r\nGET /sleep HTTP/1.1\r\n\r\n"
@@ -42,18 +49,30 @@ async def test_a_chunked_body_reaches_the_server_with_one_length_and_no_other_fr
         assert server.requests[0].body.endswith(b"GET /sleep HTTP/1.1\r\n\r\n")
 
 
-async def test_a_tenant_cannot_pose_as_another_one_before_the_server(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_a_tenant_cannot_pose_as_another_one_before_the_server(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text(key_line("secret", "acme", None, parse_rights("infer")))
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server, api_key_file=keys)
-        await house.post(CHAT, chat(), headers={"authorization": "Bearer secret", "x-tenant-id": "bolt", "x-api-key": "secret"})
+        await house.post(
+            CHAT,
+            chat(),
+            headers={"authorization": "Bearer secret", "x-tenant-id": "bolt", "x-api-key": "secret"},
+        )
         came = server.requests[0]
         assert [value for name, value in came.headers if name.lower() == "x-tenant-id"] == ["acme"]
         assert came.header("authorization") is came.header("x-api-key") is None
 
 
-PATHS = ["/v1/files/..", "/v1/files/%2e%2e/sleep", "/v1/files/a%2f..%2f..%2fsleep", "/v1/responses/a/../../sleep", "/v1/files/a%0d%0ax"]
+PATHS = [
+    "/v1/files/..",
+    "/v1/files/%2e%2e/sleep",
+    "/v1/files/a%2f..%2f..%2fsleep",
+    "/v1/responses/a/../../sleep",
+    "/v1/files/a%0d%0ax",
+]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -76,7 +95,9 @@ async def test_no_path_of_an_object_leads_to_another_route(open_house: OpenHouse
     ],
     ids=["deep list", "deep object", "no UTF-8", "huge number", "huge digits"],
 )
-async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(open_house: OpenHouse, body: bytes) -> None:
+async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(
+    open_house: OpenHouse, body: bytes
+) -> None:
     read(body, "application/json")
     async with serving(ForeignServer("one", saying({"detail": "bad"}, 400))) as server:
         house = await in_front_of(open_house, server)
@@ -85,8 +106,15 @@ async def test_bodies_made_to_break_a_reader_are_the_servers_to_refuse(open_hous
 
 
 def test_a_server_that_never_stops_sending_ids_fills_no_memory() -> None:
-    course = Continuable(CHAT, json.dumps({**chat(), "stream": True, "temperature": 0, "max_tokens": 10}).encode(), 4096)
-    many = json.dumps({"choices": [{"index": 0, "delta": {"content": "x" * 1000}, "token_ids": [1] * 1000}], "prompt_token_ids": [1]}).encode()
+    course = Continuable(
+        CHAT, json.dumps({**chat(), "stream": True, "temperature": 0, "max_tokens": 10}).encode(), 4096
+    )
+    many = json.dumps(
+        {
+            "choices": [{"index": 0, "delta": {"content": "x" * 1000}, "token_ids": [1] * 1000}],
+            "prompt_token_ids": [1],
+        }
+    ).encode()
     for _ in range(50):
         course.take(b"data: " + many + b"\n\n")
     assert "more tokens" in (course.why_not() or "")

@@ -1,4 +1,5 @@
-"""The door to foreign servers: requests that only the server can judge, headers both ways, errors and streams as they came."""
+"""The door to foreign servers: requests that only the server can judge, headers both ways, errors and
+streams as they came."""
 
 import asyncio
 import json
@@ -39,7 +40,9 @@ JSON = {"content-type": "application/json"}
     ],
     ids=str,
 )
-async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_byte(open_house: OpenHouse, fields: dict[str, Any]) -> None:
+async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_byte(
+    open_house: OpenHouse, fields: dict[str, Any]
+) -> None:
     async with serving(ForeignServer("one", saying({"id": "x"}))) as server:
         house = await in_front_of(open_house, server)
         body = b"  " + json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode() + b"\n"
@@ -50,7 +53,9 @@ async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_b
 
 
 async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHouse) -> None:
-    async with serving(ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))) as server:
+    async with serving(
+        ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))
+    ) as server:
         house = await in_front_of(open_house, server)
         answer = await house.post(CHAT, b'{"model": "demo", ')
         assert (answer.status, answer.json) == (400, {"detail": "There was an error parsing the body"})
@@ -59,19 +64,40 @@ async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHo
 async def test_explaining_reads_a_body_as_leniently_as_serving_does(open_house: OpenHouse) -> None:
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server)
-        explained = await house.post("/v1/route", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "7"})
+        explained = await house.post(
+            "/v1/route", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "7"}
+        )
         assert explained.status == 200
         assert explained.json["expected_output_tokens"] == 7
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
 )
-NAMES = st.sampled_from(["model", "stream", "max_tokens", "messages", "prompt", "input", "tools", "user", "priority", "temperature", "system"])
+NAMES = st.sampled_from(
+    [
+        "model",
+        "stream",
+        "max_tokens",
+        "messages",
+        "prompt",
+        "input",
+        "tools",
+        "user",
+        "priority",
+        "temperature",
+        "system",
+    ]
+)
 
 
 @settings(max_examples=50)
-@given(st.binary() | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode()))
+@given(
+    st.binary()
+    | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode())
+)
 def test_reading_a_body_never_fails(body: bytes) -> None:
     asked = read(body, "application/json")
     assert asked.model is None or asked.model
@@ -87,7 +113,9 @@ def test_reading_a_multipart_body_never_fails(body: bytes, boundary: bytes) -> N
 def test_the_model_of_a_multipart_body_is_found_behind_a_file_that_looks_like_one() -> None:
     decoy = b'Content-Disposition: form-data; name="model"\r\n\r\nwrong'
     body = (
-        b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n\x00\xff' + decoy + b"\r\n"
+        b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n\x00\xff'
+        + decoy
+        + b"\r\n"
         b'--XY\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
         b"--XY\r\nContent-Disposition: form-data; name=stream\r\n\r\ntrue\r\n--XY--\r\n"
     )
@@ -99,7 +127,13 @@ def test_the_model_of_a_multipart_body_is_found_behind_a_file_that_looks_like_on
 
 
 async def test_end_to_end_headers_pass_both_ways_and_hop_by_hop_ones_do_not(open_house: OpenHouse) -> None:
-    answer_headers = {"openai_processing_ms": "12", "x_ratelimit_remaining": "3", "keep_alive": "timeout=5", "x_hop": "1", "connection": "x-hop"}
+    answer_headers = {
+        "openai_processing_ms": "12",
+        "x_ratelimit_remaining": "3",
+        "keep_alive": "timeout=5",
+        "x_hop": "1",
+        "connection": "x-hop",
+    }
     async with serving(ForeignServer("one", saying({}, **answer_headers))) as server:
         house = await in_front_of(open_house, server)
         sent = {
@@ -116,12 +150,22 @@ async def test_end_to_end_headers_pass_both_ways_and_hop_by_hop_ones_do_not(open
         }
         answer = await house.post(CHAT, chat(), headers=sent)
         came = server.requests[0]
-        for name in ("x-data-parallel-rank", "openai-organization", "x-session-id", "baggage", "cookie", "authorization"):
+        for name in (
+            "x-data-parallel-rank",
+            "openai-organization",
+            "x-session-id",
+            "baggage",
+            "cookie",
+            "authorization",
+        ):
             assert came.header(name) == sent[name]
         assert came.header("x-private") is came.header("te") is None
         assert came.header("x-roost-decision-id") == answer.headers["x-roost-decision-id"] != "forged"
         assert came.header("x-request-id") == answer.headers["x-request-id"]
-        assert (answer.headers["openai-processing-ms"], answer.headers["x-ratelimit-remaining"]) == ("12", "3")
+        assert (answer.headers["openai-processing-ms"], answer.headers["x-ratelimit-remaining"]) == (
+            "12",
+            "3",
+        )
         assert "keep-alive" not in answer.headers
         assert "x-hop" not in answer.headers
 
@@ -139,16 +183,38 @@ async def test_repeated_headers_of_an_answer_all_pass(open_house: OpenHouse) -> 
 
 
 def test_a_clients_key_goes_on_only_where_the_server_is_meant_to_judge_it() -> None:
-    client = [(b"authorization", b"Bearer mine"), (b"x-api-key", b"mine"), (b"api-key", b"mine"), (b"accept", b"*/*"), (b"accept-encoding", b"gzip")]
+    client = [
+        (b"authorization", b"Bearer mine"),
+        (b"x-api-key", b"mine"),
+        (b"api-key", b"mine"),
+        (b"accept", b"*/*"),
+        (b"accept-encoding", b"gzip"),
+    ]
     own = [(b"x-request-id", b"r")]
     assert to_server(client, own, credentials=True) == [*client[:4], *own]
     assert to_server(client, own, credentials=False) == [client[3], *own]
-    assert to_server(client, [(b"authorization", b"Bearer router")], credentials=True)[-1] == (b"authorization", b"Bearer router")
-    assert sum(name == b"authorization" for name, _ in to_server(client, [(b"authorization", b"Bearer router")], credentials=True)) == 1
+    assert to_server(client, [(b"authorization", b"Bearer router")], credentials=True)[-1] == (
+        b"authorization",
+        b"Bearer router",
+    )
+    assert (
+        sum(
+            name == b"authorization"
+            for name, _ in to_server(client, [(b"authorization", b"Bearer router")], credentials=True)
+        )
+        == 1
+    )
 
 
 def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
-    server = [(b"Connection", b"X-One , x-two"), (b"connection", b"X-Three"), (b"X-ONE", b"1"), (b"x-Two", b"2"), (b"x-three", b"3"), (b"Date", b"now")]
+    server = [
+        (b"Connection", b"X-One , x-two"),
+        (b"connection", b"X-Three"),
+        (b"X-ONE", b"1"),
+        (b"x-Two", b"2"),
+        (b"x-three", b"3"),
+        (b"Date", b"now"),
+    ]
     assert to_client(server, []) == [(b"date", b"now")]
 
 
@@ -159,13 +225,18 @@ def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
     ("status", "body"),
     [
         (400, b'{"error": {"message": "too long", "type": "BadRequestError", "param": null, "code": 400}}'),
-        (400, b'{"object":"error","message":"longer than the model\'s context","type":"invalid_request_error","param":null,"code":400}'),
+        (
+            400,
+            b'{"object":"error","message":"longer than the model\'s context","type":"invalid_request_error","param":null,"code":400}',
+        ),
         (404, b"plain words"),
         (422, b'{"detail": [{"loc": ["body"]}]}'),
         (403, b'{"error": "policy"}'),
     ],
 )
-async def test_an_error_of_the_server_passes_as_it_came_and_is_asked_for_once(open_house: OpenHouse, status: int, body: bytes) -> None:
+async def test_an_error_of_the_server_passes_as_it_came_and_is_asked_for_once(
+    open_house: OpenHouse, status: int, body: bytes
+) -> None:
     async with (
         serving(ForeignServer("one", saying(body, status, x_vendor="kept"))) as one,
         serving(ForeignServer("two", saying(body, status, x_vendor="kept"))) as two,
@@ -178,7 +249,12 @@ async def test_an_error_of_the_server_passes_as_it_came_and_is_asked_for_once(op
 
 
 async def test_a_busy_servers_own_retry_after_reaches_the_client(open_house: OpenHouse) -> None:
-    async with serving(ForeignServer("one", saying({"error": {"message": "slow down", "type": "rate", "code": 429}}, 429, retry_after="17"))) as server:
+    async with serving(
+        ForeignServer(
+            "one",
+            saying({"error": {"message": "slow down", "type": "rate", "code": 429}}, 429, retry_after="17"),
+        )
+    ) as server:
         house = await in_front_of(open_house, server, queue_requests=0)
         answer = await house.post(CHAT, chat())
         assert (answer.status, answer.headers["retry-after"]) == (429, "17")
@@ -187,16 +263,26 @@ async def test_a_busy_servers_own_retry_after_reaches_the_client(open_house: Ope
 
 async def test_a_401_is_the_clients_when_its_own_key_was_judged(open_house: OpenHouse) -> None:
     async with (
-        serving(ForeignServer("one", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))) as one,
-        serving(ForeignServer("two", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))) as two,
+        serving(
+            ForeignServer("one", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))
+        ) as one,
+        serving(
+            ForeignServer("two", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))
+        ) as two,
     ):
         house = await in_front_of(open_house, one, two)
         answer = await house.post(CHAT, chat(), headers={"authorization": "Bearer wrong"})
-        assert (answer.status, answer.json, answer.headers["www-authenticate"]) == (401, {"error": "who are you"}, "Bearer")
+        assert (answer.status, answer.json, answer.headers["www-authenticate"]) == (
+            401,
+            {"error": "who are you"},
+            "Bearer",
+        )
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_setting(open_house: OpenHouse, tmp_path: Path) -> None:
+async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_setting(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
     key = tmp_path / "key"
     key.write_text("routers-own")
     async with (
@@ -208,17 +294,27 @@ async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_s
         assert [answer.json.get("id") for answer in answers] == ["two"] * 8
         assert refusing.requests
         assert len(refusing.requests) <= house.service.config.breaker_failures
-        assert {asked.header("authorization") for asked in [*refusing.requests, *willing.requests]} == {"Bearer routers-own"}
+        assert {asked.header("authorization") for asked in [*refusing.requests, *willing.requests]} == {
+            "Bearer routers-own"
+        }
 
 
 # Streams
 
 
-EVENTS = [b'data: {"n":1}\n\n', b": keep-alive\n\n", b"event: x\r\ndata: two\r\n\r\n", b"data: a\ndata: b\n\n", b"data: [DONE]\n\n"]
+EVENTS = [
+    b'data: {"n":1}\n\n',
+    b": keep-alive\n\n",
+    b"event: x\r\ndata: two\r\n\r\n",
+    b"data: a\ndata: b\n\n",
+    b"data: [DONE]\n\n",
+]
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(1, 12), max_size=40))
-def test_only_whole_events_come_out_and_nothing_is_lost_wherever_pieces_end(events: list[bytes], sizes: list[int]) -> None:
+def test_only_whole_events_come_out_and_nothing_is_lost_wherever_pieces_end(
+    events: list[bytes], sizes: list[int]
+) -> None:
     whole = b"".join(events)
     stream, out, at = EventStream(1000), b"", 0
     ends = {0}
@@ -243,7 +339,9 @@ def test_an_event_longer_than_the_bound_passes_in_pieces_and_is_closed_before_an
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
-async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_clients_parse(open_house: OpenHouse, cut: int) -> None:
+async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_clients_parse(
+    open_house: OpenHouse, cut: int
+) -> None:
     first, second = b'data: {"choices":[]}\n\n', b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n'
     async with serving(ForeignServer("one", streaming(first, second[:cut], broken=True))) as server:
         house = await in_front_of(open_house, server)
@@ -271,7 +369,9 @@ async def test_a_whole_answer_longer_than_the_bound_passes_as_it_comes(open_hous
 
 async def test_a_long_whole_answer_that_breaks_off_is_seen_to_be_cut(open_house: OpenHouse) -> None:
     async def answer(http: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
-        response = aiohttp.web.StreamResponse(headers={"content-type": "application/json", "content-length": "500000"})
+        response = aiohttp.web.StreamResponse(
+            headers={"content-type": "application/json", "content-length": "500000"}
+        )
         await response.prepare(http)
         await response.write(b"x" * 300_000)
         assert http.transport is not None
@@ -287,9 +387,18 @@ async def test_a_long_whole_answer_that_breaks_off_is_seen_to_be_cut(open_house:
 @pytest.mark.parametrize(
     ("path", "last"),
     [
-        (CHAT, b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"c"}}\n\ndata: [DONE]\n\n'),
-        ("/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"gone"}}\n\n'),
-        ("/v1/responses", b'event: error\ndata: {"type":"error","code":"c","message":"gone","param":null}\n\n'),
+        (
+            CHAT,
+            b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"c"}}\n\ndata: [DONE]\n\n',
+        ),
+        (
+            "/v1/messages",
+            b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"gone"}}\n\n',
+        ),
+        (
+            "/v1/responses",
+            b'event: error\ndata: {"type":"error","code":"c","message":"gone","param":null}\n\n',
+        ),
     ],
 )
 def test_an_error_event_has_the_form_of_its_api(path: str, last: bytes) -> None:
@@ -298,7 +407,9 @@ def test_an_error_event_has_the_form_of_its_api(path: str, last: bytes) -> None:
 
 async def test_many_streams_cut_by_the_server_leave_nothing_booked(open_house: OpenHouse) -> None:
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serving(ForeignServer("one", streaming(b"data: {}\n\n", broken=True))))
+        server = await stack.enter_async_context(
+            serving(ForeignServer("one", streaming(b"data: {}\n\n", broken=True)))
+        )
         house = await in_front_of(open_house, server, breaker_failures=100)
         await asyncio.gather(*(house.post(CHAT, chat(f"{number}", stream=True)) for number in range(20)))
         assert house.service.picker.reservations.open_bookings == 0

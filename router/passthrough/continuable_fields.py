@@ -1,0 +1,133 @@
+"""Fields of a request: which keep the rest of its answer from being exact at another server, and which go on to it. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+GOES_ON = frozenset(
+    {
+        *(
+            "model",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "user",
+            "safety_identifier",
+        ),
+        *(
+            "prompt_cache_key",
+            "priority",
+            "cache_salt",
+            "logit_bias",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stream",
+            "stream_options",
+        ),
+    }
+)
+"""Fields that are sent to the next server as they came."""
+_PROMPT_ONLY = frozenset(
+    {
+        "messages",
+        "prompt",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "add_special_tokens",
+        "documents",
+    }
+)
+"""Fields that only shape the prompt, whose ids are known."""
+_HARMLESS = frozenset(
+    {"metadata", "store", "request_id", "max_tokens", "max_completion_tokens", "return_token_ids"}
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "include_reasoning": (True, False),
+}
+"""Fields that change nothing with these values; with others the rest would not be exact."""
+
+
+class _Part(msgspec.Struct):
+    type: str
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
+_LONG: dict[str, Any] = {"messages": list[_Message], "prompt": str | list[int]}
+"""Forms of which one choice of plain text is made."""
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    """Messages and prompts, which may be long, are not kept: True where they are plain text (or ids), else
+    False."""
+    try:
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = {name: msgspec.json.decode(value) for name, value in raw.items() if name not in _LONG}
+    except _FAULTS:
+        return {}
+    return fields | {name: _is_plain(raw[name], kind) for name, kind in _LONG.items() if name in raw}
+
+
+def _is_plain(raw: msgspec.Raw, kind: Any) -> bool:
+    try:
+        found = msgspec.json.decode(raw, type=kind)
+    except _FAULTS:
+        return False
+    if not isinstance(found, list):
+        return True
+    parts = (one.content for one in found if isinstance(one, _Message) and isinstance(one.content, list))
+    return all(part.type == "text" for content in parts for part in content)
+
+
+def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
+    """What in a request keeps its rest from being exact at another server."""
+    for name, value in fields.items():
+        known = name in GOES_ON or name in _PROMPT_ONLY or name in _HARMLESS
+        if (
+            not known
+            and value is not None
+            and not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ()))
+        ):
+            return f"{name} cannot be continued exactly"
+    if not fields:
+        return "its body cannot be read"
+    if fields.get("seed") is not None and fields.get("temperature") != 0:
+        return "its seed's random numbers would begin again"
+    if any(value for name, value in (fields.get("stream_options") or {}).items() if name != "include_usage"):
+        return "stream_options has more than include_usage"
+    if type(fields.get("return_token_ids", True)) is not bool or any(
+        _odd(fields, name) for name in ("max_tokens", "max_completion_tokens")
+    ):
+        return "a field has an unusual type"
+    if not fields.get("messages" if chat else "prompt"):
+        return "its messages have more than text" if chat else "it has several prompts"
+    return None
+
+
+def _odd(fields: Mapping[str, Any], name: str) -> bool:
+    return fields.get(name) is not None and type(fields[name]) is not int

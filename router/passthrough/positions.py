@@ -1,0 +1,54 @@
+"""Finds where another server can continue a stream, by asking it for the text of the last ids."""
+
+import logging
+
+import msgspec
+
+from fleet.completions import ApiError
+from router.passthrough.continuation import Continuable
+from router.proxy import Patience, Sent, Upstream, UpstreamFailed
+from router.reply import Headers
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 5.0
+"""for one text"""
+_MOST_BYTES = 1024 * 1024
+"""of one answer"""
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+_DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detokenized)
+
+
+async def find_position(
+    course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str
+) -> None:
+    """Ask until the client's text is met. A server that cannot tell leaves the position that is known."""
+    try:
+        before = await _text_of(course.context_of(0), upstream, url, headers, model)
+        for ids in course.positions():
+            text = await _text_of(course.context_of(ids), upstream, url, headers, model)
+            if course.fits(ids, before, text):
+                return
+    except (UpstreamFailed, ApiError, ValueError) as error:
+        log.info("%s does not tell the text of ids: %s", url, error)
+
+
+async def _text_of(ids: list[int], upstream: Upstream, url: str, headers: Headers, model: str) -> str:
+    """ValueError when the server's /detokenize says no text; UpstreamFailed or ApiError when it does not
+    answer."""
+    sent = Sent("POST", url, "/detokenize", headers, msgspec.json.encode({"model": model, "tokens": ids}))
+    async with upstream.forward(sent, stream=False, patience=Patience(_SECONDS, _SECONDS, _SECONDS)) as call:
+        answer = b""
+        while data := await call.read():
+            answer += data
+            if len(answer) > _MOST_BYTES:
+                raise ValueError(f"its answer exceeds {_MOST_BYTES} bytes")
+        call.whole()
+        if call.status != 200:
+            raise ValueError(f"HTTP {call.status}")
+        return _DETOKENIZED.decode(answer).prompt
