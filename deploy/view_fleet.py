@@ -151,6 +151,7 @@ def as_record(engine: EngineNow) -> dict[str, Any]:
         "block_size": joined.block_size,
         "kv_blocks": joined.kv_blocks,
         "max_context": joined.max_context,
+        "weights_digest": joined.weights_digest,
         "capabilities": joined.capabilities,
         "ranks": ranks,
     }
