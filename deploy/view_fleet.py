@@ -10,6 +10,7 @@ import typer
 
 from bus import Bus, BusError, Received
 from bus.config import BusConfig
+from bus.joins import vouched
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.last_word import before_verdicts
@@ -93,7 +94,7 @@ async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], di
 async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
     """The engines that have joined and not left, by name, and what of them is drained; their state is not known yet."""
     last: dict[str, EngineJoined | EngineLeft] = {}
-    async for received in bus.replay(subjects.membership(), latest=True, follow=False):
+    async for received in vouched(bus, subjects, bus.replay(subjects.membership(), latest=True, follow=False)):
         if isinstance(received.message, EngineJoined | EngineLeft):
             last[received.message.engine] = received.message
     found = {joined.engine: EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)}

@@ -71,6 +71,11 @@ class Ledger:
         """What an incarnation serves; None: nothing was recorded for it."""
         return self._entries.get(worker_id)
 
+    def engine_of(self, worker_id: int) -> str | None:
+        """The engine of an incarnation that is known."""
+        entry = self._entries.get(worker_id)
+        return entry.engine if entry is not None else next((engine for engine, present in self._present.items() if present == worker_id), None)
+
     def present(self, engine: str) -> bool:
         """Whether an engine of this name has joined and not left."""
         return engine in self._present

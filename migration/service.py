@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 
 from bus import Bus, BusError, Received, Subscription
 from bus.claims import LeaseTaken
+from bus.joins import holds_its_name, vouched
 from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
@@ -126,7 +127,7 @@ class MigrationService:
             tasks.create_task(self._lead.hold(), name="holds the lead among migration services")
             await self._read_back(subjects.placements())
             told: set[str] = set()
-            async for received in self._bus.replay(subjects.membership(), latest=True, follow=False):
+            async for received in vouched(self._bus, subjects, self._bus.replay(subjects.membership(), latest=True, follow=False)):
                 told.add(received.subject)
                 await self._member(received)
             await self._acquaint(told)
@@ -209,7 +210,7 @@ class MigrationService:
     # Who is there, and what they serve
 
     async def _follow_members(self) -> None:
-        async for received in self._bus.replay(self._subjects.membership(), latest=True):
+        async for received in vouched(self._bus, self._subjects, self._bus.replay(self._subjects.membership(), latest=True)):
             await self._member(received)
 
     async def _follow_placements(self) -> None:
@@ -240,6 +241,9 @@ class MigrationService:
         """Ask an engine of which no join is known who it is; whether it is known now."""
         try:
             answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
+            if isinstance(answer, EngineJoined) and not await holds_its_name(self._bus, self._subjects, answer):
+                logger.warning("worker %d says it is engine %s, whose name it does not hold; it is not used", worker_id, engine)
+                return False
         except BusError as error:
             logger.debug("worker %d of engine %s does not say who it is: %s", worker_id, engine, error)
             return False
@@ -304,8 +308,8 @@ class MigrationService:
     async def _member(self, received: Received) -> None:
         async with self._joining:
             match received.message:
-                case EngineJoined() | EngineLeft() as said if received.subject != self._subject_of(said.engine):
-                    self._refuse(received, "engine", f"speaks of engine {said.engine!r}")
+                case EngineJoined() | EngineLeft() as said if (of := self.ledger.engine_of(said.worker_id)) not in (None, said.engine):
+                    self._refuse(received, "engine", f"names worker {said.worker_id}, which is engine {of!r}")
                 case EngineJoined() as joined:
                     try:
                         await self._joined(joined)
@@ -383,6 +387,8 @@ class MigrationService:
 
     async def _hear(self, received: Received) -> None:
         """One fact. Refused when it cannot be used."""
+        if isinstance(sent := received.message, DispatchMeasured) and self.ledger.engine_of(sent.worker_id) not in (None, sent.engine):
+            raise Refused(Fault.CONTRADICTION, f"engine {sent.engine!r} measured what another one sent")
         match received.message:
             case DemandPublished() as demand:
                 self.watch.demand(demand, self._clock())

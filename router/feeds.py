@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
-from bus import Bus, BusError, Message, Subscription
+from bus import Bus, BusError, Message, Received, Subscription
+from bus.joins import holds_its_name, vouched
 from bus.subjects import Subjects
 from fleet.dispatch import numbered
 from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, HomesPublished, KvMetrics, PlacementCommitted, RankDrained
@@ -93,15 +94,20 @@ class Feeds:
         while True:
             try:
                 if subject in self.behind:
-                    async for received in self._bus.replay(subject, latest=True, follow=False):
+                    async for received in self._counted(subject, follow=False):
                         self._heard(received.message)
                     if self.behind.pop(subject) == "joins":
                         self.acquainted.set()
-                async for received in self._bus.replay(subject, latest=True):
+                async for received in self._counted(subject, follow=True):
                     self._heard(received.message)
             except BusError as error:
                 log.warning("%s cannot be followed at present: %s", subject, error)
             await asyncio.sleep(_FOLLOW_PAUSE_SECONDS)
+
+    def _counted(self, subject: str, *, follow: bool) -> AsyncIterator[Received]:
+        """What is stored; of joins, those that hold their engine's name."""
+        stored = self._bus.replay(subject, latest=True, follow=follow)
+        return vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
 
     async def _listen(self, said: Subscription) -> None:
         async for received in said:
@@ -122,6 +128,7 @@ class Feeds:
     def _heard(self, message: Message) -> None:
         """One fact. What contradicts itself is refused and counted; it must not stop the listening."""
         try:
+            self._check_speaker(message)
             match message:
                 case EngineJoined():
                     self.joined(message)
@@ -144,6 +151,12 @@ class Feeds:
             self._metrics.bus_refused.inc()
         else:
             self._changed()
+
+    def _check_speaker(self, message: Message) -> None:
+        """ValueError when a message of one engine names the worker of another: only the name is vouched for (by subject, and by claim)."""
+        known, named = self._view.engine(getattr(message, "worker_id", -1)), getattr(message, "engine", None)
+        if known is not None and named is not None and known.joined.engine != named:
+            raise ValueError(f"it is of engine {named!r} and names worker {known.joined.worker_id}, which is engine {known.joined.engine!r}")
 
     def joined(self, joined: EngineJoined) -> None:
         """An engine introduced itself. ValueError when what it says contradicts itself."""
@@ -210,11 +223,12 @@ class Feeds:
             engine, worker_id = await self._strangers.next()
             try:
                 answer = await self._bus.request(self._subjects.describe_engine(engine, worker_id), DescribeEngine(worker_id=worker_id))
+                held = isinstance(answer, EngineJoined) and await holds_its_name(self._bus, self._subjects, answer)
             except BusError as error:
                 log.debug("worker %d could not be asked who it is: %s", worker_id, error)
                 await asyncio.sleep(_DESCRIBE_PAUSE_SECONDS)
                 continue
-            if isinstance(answer, EngineJoined) and (answer.engine, answer.worker_id) == (engine, worker_id):
+            if isinstance(answer, EngineJoined) and (answer.engine, answer.worker_id) == (engine, worker_id) and held:
                 self._introduced(answer)
 
     def _introduced(self, joined: EngineJoined) -> None:

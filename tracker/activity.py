@@ -109,6 +109,11 @@ class Activity:
 
     # Who is there, and what they hold
 
+    def engine_of(self, worker_id: int) -> str | None:
+        """The engine of a worker that is there."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.engine
+
     def joined(self, joined: EngineJoined, now: float) -> None:
         """An incarnation of an engine: it replaces the one before. Hearing it again changes nothing."""
         if joined.worker_id in self._departed:

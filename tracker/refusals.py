@@ -18,6 +18,8 @@ class Fault(StrEnum):
     DEPARTED = "departed"
     MODEL = "model"
     """another model than the worker joined with"""
+    SPEAKER = "speaker"
+    """of one engine, about the worker of another"""
     RANK = "rank"
     INTERVAL = "interval"
     COUNTS = "counts"

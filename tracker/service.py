@@ -12,6 +12,7 @@ import msgspec
 
 from bus import Bus, BusError, Message, Received, Subscription
 from bus.codec import LARGE
+from bus.joins import vouched
 from bus.sequence import Order, Sequences
 from bus.subjects import Subjects
 from fleet.events import (
@@ -127,7 +128,7 @@ class TrackerService:
             self._bus.serve(subjects.describe_profile, self.describe),
         ):
             for stored in (subjects.membership(), subjects.placements()):
-                async for received in self._bus.replay(stored, latest=True, follow=False):
+                async for received in self._counted(stored, follow=False):
                     await self._hear_stored(received)
             await self._knows.follow()
             self.ready.set()
@@ -146,11 +147,20 @@ class TrackerService:
 
     async def _listen(self, heard: Subscription) -> None:
         async for received in heard:
-            self._hear(received)
+            if self._speaks_for_itself(received):
+                self._hear(received)
+
+    def _speaks_for_itself(self, received: Received) -> bool:
+        """Whether a message names no worker of another engine than its own: only the name is vouched for (by subject, and by claim)."""
+        named, known = getattr(received.message, "engine", None), self._knows.activity.engine_of(getattr(received.message, "worker_id", -1))
+        if named in (None, known) or known is None:
+            return True
+        self._refuse(Fault.SPEAKER, f"a {type(received.message).__name__} of engine {named!r}: its worker is engine {known!r}")
+        return False
 
     async def _listen_to_requests(self, told: Subscription) -> None:
         async for received in told:
-            if self._is_fresh(received):
+            if self._speaks_for_itself(received) and self._is_fresh(received):
                 await self._hear_request(received)
 
     async def _hear_request(self, received: Received) -> None:
@@ -169,10 +179,17 @@ class TrackerService:
             logger.debug("%d requests of a %s cannot be used: %s", count, type(received.message).__name__, reason)
 
     async def _follow(self, subject: str) -> None:
-        async for received in self._bus.replay(subject, latest=True):
+        async for received in self._counted(subject, follow=True):
             await self._hear_stored(received)
 
+    def _counted(self, subject: str, *, follow: bool) -> AsyncIterator[Received]:
+        """What is stored; of joins, those that hold their engine's name."""
+        stored = self._bus.replay(subject, latest=True, follow=follow)
+        return vouched(self._bus, self._subjects, stored) if subject == self._subjects.membership() else stored
+
     async def _hear_stored(self, received: Received) -> None:
+        if not self._speaks_for_itself(received):
+            return
         match received.message:
             case PlacementCommitted(worker_id=worker_id, placement=placement, layout=layout):
                 await self._place(worker_id, placement, layout)

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from bus.claims import NameClaim
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
@@ -24,6 +25,7 @@ async def mock_fleet(nats_url: str, ports: Sequence[int], tokenizer: Path) -> As
     digest = await bus.put_blob(_archive(tokenizer))
     joined = [_joined(f"mock{at}", port, digest) for at, port in enumerate(ports)]
     for event in joined:
+        await NameClaim(bus, subjects.claim(event.engine), event.engine, worker_id=event.worker_id, node=event.node).take()
         await bus.record(subjects.membership(event.engine), event)
     beating = asyncio.create_task(_beat(bus, subjects, joined), name="heartbeats of the mock engines")
     try:

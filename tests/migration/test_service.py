@@ -21,6 +21,7 @@ from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.service import MigrationService
 from migration.strangers import Strangers
+from tests.claimed import claim_name
 from tests.migration.joining import FIRST, joined
 
 SUBJECTS = Subjects()
@@ -179,6 +180,8 @@ async def test_an_engine_that_beats_though_nothing_is_stored_of_it_is_asked_who_
     async def somebody_else(_: Message) -> Message:
         return joined(3, "c")
 
+    for engine in (joined(1, "a", served), joined(3, "c")):
+        await claim_name(bus, engine)
     async with engines.living(1, 2), bus.serve(SUBJECTS.describe_engine("c", 2), somebody_else), serving(bus) as service:
         await engines.beat("a", 1, 4)
         assert service.ledger.engines()["a"].placement == served

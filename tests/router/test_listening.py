@@ -33,6 +33,7 @@ from router.config import RouterConfig
 from router.picker import Need
 from router.prompt import TokenPrompt
 from router.service import RouterService
+from tests.claimed import claim_name
 from tests.router.houses import engine_joined, running, stored, until
 from tests.router.learnt import clusters, halves, published_clusters, tables
 
@@ -137,6 +138,7 @@ async def test_a_stranger_with_a_heartbeat_is_asked_who_it_is(fleet: Fleet) -> N
         assert request == DescribeEngine(worker_id=joined.worker_id)
         return joined
 
+    await claim_name(fleet.bus, joined)
     async with fleet.bus.serve(fleet.subjects.describe_engine(joined.engine, joined.worker_id), describe):
         await fleet.beat(joined)
         await until(lambda: fleet.names() == ["stranger/0", "stranger/1"])
