@@ -1,4 +1,5 @@
-"""Fields of a request: which keep the rest of its answer from being exact at another server, and which go on to it. Pure."""
+"""Fields of a request: which keep the rest of its answer from being exact at another server, and which go
+on to it. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -105,7 +106,8 @@ def _is_plain(raw: msgspec.Raw, kind: Any) -> bool:
 
 
 def obstacle(fields: Mapping[str, Any], *, chat: bool) -> str | None:
-    """What in a request keeps its rest from being exact at another server."""
+    """The first thing in a request that keeps its rest from being exact at another server; None: there is
+    none."""
     for name, value in fields.items():
         known = name in GOES_ON or name in _PROMPT_ONLY or name in _HARMLESS
         if (

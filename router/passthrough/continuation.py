@@ -2,7 +2,7 @@
 next server. Pure.
 
 Continued is only what stays exact: one choice of plain text from a server that returns token ids. At
-temperature 0 the rest is the same whoever computes it. A sampled answer without a seed is continued, too:
+temperature 0 the rest is the same on any server. A sampled answer without a seed is continued, too:
 what is drawn next depends on the tokens so far alone, so another server's random numbers are as good. With a
 seed they are not, as they would begin again.
 
@@ -84,7 +84,7 @@ class Continuable:
         self._body = body
         self.obstacle = obstacle(self._fields, chat=self._chat)
         self.broken: str | None = None
-        """why the present server's stream is of no more use, though it has not ended"""
+        """the reason why the present server's stream is of no use any longer, though it has not ended"""
         self.finished = False
         """the finish reason has come"""
         self.prompt: list[int] | None = None
@@ -119,7 +119,7 @@ class Continuable:
 
     @property
     def text(self) -> str:
-        """What the client has."""
+        """The text that the client has."""
         return "".join(self._parts)
 
     @property
@@ -268,8 +268,8 @@ class Continuable:
         return (self.prompt or [])[-_CONTEXT_IDS:] + self.ids[:ids]
 
     def fits(self, ids: int, before: str, text: str) -> bool:
-        """Whether the answer can be continued behind so many ids, given the texts of `context_of` 0 and of
-        `context_of` those."""
+        """Tell whether the answer can be continued behind so many ids, given the texts of `context_of` 0
+        and of `context_of` those."""
         own = text[len(before) :]
         if not text.startswith(before) or not self.text.startswith(own) or own.endswith(_HALF):
             return False

@@ -10,7 +10,7 @@ _MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
 
 
 class EventStream:
-    """Cuts a stream of bytes behind its last complete event. What comes out, joined, is what went in.
+    """A stream of bytes, cut behind its last complete event. What comes out, joined, is what went in.
 
     An unfinished event is of no use to the client, and where the server breaks off within one, an error event
     behind it could not be parsed. An event longer than `most_bytes` passes in pieces.
@@ -24,8 +24,8 @@ class EventStream:
         """part of an unfinished event has been given out"""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be passed on now: whole events, keep-alive comments included; often nothing, or `data`
-        itself."""
+        """Bytes that may be passed on now: whole events, keep-alive comments included; often nothing, or
+        `data` itself."""
         searched = max(0, len(self.rest) - 3)
         data = self.rest + data if self.rest else data
         cut = max(at + len(end) if (at := data.rfind(end, searched)) >= 0 else 0 for end in _ENDS)
@@ -37,8 +37,8 @@ class EventStream:
         return ready
 
     def separator(self) -> bytes:
-        """What must go out before another event, once the stream broke: nothing, but for a long event that
-        has begun."""
+        """Bytes that must go out before another event, once the stream broke: nothing, but for a long
+        event that has begun."""
         return b"\n\n" if self._inside else b""
 
 

@@ -1,4 +1,4 @@
-"""Which headers pass between client and server: all end-to-end ones (RFC 9110, 7.6.1), but credentials
+"""Headers that pass between client and server: all end-to-end ones (RFC 9110, 7.6.1), but credentials
 that are not meant for the server. Pure."""
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _TRACE = frozenset({b"traceparent", b"tracestate"})
 
 
 def to_server(client: Iterable[tuple[bytes, bytes]], own: Headers, *, credentials: bool) -> Headers:
-    """What goes on of a client's headers, and the router's own, which replace the client's of the same name.
+    """A client's headers for the server, and the router's own, which replace the client's of the same name.
 
     credentials: the client's own key is meant for the server. Accept-Encoding stays behind: the router reads
     usage and token ids in answers, so these must not be compressed. Trace context comes from `own` alone.
@@ -43,7 +43,7 @@ def to_server(client: Iterable[tuple[bytes, bytes]], own: Headers, *, credential
 
 
 def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
-    """What goes on of a server's headers, before the router's own, which replace the server's of the same
+    """A server's headers for the client, before the router's own, which replace the server's of the same
     name."""
     server = [(name.lower(), value) for name, value in server]
     dropped = _dropped(server) | {name for name, _ in own}

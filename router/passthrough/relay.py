@@ -127,7 +127,7 @@ class Relay:
         )
 
     async def _again(self, failed: UpstreamFailed, attempts: int, refused: Refused | None) -> bool:
-        """Whether to ask another server. False: the client has got the last server's own answer instead."""
+        """True: ask another server. False: the client has got the last server's own answer instead."""
         try:
             if attempts >= self._service.config.max_attempts or not (
                 self._request.repeatable or failed.how is Failure.CONNECT
@@ -205,7 +205,7 @@ class Relay:
     # One server
 
     async def _attempt(self, decision: Decision, booking: Booking, span: AttemptTrace | None) -> bool:
-        """Whether the server served the request; False: it refused it, and the client knows."""
+        """True: the server served the request. False: it refused it, and the client knows."""
         request, target, self._events = self._request, self._request.target, None
         body = request.body
         if self._reply.status:
@@ -224,7 +224,7 @@ class Relay:
             return await self._answered(decision, booking, call)
 
     def _continuable(self, decision: Decision) -> Continuable | None:
-        """What is kept of the answer as it passes, for another server; None: the chosen one returns no
+        """The record of the answer as it passes, for another server; None: the chosen one returns no
         ids, or it is no stream of text."""
         path, _, _ = self._request.target.partition("?")
         self._course = None
@@ -239,7 +239,7 @@ class Relay:
         return self._course
 
     async def _continuation(self, decision: Decision) -> bytes | None:
-        """What to ask of a server that shall continue; None: every token has come. ApiError when the rest
+        """The body for a server that shall continue; None: every token has come. ApiError when the rest
         would not be exact."""
         course = self._course
         assert course is not None
@@ -287,14 +287,14 @@ class Relay:
         return to_server(self._request.headers, own, credentials=self._own_key(decision))
 
     def _own_key(self, decision: Decision) -> bool:
-        """Whether the chosen server judges the client's own key."""
+        """True where the chosen server judges the client's own key."""
         return (
             self._request.own_credentials
             and self._service.credentials.backend_key_of(decision.target.url) is None
         )
 
     async def _judge(self, decision: Decision, call: Call) -> None:
-        """Of an error: UpstreamFailed where another server may do better. What is about the request, or
+        """Judge an error: UpstreamFailed where another server may do better. What is about the request, or
         about the client's own key, is the answer. So is any 403: what a server forbids to this router is a
         matter of policy, and no fault of its own."""
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)

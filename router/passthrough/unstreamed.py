@@ -17,7 +17,7 @@ from router.service import RouterService
 LOOK_SECONDS = 0.5
 """While answers are awaited, the standing of their servers is looked at so often."""
 MOST_SECONDS = 3600.0
-"""A prompt counts as computed after so long, whatever its expected time."""
+"""A prompt counts as computed after this time at the latest."""
 SILENT = "its probes went unanswered while an answer was awaited"
 
 
