@@ -1,9 +1,10 @@
 """How long others wait while the router is attacked: `/health`, and a prompt of 20 kB of another client, beside attackers and without them.
 
-A real router stands before a simulated engine (whose long answers the attackers do not read) and a mock engine (which answers at once). The mock's
-vocabulary has one token of 512 bytes, so that 8 MB might fit its context and must be tokenised before they can be refused. Attackers are processes
-of their own, nicer than the rest, on this machine's processors. Every round measures the control, then each attack; the figure is the median of
-five rounds of the longest answer of a round (`/health`), or of a round's median (the prompt).
+A real router stands before a simulated engine (whose long answers the attackers do not read) and a mock engine (which answers at once).
+The mock's vocabulary has one token of 512 bytes, so that 8 MB might fit its context and must be tokenised before they can be refused.
+Attackers and the simulated engine, which would have machines of their own, are processes nicer than the rest, on this machine's
+processors. Every round measures the control, then each attack; the figure is the median of five rounds of the longest answer of a round
+(`/health`), or of a round's median (the prompt).
 
     python -m benchmarks.hostile --quick
 """
@@ -20,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import typer
@@ -50,7 +52,7 @@ async def fleet() -> AsyncIterator[tuple[int, str]]:
     with tempfile.TemporaryDirectory() as folder:
         _with_long_token(Path(folder))
         async with mock_engines(1) as mocks, nats() as url, mock_fleet(url, mocks, Path(folder)):
-            worker = [*ROOST, "worker", "--engine", "simulated", "--name", "sim", "--ranks", "1", "--nats", url]
+            worker = ["nice", "-n", "15", *ROOST, "worker", "--engine", "simulated", "--name", "sim", "--ranks", "1", "--nats", url]
             async with process(worker, None), roost_router("--nats", url) as port:
                 yield port, await asyncio.to_thread(_simulated_model, port)
 
@@ -129,29 +131,58 @@ class Prompts:
         return msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": words}], "max_tokens": 8})
 
 
-def measure(port: int, simulated: str, seconds: float, folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """By attack and round: the longest answer of `/health`, and the median answer to a prompt of 20 kB beside the largest bodies."""
+def router_pid(port: int) -> int:
+    """LookupError when no router listens there."""
+    wanted = [b"router", b"--port", str(port).encode()]
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and [word for word in (folder / "cmdline").read_bytes().split(b"\0") if word in wanted] == wanted:
+                return int(folder.name)
+    raise LookupError(f"no router listens on port {port}")
+
+
+def seconds_without_processor(pid: int) -> float:
+    """For which a process's main thread was ready to run, and others had the processors."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+
+
+class Measured(NamedTuple):
+    """Seconds by attack and round."""
+
+    health: dict[str, list[float]]
+    """the longest answer"""
+    crowded: dict[str, list[float]]
+    """for which the router waited for a processor, per second"""
+    prompts: dict[str, list[float]]
+    """the median answer to a prompt of 20 kB, beside the bodies that take longest"""
+
+
+def measure(port: int, simulated: str, seconds: float, folder: Path) -> Measured:
+    """Control and attacks, in turns."""
     health: dict[str, list[float]] = defaultdict(list)
+    crowded: dict[str, list[float]] = defaultdict(list)
     prompts: dict[str, list[float]] = defaultdict(list)
-    texts = Prompts()
+    texts, pid = Prompts(), router_pid(port)
     ask(port, "POST", "/v1/chat/completions", texts.body())
     for _ in range(ROUNDS):
         for kind in (CONTROL, *ATTACKS):
             with attacked_by(kind, port, simulated if kind == "unread answers" else MODEL, folder):
+                began, waited = time.perf_counter(), seconds_without_processor(pid)
                 health[kind].append(max(timed(lambda: ask(port, "GET", "/health", b""), seconds)))
+                crowded[kind].append((seconds_without_processor(pid) - waited) / (time.perf_counter() - began))
                 if kind in (CONTROL, DISTINCT):
                     prompts[kind].append(median(timed(lambda: ask(port, "POST", "/v1/chat/completions", texts.body()), 2 * seconds)))
-    return health, prompts
+    return Measured(health, crowded, prompts)
 
 
 async def run(quick: bool, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_bodies(MODEL, Path(folder))
         async with fleet() as (port, simulated):
-            health, prompts = await asyncio.to_thread(measure, port, simulated, 0.3 if quick else 3.0, Path(folder))
+            health, crowded, prompts = await asyncio.to_thread(measure, port, simulated, 0.3 if quick else 3.0, Path(folder))
     for kind, rounds in health.items():
         asked = prompts.get(kind)
-        report.add(kind, 1e3 * median(rounds), 1e3 * max(rounds), "" if asked is None else f"{1e3 * median(asked):.1f}")
+        report.add(kind, 1e3 * median(rounds), 1e3 * max(rounds), f"{median(crowded[kind]):.0%}", "" if asked is None else f"{1e3 * median(asked):.1f}")
     worst = max((kind for kind in health if kind != CONTROL), key=lambda kind: median(health[kind]))
     delay = median(prompts[DISTINCT]) - median(prompts[CONTROL])
     report.targets.append(Target(f"/health under the worst attack ({worst})", 1e3 * median(health[worst]), MOST_MS, at_least=False, unit=" ms"))
@@ -160,9 +191,10 @@ async def run(quick: bool, report: Report) -> None:
 
 def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check) -> None:
     """How long others wait while the router is attacked."""
-    columns = ["attack", "longest /health ms", "worst of the rounds", "20 kB prompt ms"]
+    columns = ["attack", "longest /health ms", "worst of the rounds", "waits for a processor", "20 kB prompt ms"]
     report = Report("The router under attack, and others' answers", columns)
     report.notes.append(f"medians of {ROUNDS} rounds; attackers niced, on the same processors; control: the first row")
+    report.notes.append("waits for a processor: share of the time; where it is large in the control, too, others use this machine, and the figures say little")
     asyncio.run(run(quick, report))
     report.finish(as_json=as_json, check=check)
 
