@@ -6,7 +6,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from fleet.completions import ApiError, RankRequest, StreamOptions
-from router.unserved_fields import CHAT, RESERVED_TEMPLATE_NAMES, SAMPLING, TEXT, PassedFields, asked_for, passed, with_fields
+from router.unserved_fields import CHAT, RESERVED_TEMPLATE_NAMES, SAMPLING, TEXT, PassedFields, passed, with_fields
 
 MAX_STOPS = 4
 """as OpenAI, and as the ranks"""
@@ -69,10 +69,12 @@ Request = ChatRequest | TextRequest
 _Kind = TypeVar("_Kind", ChatRequest, TextRequest)
 
 
-_CHAT_BODY = with_fields(ChatRequest, (*SAMPLING, *CHAT))
-_TEXT_BODY = with_fields(TextRequest, (*SAMPLING, *TEXT))
+_CHAT_BODY = with_fields(ChatRequest, (*SAMPLING.neutral, *CHAT.neutral))
+_TEXT_BODY = with_fields(TextRequest, (*SAMPLING.neutral, *TEXT.neutral))
 """Fields that are refused are no part of the documented forms."""
-_READ = frozenset({*ChatRequest.__struct_fields__, *TextRequest.__struct_fields__, *CHAT, *TEXT, *RankRequest.__struct_fields__}) - SAMPLING.keys()
+_TAKEN = {*ChatRequest.__struct_fields__, *TextRequest.__struct_fields__, *CHAT.neutral, *TEXT.neutral, *RankRequest.__struct_fields__}
+_READ = frozenset(_TAKEN - SAMPLING.neutral.keys())
+"""Fields that reach no engine as they came."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,13 +234,13 @@ def passed_fields(request: Request, body: bytes) -> PassedFields:
 
 def binding_fields(request: Request) -> tuple[str, ...]:
     """Names of the fields that change the answer and that only engines which take such fields serve."""
-    return tuple(asked_for(request, SAMPLING))
+    return tuple(SAMPLING.asked_by(request))
 
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
     """Ignoring these in silence would give another answer than was asked for."""
     lists = [CHAT if isinstance(request, ChatRequest) else TEXT, *([] if passes_fields else [SAMPLING])]
-    for name in (name for fields in lists for name in asked_for(request, fields)):
+    for name in (name for fields in lists for name in fields.asked_by(request)):
         _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")
     if isinstance(request, ChatRequest):
         for name in sorted(RESERVED_TEMPLATE_NAMES & (request.chat_template_kwargs or {}).keys()):

@@ -8,87 +8,111 @@ faster, not others) and data_parallel_rank.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
 Neutral = tuple[Any, ...]
+
+
+class Fields:
+    """Some fields of a request: by name, the values beside null that ask for nothing."""
+
+    def __init__(self, neutral: Mapping[str, Neutral]) -> None:
+        self.neutral = neutral
+        self._values = attrgetter(*neutral)
+
+    def asked_by(self, request: msgspec.Struct) -> Iterator[str]:
+        """Names of the fields that a request (of a form that has all of them) has with a value that asks for something."""
+        values = self._values(request)
+        if values.count(None) == len(values):
+            return  # the usual case
+        for value, (name, neutral) in zip(values, self.neutral.items(), strict=True):
+            if value is not None and not any(value == one for one in neutral):
+                yield name
+
+
 _NONE: Neutral = ()
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
-SAMPLING: Mapping[str, Neutral] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "stop_token_ids": ([],),
-    "stop_regex": ([], ""),
-    "bad_words": ([],),
-    "allowed_token_ids": _NONE,
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "truncate_prompt_tokens": (-1,),
-    "prompt_logprobs": _NONE,
-    "logprob_token_ids": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "return_hidden_states": (False,),
-    "response_format": ({"type": "text"}, {}),
-    "structured_outputs": _NONE,
-    "guided_json": _NONE,
-    "guided_regex": _NONE,
-    "guided_choice": _NONE,
-    "guided_grammar": _NONE,
-    "guided_decoding_backend": _NONE,
-    "guided_whitespace_pattern": _NONE,
-    "structural_tag": _NONE,
-    "json_schema": _NONE,
-    "regex": _NONE,
-    "ebnf": _NONE,
-    "logits_processors": ([],),
-    "custom_logit_processor": _NONE,
-    "custom_params": _NONE,
-    "thinking_token_budget": _NONE,
-    "vllm_xargs": ({},),
-    "kv_transfer_params": _NONE,
-    "lora_path": _NONE,
-    "session_params": _NONE,
-}
-"""Served by an engine's sampling, if at all: by name, the values beside null that ask for nothing."""
-CHAT: Mapping[str, Neutral] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "reasoning_effort": _NONE,
-    "reasoning": _NONE,
-    "thinking": _NONE,
-    "include_reasoning": (True,),
-    "separate_reasoning": (True,),
-    "verbosity": ("medium",),
-    "modalities": (["text"],),
-    "audio": _NONE,
-    "web_search_options": _NONE,
-    "documents": ([],),
-    "chat_template": _NONE,
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "echo": (False,),
-    "return_token_ids": (False,),
-}
+SAMPLING = Fields(
+    {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "min_p": (0,),
+        "min_tokens": (0,),
+        "min_new_tokens": (0,),
+        "stop_token_ids": ([],),
+        "stop_regex": ([], ""),
+        "bad_words": ([],),
+        "allowed_token_ids": _NONE,
+        "include_stop_str_in_output": (False,),
+        "no_stop_trim": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "use_beam_search": (False,),
+        "early_stopping": (False,),
+        "truncate_prompt_tokens": (-1,),
+        "prompt_logprobs": _NONE,
+        "logprob_token_ids": ([],),
+        "return_tokens_as_token_ids": (False,),
+        "return_hidden_states": (False,),
+        "response_format": ({"type": "text"}, {}),
+        "structured_outputs": _NONE,
+        "guided_json": _NONE,
+        "guided_regex": _NONE,
+        "guided_choice": _NONE,
+        "guided_grammar": _NONE,
+        "guided_decoding_backend": _NONE,
+        "guided_whitespace_pattern": _NONE,
+        "structural_tag": _NONE,
+        "json_schema": _NONE,
+        "regex": _NONE,
+        "ebnf": _NONE,
+        "logits_processors": ([],),
+        "custom_logit_processor": _NONE,
+        "custom_params": _NONE,
+        "thinking_token_budget": _NONE,
+        "vllm_xargs": ({},),
+        "kv_transfer_params": _NONE,
+        "lora_path": _NONE,
+        "session_params": _NONE,
+    }
+)
+"""Served by an engine's sampling, if at all."""
+CHAT = Fields(
+    {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "reasoning_effort": _NONE,
+        "reasoning": _NONE,
+        "thinking": _NONE,
+        "include_reasoning": (True,),
+        "separate_reasoning": (True,),
+        "verbosity": ("medium",),
+        "modalities": (["text"],),
+        "audio": _NONE,
+        "web_search_options": _NONE,
+        "documents": ([],),
+        "chat_template": _NONE,
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "mm_processor_kwargs": ({},),
+        "media_io_kwargs": ({},),
+        "echo": (False,),
+        "return_token_ids": (False,),
+    }
+)
 """Of chats: they belong to the chat template or to the form of the answer, which are Roost's, and reach no engine."""
-TEXT: Mapping[str, Neutral] = {"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "add_special_tokens": (True,)}
+TEXT = Fields({"echo": (False,), "suffix": ("",), "prompt_embeds": _NONE, "add_special_tokens": (True,)})
 """Of completions, likewise."""
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
@@ -111,14 +135,6 @@ class PassedFields(NamedTuple):
 
 
 NO_FIELDS = PassedFields(MappingProxyType({}), ())
-
-
-def asked_for(request: msgspec.Struct, fields: Mapping[str, Neutral]) -> Iterator[str]:
-    """Names of fields that a request has with a value that asks for something."""
-    for name, neutral in fields.items():
-        value = getattr(request, name, None)
-        if value is not None and not any(value == one for one in neutral):
-            yield name
 
 
 def with_fields(kind: type[_Request], fields: Iterable[str]) -> type[_Request]:
