@@ -191,7 +191,7 @@ def router_processes(servers: Sequence[str]) -> tuple[str, ...]:
 
 
 UrlOption = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="The router whose backends (--backend, [backends.NAME]) are meant; no bus knows of them.")
+    str | None, typer.Option("--url", metavar="URL", help="The router whose backends (--backend, \\[backends.NAME]) are meant; no bus knows of them.")
 ]
 KeyFileOption = Annotated[Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is a key that the router admits.")]
 

@@ -44,7 +44,7 @@ def permissions(
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Print what each role may publish on and listen to, in the namespace of [bus]."""
+    r"""Print what each role may publish on and listen to, in the namespace of \[bus]."""
     subjects = Subjects(settings_from(config, {}, BusConfig).part(BusConfig).namespace)
     try:
         found = {name: rights(name, subjects, engine if name == "engine" else "*") for name in ROLES if role is None or name == role.value}
@@ -67,7 +67,7 @@ def credentials(
     url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the server, for the files of people's own programs.")] = None,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Draw random logins for every role (and every --engine): a file for [bus] credentials_file each, and the server's `authorization` block.
+    r"""Draw random logins for every role (and every --engine): a file for \[bus] credentials_file each, and the server's `authorization` block.
 
     Include FOLDER/authorization.conf in the configuration of nats-server and let it read that again (nats-server --signal reload). Drawing again is
     how secrets are changed: whoever is connected with an old one is cut off, reads its file again, and comes back.

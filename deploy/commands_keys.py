@@ -44,13 +44,13 @@ def new(
         typer.Option(
             "--class",
             metavar="CLASS",
-            help="The most urgent class that it may ask for; else [router] default_class.",
+            help="The most urgent class that it may ask for; else \\[router] default_class.",
         ),
     ] = None,
     rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(sorted(DEFAULT_RIGHTS)),
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="Keys file to add it to.  [default: [router] api_key_file]"),
+        typer.Option("--file", metavar="FILE", help="Keys file to add it to.  [default: \\[router] api_key_file]"),
     ] = None,
     config: ConfigOption = CONFIG,
 ) -> None:

@@ -35,9 +35,9 @@ def drain(
     as_json: JsonOption = JSON,
     config: ConfigOption = CONFIG,
 ) -> None:
-    """Send no new requests to a rank or an engine; what runs there goes on. It holds for all routers, until it is undone or the engine starts again.
+    r"""Send no new requests to a rank or an engine; what runs there goes on. It holds for all routers, until it is undone or the engine starts again.
 
-    With --url: to a server given by --backend or [backends.NAME], at this router process, until it is undone or the process ends.
+    With --url: to a server given by --backend or \[backends.NAME], at this router process, until it is undone or the process ends.
     """
     from deploy.view_backends import drain_backend
     from deploy.view_decision import RouterDoor

@@ -65,6 +65,20 @@ def test_every_command_explains_itself(command: str) -> None:
     assert command in roost("--help").output
 
 
+@pytest.mark.parametrize(
+    ("command", "section"),
+    [
+        ("status", "[backends.NAME]"),
+        ("drain", "or [backends.NAME]"),
+        ("key new", "[router] default_class"),
+        ("bus permissions", "[bus]"),
+        ("bus credentials", "[bus]"),
+    ],
+)
+def test_a_section_of_the_settings_that_help_names_is_shown(command: str, section: str) -> None:
+    assert section in roost(*command.split(), "--help").output
+
+
 def test_the_version_is_printed() -> None:
     assert roost("--version").exit_code == 0
 
