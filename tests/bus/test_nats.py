@@ -14,7 +14,7 @@ import nats
 import pytest
 from nats.js import api
 
-from bus import BusError, Received
+from bus import BusError, Message, Received
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
@@ -305,3 +305,21 @@ async def test_followers_end_at_once_whenever_they_are_cancelled(nats_url: str) 
             following.cancel()
             await asyncio.wait([following], timeout=5)
             assert following.cancelled(), attempt
+
+
+async def test_a_full_bucket_for_passing_messages_is_an_alarm_and_large_answers_flow_all_the_same(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    subjects = Subjects("fullparcels")
+
+    async def large(_: Message) -> Message:
+        return left(1, "x" * 3_000_000)
+
+    async with connected(nats_url, subjects) as speaker, connected(nats_url, subjects) as asker, speaker.serve(subjects.loop, large):
+        publisher = speaker.publisher(subjects.heartbeats("e"))
+        for number in range(6):  # 12 MB into 8 MB
+            await publisher.publish(EngineHeartbeat(engine=f"{number}" * 2_000_000, worker_id=1, epoch=0))
+        assert speaker.full["parcels"] >= 1
+        assert [record.levelname for record in caplog.records if "ALARM" in record.message] == ["ERROR"], "once a minute"
+        parcels = next(use for use in await asker.stores() if use.store == "parcels")
+        assert parcels.refuses
+        assert parcels.used > 0.7 * parcels.most
+        assert await asker.request(subjects.loop, left(0), 10.0) == left(1, "x" * 3_000_000)
