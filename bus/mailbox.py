@@ -178,7 +178,8 @@ async def asked(subject: str, raw: bytes, exchange: Exchange, outbox: Outbox, fe
         if offer is None:
             message = (await _opened(subject, envelope, fetch)).message
         else:
-            message = decode(offer.topic, await fetch_parts(offer, envelope.publisher_id, exchange, outbox.asking_for, seconds))
+            content = await fetch_parts(offer, envelope.publisher_id, exchange, outbox.asking_for, seconds)
+            message = _received(subject, envelope, decode(offer.topic, content)).message
     except Refused as refusal:
         raise BusError(f"the answer to {subject!r} cannot be read ({refusal}); do both sides run the same version?") from refusal
     if isinstance(message, RequestRefused):

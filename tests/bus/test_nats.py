@@ -32,8 +32,8 @@ CONFIG = BusConfig(
 )
 
 
-def left(number: int, reason: str = "") -> EngineLeft:
-    return EngineLeft(engine="e", worker_id=number, reason=reason)
+def left(number: int, reason: str = "", engine: str = "e") -> EngineLeft:
+    return EngineLeft(engine=engine, worker_id=number, reason=reason)
 
 
 async def numbers(replay: AsyncIterator[Received], count: int | None = None) -> list[int]:
@@ -179,7 +179,8 @@ async def test_a_slow_reader_of_a_long_log_gets_all_of_it(nats_url: str) -> None
     subjects = Subjects("long")
     async with connected(nats_url, subjects, replace(CONFIG, stream_messages_per_subject=5000)) as bus:
         for start in range(0, 1500, 50):
-            await asyncio.gather(*(bus.record(subjects.membership(f"e{number}"), left(number, "x" * 8000)) for number in range(start, start + 50)))
+            said = [left(number, "x" * 8000, f"e{number}") for number in range(start, start + 50)]
+            await asyncio.gather(*(bus.record(subjects.membership(one.engine), one) for one in said))
         found: set[int] = set()
         async with aclosing(bus.replay(subjects.membership(), follow=False)) as replay:  # type: ignore[type-var]
             async for received in replay:

@@ -326,6 +326,18 @@ def profile_of(length: int, fill: bytes = b"\0") -> ProfilePublished:
     return ProfilePublished(model="m", version=1, tokens=1.0, profile=ExpertTable(layers=1, experts=length // 4, values=fill * (length // 4 * 4)))
 
 
+@pytest.mark.parametrize("length", [10, 2_000_000])
+async def test_an_answer_about_another_engine_than_the_subjects_is_refused_whatever_its_size(house: Any, length: int) -> None:
+    asker, server = await house.client(), await house.client()
+
+    async def of_another(_: Message) -> Message:
+        return EngineLeft(engine="b", worker_id=1, reason="x" * length)
+
+    async with server.serve(house.subjects.describe_engine("a", 1), of_another):
+        with pytest.raises(BusError, match="engine 'b'"):
+            await soon(asker.request(house.subjects.describe_engine("a", 1), DescribeProfile(model="m")))
+
+
 @pytest.mark.parametrize("length", [LARGE - 200, LARGE + 4, 3_000_000, 20_000_000])
 async def test_an_answer_of_any_size_arrives_whole_and_lies_in_no_bucket(house: Any, length: int) -> None:
     asker, server = await house.client(), await house.client()
