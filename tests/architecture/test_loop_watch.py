@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import loop_watch
-from tests.loop_watch import KNOWN, LoopWatch, complaint
+from tests.loop_watch import KNOWN, TIMES, LoopWatch, complaint
 
 ROOT = Path(loop_watch.__file__).parent.parent
 SOURCE = """
@@ -54,15 +54,15 @@ async def test_waiting_other_threads_and_a_tests_own_work_hold_nothing_up() -> N
     assert watch.offences == []
 
 
-async def test_what_is_known_is_let_be_and_what_is_short_counts_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_known_is_let_be_and_what_is_short_counts_when_it_comes_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, code = LoopWatch(), busy("router/invented")
     with watch.watching():
-        for _ in range(2):
+        for _ in range(TIMES):
             await asyncio.create_task(code.answer(0.02))  # type: ignore[attr-defined]
-    assert len(watch.offences) == 2
+    assert len(watch.offences) == TIMES
     session = Counter[str]()
-    assert complaint(watch.offences[:1], session) is None
-    assert complaint(watch.offences[1:], session) is not None
+    assert complaint(watch.offences[:-1], session) is None
+    assert complaint(watch.offences[-1:], session) is not None
     monkeypatch.setitem(KNOWN, "router.invented.Busy.spin", "invented")
     assert complaint(watch.offences, session) is None
 
