@@ -225,12 +225,13 @@ class Relay:
 
     def _continuable(self, decision: Decision) -> Continuable | None:
         """The record of the answer as it passes, for another server; None: the chosen one returns no
-        ids, or it is no stream of text."""
+        ids, it is no stream of text, or the body is large: reading all of its fields would keep the loop."""
         path, _, _ = self._request.target.partition("?")
         self._course = None
         if (
             self._request.asked.stream
             and path in (CHAT_PATH, TEXT_PATH)
+            and len(self._request.body) <= self._service.config.large_body_bytes
             and self._service.backends.returns_ids(decision.target.key[0])
         ):
             at = decision.roster.index[decision.target.key]

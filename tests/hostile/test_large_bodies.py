@@ -126,14 +126,16 @@ class _Served(http.server.BaseHTTPRequestHandler):
     bodies: ClassVar[list[bytes]] = []
 
     def do_GET(self) -> None:
-        self._answer(b'{"data": [{"id": "demo"}]}')
+        self._answer(b'{"data": [{"id": "demo", "owned_by": "vllm"}]}')
 
     def do_POST(self) -> None:
         self.bodies.append(self.rfile.read(int(self.headers["content-length"])))
-        self._answer(b'{"choices": []}')
+        streamed = b'"stream": true' in self.bodies[-1][:100]
+        self._answer(b"data: [DONE]\n\n" if streamed else b'{"choices": []}', "text/event-stream" if streamed else "application/json")
 
-    def _answer(self, body: bytes) -> None:
+    def _answer(self, body: bytes, kind: str = "application/json") -> None:
         self.send_response(200)
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -164,6 +166,24 @@ async def test_no_body_keeps_the_loop_before_servers_that_are_asked_in_text(
     assert (await attacked(house, path, body, callbacks))[0] == 200
     assert _Served.bodies == [body]
     assert (await attacked(house, ROUTE, body, callbacks))[0] == 200
+
+
+async def test_a_large_stream_from_a_server_that_returns_ids_is_not_read_on_the_loop_either(
+    open_house: OpenHouse, text_server: str, callbacks: CallbackTimes
+) -> None:
+    house = await open_house(backends=(text_server,), bus=False)
+    await until(lambda: house.service.ready)
+    body = b'{"model": "demo", "stream": true, "prompt": "a", "x": [' + b"[]," * 2_600_000 + b"[]]}"
+    connection = http.client.HTTPConnection(urlsplit(house.url).netloc, timeout=60)
+
+    def streamed() -> bytes:
+        with contextlib.closing(connection):
+            connection.request("POST", TEXT, body, {"content-type": "application/json"})
+            return connection.getresponse().read()
+
+    assert await asyncio.to_thread(streamed) == b"data: [DONE]\n\n"
+    assert callbacks.longest < MOST_CALLBACK_SECONDS, callbacks.what
+    assert _Served.bodies == [body]
 
 
 async def test_a_large_prompt_that_fits_has_the_ids_of_the_same_prompt_in_a_small_body(open_house: OpenHouse, serve_rank: Serve, bpe_archive: bytes) -> None:
