@@ -12,7 +12,7 @@ from deploy.config import ConfigError
 from deploy.local import EngineLauncher, Ground
 from deploy.orders import Order
 from deploy.rundir import RunDirectory
-from deploy.settings import engine_ranks, read_settings, served_model
+from deploy.settings import WorkerConfig, engine_ranks, read_settings, served_model
 
 
 def settings(tmp_path: Path, text: str):
@@ -53,7 +53,7 @@ def test_what_belongs_to_another_kind_of_engine_is_refused(arguments: tuple[str,
 
 
 async def test_a_simulated_engine_is_one_process_with_all_sockets(tmp_path: Path) -> None:
-    launcher = EngineLauncher("sim", "simulated", 3, "127.0.0.1", Ground(RunDirectory(tmp_path), tmp_path / "roost.toml", {}))
+    launcher = EngineLauncher("sim", 3, WorkerConfig(engine="simulated"), Ground(RunDirectory(tmp_path), tmp_path / "roost.toml", {}))
     incarnation = await launcher.launch()
     try:
         (command,) = incarnation.commands
