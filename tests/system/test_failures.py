@@ -153,7 +153,6 @@ def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
                 subjects.kv_metrics,
                 subjects.heartbeats("engine-0"),
                 subjects.experts("engine-0"),
-                subjects.membership("engine-0"),
                 subjects.describe_profile,
             ),
             "router": (subjects.describe_engine("engine-0", worker), subjects.kv_snapshot("engine-0", worker, 0)),
