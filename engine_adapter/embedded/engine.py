@@ -17,7 +17,7 @@ import xxhash
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.experts import RankExperts
 from engine_adapter.embedded.machine import Machine, MachineBuilder, build_machine
-from engine_adapter.embedded.stepping import Report, Seat, StepLoop
+from engine_adapter.embedded.stepping import PeerLeft, Report, Seat, StepLoop
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts
 from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
 from engine_adapter.rank.facts import FactLog
@@ -307,7 +307,10 @@ class EmbeddedEngine:
             if served.steps.leaving:
                 log.info("rank %d: the other ranks were gone first (%s)", self._rank, error)
             else:
-                log.exception("rank %d failed", self._rank)
+                if isinstance(error, PeerLeft):
+                    log.warning("rank %d ends: %s", self._rank, error)
+                else:
+                    log.exception("rank %d failed", self._rank)
                 ended.set_exception(error)
         finally:
             served.machine.close()

@@ -98,7 +98,7 @@ async def test_an_idle_engine_sleeps(oracle: Oracle) -> None:
         assert (time.process_time() - used) / (time.monotonic() - began) < 0.03
 
 
-async def test_a_rank_that_stops_takes_the_others_with_it_and_says_so(tmp_path: Path) -> None:
+async def test_a_rank_that_stops_takes_the_others_with_it_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (EmbeddedEngine(EmbeddedConfig(checkpoint=CHECKPOINT, ranks=2, kv_blocks=64), rank, tmp_path) for rank in range(2))
     await asyncio.gather(first.start(), second.start())
     runs = [asyncio.create_task(engine.run(), name=f"rank {rank}") for rank, engine in enumerate((first, second))]
@@ -108,6 +108,9 @@ async def test_a_rank_that_stops_takes_the_others_with_it_and_says_so(tmp_path: 
         await asyncio.wait_for(runs[1], 3)
     with pytest.raises(asyncio.CancelledError):
         await runs[0]
+    (line,) = [one for one in caplog.records if "rank 1 " in one.getMessage()]
+    assert line.getMessage().startswith("rank 1 ends: rank 0 of this engine stopped")
+    assert not line.exc_info  # a stop is no fault: ranks that are stopped together seldom stop at one moment
 
 
 class RankProcess:
