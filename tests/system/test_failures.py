@@ -178,6 +178,7 @@ def test_garbage_on_every_subject_disturbs_nobody(fleet: Fleet) -> None:
 @pytest.mark.slow
 def test_a_second_engine_of_one_name_is_refused_and_the_first_serves_on(fleet: Fleet, home: Home) -> None:
     home.environment["ROOST_WORKER_NAME"] = "engine-0"
+    home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(fleet.run_directory / "bus" / "engine.json")  # it is another user's home
     done = home.run("worker", "--ranks", "1", "--nats", fleet.nats)
     assert done.returncode == 1
     assert "the engine name 'engine-0' is taken: worker" in done.stderr

@@ -98,6 +98,7 @@ def test_a_checkpoint_that_is_broken_is_told_with_the_tensor(home: Home, tmp_pat
 
 @pytest.mark.slow
 def test_a_worker_joins_a_fleet_and_leaves_it(fleet: Fleet, home: Home) -> None:
+    home.environment["ROOST_BUS_CREDENTIALS_FILE"] = str(fleet.run_directory / "bus" / "engine.json")  # it is another user's home
     worker = home.start("worker", "--name", "guest", "--ranks", "1", "--nats", fleet.nats)
     worker.says("guest is ready")
     until(lambda: fleet.serving(1, 3), "three ranks in all", 10)
