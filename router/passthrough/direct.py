@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from fleet.completions import ApiError
 from router.exchange import Exchange
+from router.keys import ADMIN, METRICS, Caller
 from router.muster import EngineState, Standing
 from router.passthrough.headers import to_client, to_server, value_of
 from router.passthrough.located import Located, Place
@@ -38,7 +39,7 @@ class Direct:
                 return
             server = self._server_at(place, route.object_id)
         else:
-            server = self._named(value_of(exchange.client_headers, SERVER_HEADER.encode()))
+            server = self._named(value_of(exchange.client_headers, SERVER_HEADER.encode()), exchange.caller)
         call = self._call(server, exchange, sent)
         try:
             async with call:
@@ -93,7 +94,7 @@ class Direct:
         )
         return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
 
-    def _named(self, name: str) -> EngineState:
+    def _named(self, name: str, caller: Caller) -> EngineState:
         servers = self._servers()
         found = [state for state in servers if state.joined.engine == name] if name else servers
         if len(found) == 1:
@@ -101,9 +102,10 @@ class Direct:
         if not servers:
             raise ApiError(503, "no server that takes this is live", code="no_engine", retry_after=2.0)
         problem = f"there is no live server {name[:64]!r}" if name else "this goes to one server"
+        sees = caller.rights & {METRICS, ADMIN}  # names are often addresses
         raise ApiError(
             400,
-            f"{problem}: name it in the header {SERVER_HEADER}; there are {_listed(servers)}",
+            f"{problem}: name it in the header {SERVER_HEADER}" + (f"; there are {_listed(servers)}" if sees else ""),
             param=SERVER_HEADER,
             code="server_needed",
         )

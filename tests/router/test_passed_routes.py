@@ -250,6 +250,21 @@ async def test_administration_needs_the_right(open_house: OpenHouse, tmp_path: P
         ).status == 403  # those of all tenants
 
 
+async def test_the_names_of_servers_are_shown_to_those_with_a_right_to_see_them(
+    open_house: OpenHouse, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    rights = {"route": False, "metrics": True, "admin": True}
+    keys.write_text("\n".join(key_line(right, "acme", None, parse_rights(f"infer,{right}")) for right in rights))
+    async with serving(ForeignServer("one", echo)) as one, serving(ForeignServer("two", echo)) as two:
+        house = await in_front_of(open_house, one, two, api_key_file=keys)
+        for right, shown in rights.items():
+            answer = await asked(house, "GET", "/version", {"authorization": f"Bearer {right}"})
+            assert answer.status == 400
+            assert "x-roost-server" in answer.json["error"]["message"]
+            assert (two.url.removeprefix("http://") in answer.json["error"]["message"]) is shown
+
+
 async def test_a_tenant_does_not_reach_another_ones_objects(open_house: OpenHouse, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n".join(key_line(name, name, None, parse_rights("infer")) for name in ("acme", "bolt")))
