@@ -366,11 +366,16 @@ class Fleet:
         return units
 
     def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None) -> Unit:
-        """One process; it serves once the file exists, and is well while the page answers."""
+        """One process; it serves once the file exists, and is well while the page answers. A process that was stopped
+        on its own takes the file back and ends within bounds of its own: it finishes its answers behind a closed door."""
+
+        async def answers(page: str) -> None:
+            if ready.exists():  # noqa: ASYNC240 a file of one's own
+                await _answering(page)
 
         async def launch() -> Incarnation:
             ready.unlink(missing_ok=True)  # noqa: ASYNC240 a file of one's own
-            return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: _answering(health))
+            return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: answers(health))
 
         return Unit(command.name, launch, policy or self._policy, self._say)
 

@@ -48,3 +48,9 @@ def tell(ready: Path | None) -> None:
     """Make the file a supervisor waits for, if there is one."""
     if ready is not None:
         ready.touch()
+
+
+def take_back(ready: Path | None) -> None:
+    """Remove that file: this process finishes what it has, and answers no health probes any more."""
+    if ready is not None:
+        ready.unlink(missing_ok=True)

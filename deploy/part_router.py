@@ -17,7 +17,7 @@ from bus.subjects import Subjects
 from deploy.doors import url_of
 from deploy.exposure import missing_at_router
 from deploy.http_limits import HttpLimits
-from deploy.orders import tell
+from deploy.orders import take_back, tell
 from deploy.process import alongside, dropped_lines, first_failure, on_hangup, until_ready
 from deploy.serving import HttpFace
 from deploy.tls import ServerTls
@@ -79,6 +79,7 @@ async def serve(
         gc.collect()
         gc.freeze()  # what was made to start lives as long as the process: no collection need look at it again, in the middle of a request
         tell(ready)
+        stack.callback(take_back, ready)  # before the faces stop, which no health probe reaches from then on
         await first_failure(tasks)
 
 

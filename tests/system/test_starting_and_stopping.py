@@ -146,3 +146,21 @@ def test_a_router_stands_before_plain_servers_without_nats(fleet: Fleet, home: H
     said = home.told("explain", "hello", "--router", found[1])
     assert "chosen" in said
     assert router.stop(signal.SIGTERM) == 0
+
+
+@pytest.mark.slow
+def test_a_router_that_is_stopped_alone_finishes_its_streams_and_another_takes_its_place(home: Home) -> None:
+    (home.state / "roost.toml").write_text(f'[simulated]\nstep = 0.05\nmodel = "{MODEL}"\n')
+    small = Fleet(home, "--engine", "simulated", "--ranks", "1")
+    try:
+        with small.stream("A long story.", max_tokens=600) as stream:  # 30 s, twice as long as health probes take to give a process up
+            pieces = stream.pieces()
+            next(pieces)
+            router = small.processes()["router"]
+            router.terminate()
+            assert len(list(pieces)) > 400
+        router.wait(10)
+        until(lambda: small.processes().get("router") is not None and small.serving(1, 1), "another router", 20)
+        assert "no answer to" not in small.up.output
+    finally:
+        small.stop()
