@@ -26,8 +26,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 up: venv ## run NATS, one engine of two ranks and the router; ARGS="--engines 2" passes options on
 	@exec $(BIN)/roost up $(ARGS)
 
-test: venv ## the fast tests, under six minutes on two cores
-	@$(BIN)/python -m pytest $(ARGS)
+test: venv ## the fast tests, two at a time, under six minutes on two cores
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: venv ## soaks and long fault loops
 	@$(BIN)/python -m pytest -m slow --timeout 900 $(ARGS)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,7 +164,7 @@ async def test_an_engine_joins_beats_describes_itself_and_leaves(broker: MemoryB
 
 @pytest.mark.looptime
 async def test_an_engine_whose_join_was_pushed_out_of_the_log_announces_itself_again_and_else_it_does_not(broker: MemoryBroker) -> None:
-    agent = asyncio.create_task(Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(), replace(CONFIG, heartbeat_seconds=1.0)).run())
+    agent = asyncio.create_task(Agent(MemoryBus(broker), SUBJECTS, PuppetEngine(), identity(), AgentConfig()).run())
     for _ in range(2):
         await asyncio.sleep(700)
         assert len(broker._log) == 1
