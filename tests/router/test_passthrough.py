@@ -351,6 +351,19 @@ async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_client
         assert answer.body.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
+async def test_a_stream_broken_in_an_event_too_long_to_be_held_back_ends_in_an_error_that_clients_parse(
+    open_house: OpenHouse,
+) -> None:
+    first, second = b'data: {"choices":[]}\n\n', b'data: {"choices":[{"delta":{"content":"' + b"x" * 8192
+    async with serving(ForeignServer("one", streaming(first, second, broken=True))) as server:
+        house = await in_front_of(open_house, server, max_event_bytes=4096)
+        answer = await house.post(CHAT, chat(stream=True))
+        begun, long, error, done, end = answer.body.split(b"\n\n")
+        assert (begun + b"\n\n", long, done, end) == (first, second, b"data: [DONE]", b"")
+        assert b'"upstream_failed"' in error
+        assert error.startswith(b'data: {"error":')
+
+
 async def test_a_stream_that_breaks_behind_its_end_is_whole(open_house: OpenHouse) -> None:
     pieces = (b'data: {"choices":[]}\n\n', b": ping\n\n", b"data: [DONE]\n\n")
     async with serving(ForeignServer("one", streaming(*pieces, broken=True))) as server:
