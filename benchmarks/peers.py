@@ -266,7 +266,7 @@ def main(quick: bool = Quick, as_json: bool = AsJson, check: bool = Check, insta
     if against:
         report = Report(f"{WORDS}-word prompts: the working tree's router beside {against}'s", COLUMNS)
         report.notes.append(f"client: {SETTINGS}; rounds in turns")
-        report.targets = [no_slower(door, found) for door, found in uvloop.run(run_against(against, quick, report)).items()]
+        report.targets = [target for door, found in uvloop.run(run_against(against, quick, report)).items() for target in no_slower(door, found)]
         report.finish(as_json=as_json, check=check)
         return
     failed = peer_environment.install() if install else {}

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +19,8 @@ ROOST = (sys.executable, "-c", "from deploy.cli import main; main()")
 """The command `roost` of the tree that this file lies in, whichever is installed."""
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
+_ALL_THREADS = 2
+"""Of the number of a process's clock (CPUCLOCK_SCHED in clock_getcpuclockid(3)): time of all its threads."""
 
 
 def free_port() -> int:
@@ -35,8 +37,8 @@ async def process(
     environment: Mapping[str, str] | None = None,
     answers: Callable[[bytes], bool] = lambda body: True,
     tree: Path = ROOT,
-) -> AsyncIterator[None]:
-    """A child that answers `ready` (a URL; None: nobody can ask it) as it should; ended with the context.
+) -> AsyncIterator[int]:
+    """A child that answers `ready` (a URL; None: nobody can ask it) as it should, by its process id; ended with the context.
 
     The event loop goes on meanwhile: mocks must keep their hearts beating. environment: on top of this process's own.
     tree: the checkout whose packages a Python child imports.
@@ -48,7 +50,7 @@ async def process(
         try:
             if ready is not None:
                 await asyncio.to_thread(_await_url, ready, child, said, answers)
-            yield
+            yield child.pid
         finally:
             await _end(child)
 
@@ -97,9 +99,28 @@ async def mock_engines(count: int) -> AsyncIterator[list[int]]:
         yield ports
 
 
+class Started(NamedTuple):
+    """A router process and the port that it serves."""
+
+    port: int
+    pid: int
+
+    def processor_seconds(self) -> float:
+        """Processor time that all threads of the process have had, user and system together."""
+        return time.clock_gettime(~self.pid << 3 | _ALL_THREADS)
+
+
 @contextlib.asynccontextmanager
-async def roost_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[int]:
+async def started_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[Started]:
     """The real `roost router` command of a checkout on a free port, ready to serve."""
     port = free_port()
-    async with process([*ROOST, "router", "--port", str(port), *arguments], f"http://127.0.0.1:{port}/ready", tree=tree):
-        yield port
+    command = [*ROOST, "router", "--port", str(port), *arguments]
+    async with process(command, f"http://127.0.0.1:{port}/ready", tree=tree) as pid:
+        yield Started(port, pid)
+
+
+@contextlib.asynccontextmanager
+async def roost_router(*arguments: str, tree: Path = ROOT) -> AsyncIterator[int]:
+    """As `started_router`; its port."""
+    async with started_router(*arguments, tree=tree) as router:
+        yield router.port

@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 
 from benchmarks.rig.load_client import call_all
-from benchmarks.rig.processes import ROOT, nats, process, roost_router
+from benchmarks.rig.processes import ROOT, Started, nats, process, started_router
 from benchmarks.rig.report import Report, Target, percentile
 
 Against = typer.Option("", "--against", metavar="REV", help="compare with this commit's router in the same run, instead of with other systems")
@@ -57,8 +57,8 @@ def _git(*arguments: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def router_of(tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str) -> AsyncIterator[int]:
-    """The `roost router` of a tree before these mock engines, behind its door `plain` or `kv`; its port."""
+async def router_of(tree: Path, door: str, mocks: Sequence[int], model: Path, *options: str) -> AsyncIterator[Started]:
+    """The `roost router` of a tree before these mock engines, behind its door `plain` or `kv`."""
     async with contextlib.AsyncExitStack() as stack:
         if door == "plain":
             arguments = [word for mock in mocks for word in ("--backend", f"http://127.0.0.1:{mock}")]
@@ -67,16 +67,17 @@ async def router_of(tree: Path, door: str, mocks: Sequence[int], model: Path, *o
             fleet = [sys.executable, "-c", _FLEET, url, str(model), *map(str, mocks)]
             await stack.enter_async_context(process(fleet, None, tree=tree))
             arguments = ["--nats", url]
-        yield await stack.enter_async_context(roost_router(*arguments, *options, tree=tree))
+        yield await stack.enter_async_context(started_router(*arguments, *options, tree=tree))
 
 
 @dataclass(frozen=True)
 class Round:
-    """One side, once. Seconds; requests per second."""
+    """One side, once. Seconds; requests per second; seconds of the router's processor time per request."""
 
     p50: float
     p99: float
     rate: float
+    processor: float
 
 
 @dataclass(frozen=True)
@@ -91,19 +92,30 @@ class Compared:
         """Requests per second of the working tree over the other commit's, median of the rounds."""
         return statistics.median(one.rate / two.rate for one, two in zip(self.now, self.before, strict=True))
 
+    @property
+    def processor_ratio(self) -> float:
+        """Processor time per request of the working tree's router over the other's, median of the rounds. Other
+        processes of the machine move it less than they move the rate."""
+        return statistics.median(one.processor / two.processor for one, two in zip(self.now, self.before, strict=True))
 
-async def compare(now: int, before: int, bodies: Sequence[Sequence[bytes]], *, connections: int) -> Compared:
-    """Ask both ports each round's bodies, in turns. The first round only warms connections and caches."""
-    found: dict[int, list[Round]] = {now: [], before: []}
+
+async def compare(now: Started, before: Started, bodies: Sequence[Sequence[bytes]], *, connections: int) -> Compared:
+    """Ask both routers each round's bodies, in turns. The first round only warms connections and caches."""
+    found: dict[Started, list[Round]] = {now: [], before: []}
     for number, asks in enumerate(bodies):
-        for port in (now, before) if number % 2 else (before, now):
-            samples, wall = await call_all(port, _PATH, asks, connections=connections)
+        for router in (now, before) if number % 2 else (before, now):
+            spent = router.processor_seconds()
+            samples, wall = await call_all(router.port, _PATH, asks, connections=connections)
+            spent = (router.processor_seconds() - spent) / len(samples)
             whole = [sample.whole for sample in samples]
-            found[port].append(Round(statistics.median(whole), percentile(whole, 0.99), len(whole) / wall))
+            found[router].append(Round(statistics.median(whole), percentile(whole, 0.99), len(whole) / wall, spent))
     return Compared(found[now][1:], found[before][1:])
 
 
-COLUMNS = ["case", "conc", "before p50 ms", "now p50 ms", "before p99 ms", "now p99 ms", "before req/s", "now req/s", "now/before"]
+COLUMNS = [
+    *("case", "conc", "before p50 ms", "now p50 ms", "before p99 ms", "now p99 ms", "before req/s", "now req/s", "now/before"),
+    *("before CPU us/req", "now CPU us/req", "CPU now/before"),
+]
 
 
 def add_compared(report: Report, case: str, connections: int, found: Compared) -> None:
@@ -116,11 +128,17 @@ def add_compared(report: Report, case: str, connections: int, found: Compared) -
         *(1e3 * statistics.median(one.p99 for one in side) for side in both),
         *(int(statistics.median(one.rate for one in side)) for side in both),
         found.rate_ratio,
+        *(int(1e6 * statistics.median(one.processor for one in side)) for side in both),
+        found.processor_ratio,
     )
 
 
-def no_slower(door: str, found: Sequence[Compared]) -> Target:
-    """The deciding ratio of one door: the median over its cases."""
-    ratio = statistics.median(one.rate_ratio for one in found)
-    return Target(f"req/s of the working tree over the other commit, {door} door", ratio, 1.0 - TOLERANCE)
-
+def no_slower(door: str, found: Sequence[Compared]) -> list[Target]:
+    """The deciding ratios of one door: medians over its cases."""
+    rate = statistics.median(one.rate_ratio for one in found)
+    processor = statistics.median(one.processor_ratio for one in found)
+    of = f"of the working tree over the other commit, {door} door"
+    return [
+        Target(f"req/s {of}", rate, 1.0 - TOLERANCE),
+        Target(f"router's processor time per request {of}", processor, 1.0 + TOLERANCE, at_least=False),
+    ]
