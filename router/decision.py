@@ -189,7 +189,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def is_measured(self, candidate: int) -> bool:
         """Whether a candidate's terms are milliseconds that somebody stated or measured."""
-        return self.measured is None or bool(self.measured[:, candidate].all())
+        return self.measured is None or bool(self.measured[0, candidate] and self.measured[1, candidate])
 
     def terms_ms(self, candidate: int) -> list[float | None]:
         """A candidate's terms, in the order of TERMS; None where nobody stated or measured the speed that they follow from."""

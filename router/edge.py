@@ -246,7 +246,7 @@ class Edge:
             _target(exchange),
             exchange.client_headers,
             body,
-            asked._replace(stream=exchange.stream),
+            asked if asked.stream == exchange.stream else asked._replace(stream=exchange.stream),
             self._expected(asked.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
             repeatable=route.repeatable,

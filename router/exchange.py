@@ -1,8 +1,10 @@
 """One request and what becomes of it: the record behind its log line, its metrics and the end of its trace."""
 
 import logging
+import time
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from math import inf
 from typing import Any
 
@@ -168,7 +170,7 @@ class Exchange:
     def _line(self, outcome: Outcome, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
         target = None if self.decision is None else self.decision.target
         return {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "time": _timestamp(time.time()),
             "request_id": self.request_id,
             "decision_id": None if self.decision is None else self.decision.id,
             "path": self.path,
@@ -190,6 +192,17 @@ class Exchange:
             "failures": [failure.value for failure in self.failures],
             "error": None if self.detail is None else shortened(self.detail, MOST_DETAIL),
         }
+
+
+def _timestamp(now: float) -> str:
+    """A POSIX time as RFC 3339 writes it: UTC, to the millisecond."""
+    seconds, milliseconds = divmod(int(now * 1000), 1000)
+    return f"{_second(seconds)}.{milliseconds:03d}+00:00"
+
+
+@lru_cache(maxsize=2)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _ms(seconds: float | None) -> float | None:

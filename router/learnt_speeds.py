@@ -109,9 +109,13 @@ class LearntSpeeds:
     def _add(self, kind: int, pool: str, server: RankKey, ratio: float, weight: float) -> None:
         if self._pool_of.get(server, pool) != pool:
             self.forget_worker(server[0])  # it serves another base model now
-        self._pool_of[server] = pool
-        self._pools.setdefault(pool, _Estimates()).of[kind].add(ratio, weight)
-        self._servers.setdefault(server, _Estimates()).of[kind].add(ratio, weight)
+        if server not in self._pool_of:
+            self._pool_of[server] = pool
+            self._servers[server] = _Estimates()
+            self._pools.setdefault(pool, _Estimates())
+        for estimates in (self._pools.get(pool), self._servers.get(server)):
+            assert estimates is not None
+            estimates.of[kind].add(ratio, weight)
 
     def _factor(self, kind: int, pool: str, server: RankKey) -> tuple[float, bool]:
         estimates = self._pools.get(pool)

@@ -239,11 +239,11 @@ def binding_fields(request: Request) -> tuple[str, ...]:
 
 def _refuse_unserved(request: Request, *, passes_fields: bool) -> None:
     """Ignoring these in silence would give another answer than was asked for."""
-    lists = [CHAT if isinstance(request, ChatRequest) else TEXT, *([] if passes_fields else [SAMPLING])]
-    for name in (name for fields in lists for name in fields.asked_by(request)):
+    asked = (CHAT if isinstance(request, ChatRequest) else TEXT).asked_by(request)
+    for name in asked or (() if passes_fields else SAMPLING.asked_by(request)):
         _refuse(f"{name} is not supported by the engines that serve this model", name, "unsupported_parameter")
     if isinstance(request, ChatRequest):
-        for name in sorted(RESERVED_TEMPLATE_NAMES & (request.chat_template_kwargs or {}).keys()):
+        for name in sorted(RESERVED_TEMPLATE_NAMES & request.chat_template_kwargs.keys()) if request.chat_template_kwargs else ():
             _refuse(f"chat_template_kwargs may not set {name}", f"chat_template_kwargs.{name}", "unsupported_parameter")
     elif request.best_of not in (None, 1, request.n):
         _refuse("best_of is not supported by the engines that serve this model", "best_of", "unsupported_parameter")

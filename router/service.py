@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import random
 import re
 import secrets
@@ -41,6 +40,7 @@ from router.plain import PlainBackends
 from router.prefixes import Prefixes
 from router.prompt import Prompt
 from router.proxy import Upstream
+from router.randomness import SystemBytes
 from router.reload import refused, reloaded
 from router.replication import Word
 from router.reservations import Booking, Reservations
@@ -86,6 +86,7 @@ class RouterService:
         self.upstream = Upstream(config)
         self._use(Credentials.read(config))
         self._chance = random.Random() if chance is None else chance
+        self._secrets = SystemBytes()
         self.draining = False
         """the router is asked to stop: it is not ready any more"""
         self.refusing = False
@@ -206,15 +207,15 @@ class RouterService:
 
     def new_request_id(self) -> str:
         """24 hexadecimal digits."""
-        return os.urandom(12).hex()
+        return self._secrets.take(12).hex()
 
     def new_decision_id(self) -> str:
         """The router's tag, and 12 hexadecimal digits."""
-        return self.tag + os.urandom(6).hex()
+        return self.tag + self._secrets.take(6).hex()
 
     def draw_seed(self) -> int:
         """For a request that names none: its sampling must be repeatable by the rank that continues it."""
-        return int.from_bytes(os.urandom(8)) >> 1
+        return int.from_bytes(self._secrets.take(8)) >> 1
 
     def decide(self, need: Need, decision_id: str, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
         """Without booking anything. ApiError as `Picker.decide` says."""

@@ -17,6 +17,8 @@ from fleet.completions import ApiError
 MOST_SALT = 512
 """characters of a client's `cache_salt`"""
 _FIELD = "cache_salt"
+SALT_FIELD = _FIELD.encode()
+"""A body that has these bytes somewhere is decoded to get its salt."""
 
 
 def cache_salt(key: bytes, tenant: str, own: str | None) -> str:
@@ -44,7 +46,7 @@ def with_salt(body: bytes, salt: str) -> bytes:
     Of a name that is there twice the last value counts, and the salt stands last: a client gains nothing by writing the
     name with escapes. ApiError 400 for no JSON object.
     """
-    if _FIELD.encode() not in body and (end := body.rstrip())[-1:] == b"}":  # large bodies are not read again for this
+    if SALT_FIELD not in body and (end := body.rstrip())[-1:] == b"}":  # large bodies are not read again for this
         inside = end[:-1].rstrip()
         return inside + (b"" if inside[-1:] == b"{" else b",") + b'"cache_salt":' + msgspec.json.encode(salt) + b"}"
     try:

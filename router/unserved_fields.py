@@ -7,7 +7,7 @@ answer. Known and harmless are, among others, metadata, store, service_tier, use
 faster, not others) and data_parallel_rank.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,14 +24,16 @@ class Fields:
         self.neutral = neutral
         self._values = attrgetter(*neutral)
 
-    def asked_by(self, request: msgspec.Struct) -> Iterator[str]:
+    def asked_by(self, request: msgspec.Struct) -> Sequence[str]:
         """Names of the fields that a request (of a form that has all of them) has with a value that asks for something."""
         values = self._values(request)
         if values.count(None) == len(values):
-            return  # the usual case
-        for value, (name, neutral) in zip(values, self.neutral.items(), strict=True):
-            if value is not None and not any(value == one for one in neutral):
-                yield name
+            return ()  # the usual case
+        return [
+            name
+            for value, (name, neutral) in zip(values, self.neutral.items(), strict=True)
+            if value is not None and not any(value == one for one in neutral)
+        ]
 
 
 _NONE: Neutral = ()

@@ -48,6 +48,12 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     """`ModelTokenizer.within`"""
 
 
+class WriteSalt(msgspec.Struct, frozen=True, tag=True):
+    """Put this salt into the body in the blob, as `tenancy.with_salt`. Answered by `Done`; its blob is the new body."""
+
+    salt: str
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """All that is to be said is in the blob."""
 
@@ -77,7 +83,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
 
-Task = Load | Read | ReadPassthrough | ReadPassed | Encode
+BodyTask = Read | ReadPassthrough | ReadPassed | WriteSalt | Encode
+"""The blob is a request's body."""
+Task = Load | BodyTask
 Answer = Done | Fields | PassthroughFields | Ids | Refused
 _TASKS = msgspec.msgpack.Decoder(Task)
 _ANSWERS = msgspec.msgpack.Decoder(Answer)

@@ -14,6 +14,8 @@ MOST_PARTS = 64
 MOST_FIELD_BYTES = 1024
 """A longer text field of a multipart body is no model's name."""
 _PART_HEAD_BYTES = 4096
+_MOST_TOKENS = 2**31
+"""No context reaches so many."""
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _NOTHING = msgspec.Raw(b"")
 
@@ -64,6 +66,38 @@ class _Fields(msgspec.Struct, frozen=True):
     input_file_id: msgspec.Raw = _NOTHING
 
 
+class _Message(msgspec.Struct, frozen=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class _Usual(msgspec.Struct, frozen=True):
+    """The same in the types that clients usually send: read in one pass, where a field at a time takes several times as long."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    max_output_tokens: int | None = None
+    tools: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    messages: list[_Message] | msgspec.UnsetType = msgspec.UNSET
+    prompt: str | None = None
+    input: str | None = None
+    query: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    priority: str | int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    cache_salt: str | None = None
+    previous_response_id: str | None = None
+    input_file_id: str | None = None
+
+
+_USUAL: msgspec.json.Decoder[_Usual] = msgspec.json.Decoder(_Usual)
 _FIELDS: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -72,6 +106,36 @@ def read(body: bytes, content_type: str) -> Asked:
     """A JSON body, or the text fields of a multipart one. Never raises."""
     if content_type.lower().startswith("multipart/"):
         return _of_parts(body, content_type)
+    try:
+        return _as_usual(_USUAL.decode(body))
+    except _FAULTS:
+        return _leniently(body)
+
+
+def _as_usual(fields: _Usual) -> Asked:
+    messages = [] if fields.messages is msgspec.UNSET else fields.messages
+    limits = fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens
+    parts = [bytes(raw) for raw in (fields.tools, fields.system, fields.instructions)]
+    parts += [b"%b\n%b\n" % (_plain(message.role), _plain(message.content)) for message in messages]
+    parts += [_plain(text) for text in (fields.prompt, fields.query, fields.input)]
+    return Asked(
+        model=fields.model or None,
+        stream=bool(fields.stream),
+        max_tokens=next((min(limit, _MOST_TOKENS) for limit in limits if limit is not None and limit >= 1), None),
+        prompt=b"".join(parts),
+        user=fields.user or fields.safety_identifier or None,
+        session=fields.prompt_cache_key or None,
+        priority=fields.priority,
+        temperature=_number(fields.temperature),
+        top_p=_number(fields.top_p),
+        cache_salt=fields.cache_salt or None,
+        refers_to=fields.previous_response_id or fields.input_file_id or None,
+        is_chat=fields.messages is not msgspec.UNSET,
+    )
+
+
+def _leniently(body: bytes) -> Asked:
+    """Each field apart: one that cannot be read takes no other with it."""
     try:
         fields = _FIELDS.decode(body)
     except _FAULTS:
@@ -118,9 +182,9 @@ def _number(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int | None:
-    """At least 1; 2**31 at most, which no context reaches."""
+    """At least 1; _MOST_TOKENS at most."""
     number = _number(value)
-    return None if number is None or number < 1 else min(int(number), 2**31)
+    return None if number is None or number < 1 else min(int(number), _MOST_TOKENS)
 
 
 def _truth(value: Any) -> bool:

@@ -21,6 +21,7 @@ from fleet.completions import ApiError
 from router.bodies.frames import (
     HEAD,
     Answer,
+    BodyTask,
     Done,
     Encode,
     Fields,
@@ -32,6 +33,7 @@ from router.bodies.frames import (
     ReadPassthrough,
     Refused,
     Task,
+    WriteSalt,
     answer,
     head,
 )
@@ -172,6 +174,11 @@ class BodyWorkers:
         assert isinstance(said, PassthroughFields)
         return Asked(**msgspec.json.decode(said.asked))._replace(prompt=prompt)
 
+    async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
+        """As `tenancy.with_salt`. ApiError as `read`."""
+        _, blob = await self._run(client, WriteSalt(salt), body)
+        return blob
+
     async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: Room, scope: str = "") -> list[list[int]]:
         """As `tasks.ids_of`, with `ModelTokenizer.within` the scope. ApiError as `read`."""
         said, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
@@ -182,7 +189,7 @@ class BodyWorkers:
             start += length
         return found
 
-    async def _run(self, client: str, task: Read | ReadPassthrough | ReadPassed | Encode, body: bytes) -> tuple[Answer, bytes]:
+    async def _run(self, client: str, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
         turns = [self._huge, self._turns] if len(body) > _LARGEST_SHORT else [self._turns]
         taken: list[Turns] = []
         try:
@@ -215,7 +222,7 @@ class BodyWorkers:
             job.exception()  # its client may have left
         _give_back(taken)
 
-    async def _do(self, task: Read | ReadPassthrough | ReadPassed | Encode, body: bytes) -> tuple[Answer, bytes]:
+    async def _do(self, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
         """One task in a process of its own; a process that fails, or is cancelled, is killed."""
         worker = self._idle.pop() if self._idle else await self._start()
         try:

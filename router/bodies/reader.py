@@ -18,6 +18,7 @@ from router.bodies.turns import Turns
 from router.config import RouterConfig
 from router.lexicon import Lexicon
 from router.openai import ChatRequest, Request, binding_fields, passed_fields
+from router.tenancy import SALT_FIELD, with_salt
 from router.tokenizer import ModelTokenizer
 from router.unserved_fields import PassedFields
 
@@ -84,6 +85,12 @@ class BodyReader:
             return passed_fields(decoded.request, decoded.body)
         values = await self.workers.read_passed(client, decoded.kind, decoded.body)
         return PassedFields(values, binding_fields(decoded.request))
+
+    async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
+        """As `tenancy.with_salt`. ApiError as `read`."""
+        if len(body) <= self._large or SALT_FIELD not in body:
+            return with_salt(body, salt)
+        return await self.workers.with_salt(client, body, salt)
 
     async def ids(self, client: str, decoded: Decoded, tokenizer: ModelTokenizer, digest: str, room: Room, scope: str = "") -> list[list[int]]:
         """The ids of each prompt. scope: of texts whose ids may be reused (`ModelTokenizer.within`).

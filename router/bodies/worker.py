@@ -20,9 +20,27 @@ import msgspec
 
 from fleet.completions import ApiError
 from router.bodies import tasks
-from router.bodies.frames import HEAD, Answer, Done, Encode, Fields, Ids, Load, PassthroughFields, Read, ReadPassed, ReadPassthrough, Refused, Task, head, task
+from router.bodies.frames import (
+    HEAD,
+    Answer,
+    Done,
+    Encode,
+    Fields,
+    Ids,
+    Load,
+    PassthroughFields,
+    Read,
+    ReadPassed,
+    ReadPassthrough,
+    Refused,
+    Task,
+    WriteSalt,
+    head,
+    task,
+)
 from router.openai import ChatRequest, passed_fields
 from router.segments import SegmentCache
+from router.tenancy import with_salt
 from router.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -66,6 +84,8 @@ class Worker:
             case ReadPassed():
                 values = passed_fields(tasks.decode(asked.kind, blob), blob).values
                 return Done(), msgspec.msgpack.encode({name: bytes(value) for name, value in values.items()})
+            case WriteSalt():
+                return Done(), with_salt(blob, asked.salt)
             case Encode():
                 tokenizer = self._known[asked.digest].within(asked.scope)
                 ids = tasks.ids_of(tasks.decode(asked.kind, blob), tokenizer, tasks.Room(asked.context, asked.prompts))

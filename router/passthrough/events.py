@@ -26,6 +26,9 @@ class EventStream:
     def feed(self, data: bytes) -> bytes:
         """Bytes that may be passed on now: whole events, keep-alive comments included; often nothing, or
         `data` itself."""
+        if not self.rest and data.endswith(b"\n\n"):  # as servers write
+            self._inside = False
+            return data
         searched = max(0, len(self.rest) - 3)
         data = self.rest + data if self.rest else data
         cut = max(at + len(end) if (at := data.rfind(end, searched)) >= 0 else 0 for end in _ENDS)

@@ -1,7 +1,7 @@
 """Headers that pass between client and server: all end-to-end ones (RFC 9110, 7.6.1), but credentials
 that are not meant for the server. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from router.reply import Headers
 
@@ -24,30 +24,28 @@ _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 """OpenAI's, Anthropic's and Azure's."""
 _OURS = b"x-roost-"
 _TRACE = frozenset({b"traceparent", b"tracestate"})
+_NEVER_TO_CLIENT = _HOP_BY_HOP | _FRAMING
+_NEVER_TO_SERVER = _NEVER_TO_CLIENT | _TRACE | {b"accept-encoding"}
+_NEVER_WITHOUT_KEY = _NEVER_TO_SERVER | _CREDENTIALS
 
 
-def to_server(client: Iterable[tuple[bytes, bytes]], own: Headers, *, credentials: bool) -> Headers:
+def to_server(client: Sequence[tuple[bytes, bytes]], own: Headers, *, credentials: bool) -> Headers:
     """A client's headers for the server, and the router's own, which replace the client's of the same name.
 
     credentials: the client's own key is meant for the server. Accept-Encoding stays behind: the router reads
     usage and token ids in answers, so these must not be compressed. Trace context comes from `own` alone.
     """
-    client = list(client)
-    dropped = _dropped(client) | {name for name, _ in own} | _TRACE | {b"accept-encoding"}
-    if not credentials:
-        dropped |= _CREDENTIALS
-    return [
-        *((name, value) for name, value in client if name not in dropped and not name.startswith(_OURS)),
-        *own,
-    ]
+    never = _NEVER_TO_SERVER if credentials else _NEVER_WITHOUT_KEY
+    kept = [field for field in client if field[0] not in never and not field[0].startswith(_OURS)]
+    return _joined(kept, _named_by_connection(client), own)
 
 
 def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
     """A server's headers for the client, before the router's own, which replace the server's of the same
     name."""
-    server = [(name.lower(), value) for name, value in server]
-    dropped = _dropped(server) | {name for name, _ in own}
-    return [*((name, value) for name, value in server if name not in dropped), *own]
+    lowered = [(name.lower(), value) for name, value in server]
+    kept = [field for field in lowered if field[0] not in _NEVER_TO_CLIENT]
+    return _joined(kept, _named_by_connection(lowered), own)
 
 
 def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
@@ -55,12 +53,16 @@ def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
     return next((value.decode("latin-1") for name, value in headers if name == wanted), "")
 
 
-def _dropped(headers: Headers) -> frozenset[bytes]:
-    """Hop-by-hop headers: the known ones and those that Connection names."""
-    named = {
+def _joined(kept: Headers, dropped: set[bytes], own: Headers) -> Headers:
+    dropped |= {name for name, _ in own}
+    return [*(field for field in kept if field[0] not in dropped), *own]
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    """Hop-by-hop headers beside the known ones."""
+    return {
         option.strip().lower()
         for name, value in headers
         if name == b"connection"
         for option in value.split(b",")
     }
-    return _HOP_BY_HOP | _FRAMING | named

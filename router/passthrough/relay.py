@@ -4,7 +4,6 @@ as it is.
 Another server is tried while the client has nothing yet; afterwards the answer ends with an error event.
 """
 
-from contextlib import nullcontext
 from typing import NoReturn
 
 from fleet.completions import DECISION_HEADER, ApiError
@@ -27,7 +26,6 @@ from router.reply import Headers, Reply
 from router.reservations import Booking
 from router.roster import RankKey
 from router.service import RouterService
-from router.tenancy import with_salt
 from router.tracing import AttemptTrace
 
 _COUNTED_EVERY = 16
@@ -168,8 +166,8 @@ class Relay:
             about.keys(),
             owner=about.owner,
             only=self._request.only,
+            begun=self._begun if begun else None,
         )
-        need = need._replace(begun=self._begun if begun else None)
         suffix = f"-a{attempt}" if attempt > 1 else ""
         decision, booking = await self._service.waiting.admit(
             self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun
@@ -217,11 +215,16 @@ class Relay:
         elif (course := self._continuable(decision)) is not None:
             body = course.body()
         if request.is_json and decision.cache_salt:
-            body = with_salt(body, decision.cache_salt)
+            body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
         sent = Sent(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
         call = self._service.upstream.forward(sent, stream=request.asked.stream)
-        with nullcontext() if request.asked.stream else self._unstreamed.awaited(decision, booking, call):
+        if request.asked.stream:
             return await self._answered(decision, booking, call)
+        self._unstreamed.begin(decision, booking, call)
+        try:
+            return await self._answered(decision, booking, call)
+        finally:
+            self._unstreamed.end(call)
 
     def _continuable(self, decision: Decision) -> Continuable | None:
         """The record of the answer as it passes, for another server; None: the chosen one returns no

@@ -2,8 +2,6 @@
 probes must speak for the server."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 
@@ -16,6 +14,9 @@ from router.service import RouterService
 
 LOOK_SECONDS = 0.5
 """While answers are awaited, the standing of their servers is looked at so often."""
+APART_SECONDS = 0.01
+"""The event loop is woken no more often than this for prompts that should be computed: a timer for each would cost
+a short request more than deciding about it."""
 MOST_SECONDS = 3600.0
 """A prompt counts as computed after this time at the latest."""
 SILENT = "its probes went unanswered while an answer was awaited"
@@ -35,9 +36,8 @@ class Unstreamed:
         self._calls: dict[Call, RankKey] = {}
         self._look: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def awaited(self, decision: Decision, booking: Booking, call: Call) -> Iterator[None]:
-        """While the answer to a call is awaited. Its prompt counts as computed after the expected time,
+    def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
+        """The answer to a call is awaited until `end`. Its prompt counts as computed after the expected time,
         since no first token will show it; the call is cut when its server is found dead."""
         loop = asyncio.get_running_loop()
         expected = min(self._service.expected_prefill_seconds(decision), MOST_SECONDS)
@@ -46,18 +46,21 @@ class Unstreamed:
         self._calls[call] = decision.target.key
         if self._look is None:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
-        try:
-            yield
-        finally:
-            del self._calls[call]
+
+    def end(self, call: Call) -> None:
+        """Its answer is there, or will not come."""
+        del self._calls[call]
 
     def _wake_for_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._next is not None and (not self._due or self._next_at > self._due[0][0]):
+        if not self._due:
+            return
+        at = max(self._due[0][0], loop.time() + APART_SECONDS)
+        if self._next is not None and self._next_at > at:
             self._next.cancel()
             self._next = None
-        if self._due and self._next is None:
-            self._next_at = self._due[0][0]
-            self._next = loop.call_at(self._next_at, self._compute_due, loop)
+        if self._next is None:
+            self._next_at = at
+            self._next = loop.call_at(at, self._compute_due, loop)
 
     def _compute_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next = None

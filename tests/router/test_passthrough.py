@@ -52,6 +52,31 @@ async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_b
         assert server.requests[0].header("content-type") == "text/plain"
 
 
+USUAL = {
+    "model": st.sampled_from([None, "", "demo"]),
+    "stream": st.sampled_from([None, True, False]),
+    "max_tokens": st.none() | st.integers(),
+    "max_completion_tokens": st.none() | st.integers(-1, 9),
+    "messages": st.lists(
+        st.fixed_dictionaries({}, optional={"role": st.text(), "content": st.none() | st.text(), "name": st.text()})
+    ),
+    "prompt": st.none() | st.text(),
+    "tools": st.none() | st.lists(st.dictionaries(st.text(), st.integers())),
+    "user": st.none() | st.text(),
+    "safety_identifier": st.none() | st.text(),
+    "priority": st.none() | st.text() | st.integers(-9, 9),
+    "temperature": st.none() | st.integers(0, 2) | st.floats(0, 2),
+    "cache_salt": st.none() | st.text(),
+    "previous_response_id": st.none() | st.text(),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=USUAL))
+def test_one_field_of_an_unusual_type_changes_nothing_about_how_the_others_are_read(fields: dict[str, Any]) -> None:
+    alone, beside = (read(json.dumps({**fields, **more}).encode(), "") for more in ({}, {"top_p": "0.5"}))
+    assert beside == alone._replace(top_p=0.5)
+
+
 async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHouse) -> None:
     async with serving(
         ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))
