@@ -1,7 +1,7 @@
 """Headers that pass between client and server: all end-to-end ones (RFC 9110, 7.6.1), but credentials
 that are not meant for the server. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from router.reply import Headers
 
@@ -29,40 +29,43 @@ _NEVER_TO_SERVER = _NEVER_TO_CLIENT | _TRACE | {b"accept-encoding"}
 _NEVER_WITHOUT_KEY = _NEVER_TO_SERVER | _CREDENTIALS
 
 
-def to_server(client: Sequence[tuple[bytes, bytes]], own: Headers, *, credentials: bool) -> Headers:
+def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
     """A client's headers for the server, and the router's own, which replace the client's of the same name.
 
     credentials: the client's own key is meant for the server. Accept-Encoding stays behind: the router reads
     usage and token ids in answers, so these must not be compressed. Trace context comes from `own` alone.
     """
     never = _NEVER_TO_SERVER if credentials else _NEVER_WITHOUT_KEY
-    kept = [field for field in client if field[0] not in never and not field[0].startswith(_OURS)]
-    return _joined(kept, _named_by_connection(client), own)
+    replaced = _replaced(client, own)
+    kept = [
+        field
+        for field in client
+        if field[0] not in never and field[0] not in replaced and not field[0].startswith(_OURS)
+    ]
+    return kept + own
 
 
 def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
     """A server's headers for the client, before the router's own, which replace the server's of the same
     name."""
     lowered = [(name.lower(), value) for name, value in server]
-    kept = [field for field in lowered if field[0] not in _NEVER_TO_CLIENT]
-    return _joined(kept, _named_by_connection(lowered), own)
+    replaced = _replaced(lowered, own)
+    return [field for field in lowered if field[0] not in _NEVER_TO_CLIENT and field[0] not in replaced] + own
 
 
 def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
     """The first value of a header (name in lower case); "" without one."""
-    return next((value.decode("latin-1") for name, value in headers if name == wanted), "")
+    for name, value in headers:
+        if name == wanted:
+            return value.decode("latin-1")
+    return ""
 
 
-def _joined(kept: Headers, dropped: set[bytes], own: Headers) -> Headers:
-    dropped |= {name for name, _ in own}
-    return [*(field for field in kept if field[0] not in dropped), *own]
-
-
-def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
-    """Hop-by-hop headers beside the known ones."""
-    return {
-        option.strip().lower()
-        for name, value in headers
-        if name == b"connection"
-        for option in value.split(b",")
-    }
+def _replaced(headers: Headers, own: Headers) -> set[bytes]:
+    """Names of the headers that stay behind beside those that always do: the router's own, and those that
+    Connection names."""
+    names = {name for name, _ in own}
+    for name, value in headers:
+        if name == b"connection":
+            names.update(option.strip().lower() for option in value.split(b","))
+    return names

@@ -15,58 +15,61 @@ from router.service import RouterService
 LOOK_SECONDS = 0.5
 """While answers are awaited, the standing of their servers is looked at so often."""
 APART_SECONDS = 0.01
-"""The event loop is woken no more often than this for prompts that should be computed: a timer for each would cost
-a short request more than deciding about it."""
+"""The event loop is woken no more often than this for prompts that should be computed by now. Of an answer that
+comes sooner no expectation is ever made: that would cost more than deciding about it."""
 MOST_SECONDS = 3600.0
 """A prompt counts as computed after this time at the latest."""
 SILENT = "its probes went unanswered while an answer was awaited"
 
 
 class Unstreamed:
-    """State: a heap of bookings by when their prompts should be computed, the calls that are awaited, and
-    one timer for each."""
+    """State: the calls that are awaited; those that began a moment ago; a heap of the other bookings by when their
+    prompts should be computed; and two timers."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
+        self._calls: dict[Call, RankKey] = {}
+        self._new: dict[Call, tuple[float, Decision, Booking]] = {}
         self._due: list[tuple[float, int, Booking]] = []
         self._numbers = count()
         self._next: asyncio.Handle | None = None
         self._next_at = 0.0
         """when that timer is due: uvloop's own handles cannot always tell"""
-        self._calls: dict[Call, RankKey] = {}
         self._look: asyncio.TimerHandle | None = None
 
     def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
         """The answer to a call is awaited until `end`. Its prompt counts as computed after the expected time,
         since no first token will show it; the call is cut when its server is found dead."""
         loop = asyncio.get_running_loop()
-        expected = min(self._service.expected_prefill_seconds(decision), MOST_SECONDS)
-        heappush(self._due, (loop.time() + expected, next(self._numbers), booking))
-        self._wake_for_due(loop)
+        now = loop.time()
         self._calls[call] = decision.target.key
+        self._new[call] = now, decision, booking
+        self._wake_at(now + APART_SECONDS, loop)
         if self._look is None:
             self._look = loop.call_later(LOOK_SECONDS, self._look_around, loop)
 
     def end(self, call: Call) -> None:
         """Its answer is there, or will not come."""
         del self._calls[call]
+        self._new.pop(call, None)
 
-    def _wake_for_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._due:
-            return
-        at = max(self._due[0][0], loop.time() + APART_SECONDS)
-        if self._next is not None and self._next_at > at:
+    def _wake_at(self, at: float, loop: asyncio.AbstractEventLoop) -> None:
+        if self._next is not None:
+            if self._next_at <= at:
+                return
             self._next.cancel()
-            self._next = None
-        if self._next is None:
-            self._next_at = at
-            self._next = loop.call_at(at, self._compute_due, loop)
+        self._next, self._next_at = loop.call_at(at, self._compute_due, loop), at
 
     def _compute_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next = None
+        for began, decision, booking in self._new.values():
+            expected = min(self._service.expected_prefill_seconds(decision), MOST_SECONDS)
+            heappush(self._due, (began + expected, next(self._numbers), booking))
+        self._new.clear()
         while self._due and self._due[0][0] <= loop.time():
             self._service.prompt_computed(heappop(self._due)[2])
-        self._wake_for_due(loop)
+        if self._due:
+            self._wake_at(max(self._due[0][0], loop.time() + APART_SECONDS), loop)
 
     def _look_around(self, loop: asyncio.AbstractEventLoop) -> None:
         for call, key in list(self._calls.items()):

@@ -25,6 +25,7 @@ from fleet.completions import ApiError
 from fleet.events import Capabilities
 from router.bodies.pool import BodyWorkers
 from router.bodies.tasks import Room
+from router.config import BackendConfig
 from tests.router.conftest import bpe_archive, byte_archive, open_house, serve_rank
 from tests.router.houses import House, MockRank, OpenHouse, Serve, archive, bpe, chat, until
 
@@ -166,6 +167,17 @@ async def test_no_body_keeps_the_loop_before_servers_that_are_asked_in_text(
     assert (await attacked(house, path, body, callbacks))[0] == 200
     assert _Served.bodies == [body]
     assert (await attacked(house, ROUTE, body, callbacks))[0] == 200
+
+
+async def test_a_salt_is_not_written_on_the_loop_into_a_large_body_that_names_one(
+    open_house: OpenHouse, text_server: str, callbacks: CallbackTimes
+) -> None:
+    house = await open_house(named_backends=(BackendConfig(name="one", url=text_server, isolates_tenants=True),), bus=False)
+    await until(lambda: house.service.ready)
+    fields = b",".join(b'"field %d": 0' % number for number in range(400_000))
+    body = b'{"model": "demo", "prompt": "a", "cache_salt": "mine", ' + fields + b"}"
+    assert (await attacked(house, TEXT, body, callbacks))[0] == 200
+    assert json.loads(_Served.bodies[0]) == json.loads(body)
 
 
 async def test_a_large_stream_from_a_server_that_returns_ids_is_not_read_on_the_loop_either(
