@@ -115,14 +115,14 @@ def read(body: bytes, content_type: str) -> Asked:
 def _as_usual(fields: _Usual) -> Asked:
     messages = [] if fields.messages is msgspec.UNSET else fields.messages
     limits = fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens
-    parts = [bytes(raw) for raw in (fields.tools, fields.system, fields.instructions)]
-    parts += [b"%b\n%b\n" % (_plain(message.role), _plain(message.content)) for message in messages]
-    parts += [_plain(text) for text in (fields.prompt, fields.query, fields.input)]
+    head = bytes(fields.tools) + bytes(fields.system) + bytes(fields.instructions)
+    texts = [f"{message.role or ''}\n{message.content or ''}\n" for message in messages]
+    texts += [fields.prompt or "", fields.query or "", fields.input or ""]
     return Asked(
         model=fields.model or None,
         stream=bool(fields.stream),
         max_tokens=next((min(limit, _MOST_TOKENS) for limit in limits if limit is not None and limit >= 1), None),
-        prompt=b"".join(parts),
+        prompt=head + "".join(texts).encode("utf-8", "surrogatepass"),
         user=fields.user or fields.safety_identifier or None,
         session=fields.prompt_cache_key or None,
         priority=fields.priority,
