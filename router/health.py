@@ -141,7 +141,9 @@ class Health:
 
     def began(self, visit: Hashable, key: RankKey, predicted: float | None, now: float) -> None:
         """An attempt begins; its first token is predicted after so many seconds."""
-        rank = self._ranks.setdefault(key, _Rank())
+        rank = self._ranks.get(key)
+        if rank is None:
+            rank = self._ranks[key] = _Rank()
         known = self._visits[visit] = Visit(key, now, predicted, rank.openings)
         if predicted is not None:
             rank.waiting[visit] = known

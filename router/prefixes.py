@@ -22,7 +22,9 @@ class Prefixes:
 
     def routed(self, rank: RankKey, chained: Sequence[int], capacity: int | None = None) -> None:
         """A prompt (by sequence hashes) went to a rank. Later blocks are older in the eviction order than the ones they depend on."""
-        blocks = self._blocks.setdefault(rank, OrderedDict())
+        blocks = self._blocks.get(rank)
+        if blocks is None:
+            blocks = self._blocks[rank] = OrderedDict()
         limit = max(1, min(self._capacity, capacity or self._capacity, MOST_BLOCKS // len(self._blocks)))
         new = []
         for block in reversed(chained[:limit]):
