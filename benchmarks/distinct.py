@@ -1,4 +1,4 @@
-"""Whether reading distinct experts costs what the router's `distinct` term says: predicted beside measured step times of the embedded engine.
+"""Cost of reading distinct experts, as the router's `distinct` term has it: predicted beside measured step times of the embedded engine.
 
 Sequences decode one token each, once all the same token (few distinct experts) and once different ones (many). The
 difference of the step times is compared with the engine's own measured `expert_read` times the difference in
