@@ -39,15 +39,16 @@ def _openai(base: str) -> Callable[[str, dict[str, Any]], Any]:
         create = client.chat.completions.create if path == CHAT else client.completions.create
         needed = {name: body[name] for name in (*_NEEDED[path], "stream") if name in body}
         answer = create(**needed, extra_body={name: value for name, value in body.items() if name not in needed})
-        return _in_order(answer) if body.get("stream") else answer.model_dump(mode="json")
+        return _in_order(answer, body) if body.get("stream") else answer.model_dump(mode="json")
 
     return call
 
 
-def _in_order(chunks: Iterable[Any]) -> list[Any]:
-    """Chunks of a stream, those of each choice together: in which order choices take turns is chance."""
+def _in_order(chunks: Iterable[Any], body: dict[str, Any]) -> list[Any]:
+    """Chunks of a stream. In which order several choices take turns is chance, and LiteLLM does not say whose a chunk is: those are sorted."""
     came = [chunk.model_dump(mode="json") for chunk in chunks]
-    return sorted(came, key=lambda chunk: chunk["choices"][0]["index"] if chunk["choices"] else sys.maxsize)
+    several = body.get("n", 1) > 1 or isinstance(body.get("prompt"), list)
+    return sorted(came, key=lambda chunk: json.dumps(chunk["choices"], sort_keys=True)) if several else came
 
 
 def _litellm(base: str) -> Callable[[str, dict[str, Any]], Any]:
@@ -61,7 +62,7 @@ def _litellm(base: str) -> Callable[[str, dict[str, Any]], Any]:
         rest = {name: value for name, value in body.items() if name not in needed and name != "model"}
         provider = "openai" if path == CHAT else "text-completion-openai"
         answer = complete(model=f"{provider}/{body['model']}", api_base=f"{base}/v1", api_key="none", num_retries=0, max_retries=0, extra_body=rest, **needed)
-        return _in_order(answer) if body.get("stream") else answer.model_dump(mode="json")
+        return _in_order(answer, body) if body.get("stream") else answer.model_dump(mode="json")
 
     return call
 
