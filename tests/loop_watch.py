@@ -119,7 +119,8 @@ class LoopWatch:
             if since is not None and time.perf_counter() - since > MOST_SECONDS / 2:
                 frame = sys._current_frames().get(thread)
                 if frame is not None and number == self._number:
-                    self._seen[number] = _ours(frame)
+                    # the deepest of several looks: the last one may come when the long part is just over
+                    self._seen[number] = max(self._seen.get(number, ()), _ours(frame), key=len)
 
     def _note(self, handle: asyncio.Handle, spent: float) -> None:
         task = getattr(getattr(handle, "_callback", None), "__self__", None)
