@@ -23,6 +23,9 @@ BUFFERED_BYTES = 1024 * 1024
 _IDLE_PER_ORIGIN = 1024
 _MOST_ORIGINS = 4096
 _FORBIDDEN = frozenset(b"\r\n\0")
+_BEFORE_SECONDS = 0.002
+_LATE_SECONDS = 0.02
+"""A loop that is later than this was kept by something else."""
 _ALIVE_SECONDS, _ALIVE_AGAIN_SECONDS, _ALIVE_TRIES = 15, 5, 3
 """Of TCP's own question whether a silent peer is still there: a machine that vanished is noticed after half a minute."""
 
@@ -234,6 +237,31 @@ class Connection(asyncio.Protocol):
             self.headers, self.raw_headers = {}, []  # an interim answer (1xx); the real one follows
 
 
+class _Excuse:
+    """Extends a time limit by as long as the event loop was late to look at it: a peer that answered meanwhile has not been slow.
+
+    It looks just before the limit does, so that the limit is moved before it strikes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: asyncio.Timeout) -> None:
+        self._loop = loop
+        self._limit = limit
+        self._arm()
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._due = (self._limit.when() or 0.0) - _BEFORE_SECONDS
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        late = self._loop.time() - self._due
+        if late > _LATE_SECONDS:
+            self._limit.reschedule(self._loop.time() + late)
+            self._arm()
+
+
 class HttpClient:
     """Connections by origin, those idle used again, the youngest first. `keepalive_seconds`: idle for longer means closed."""
 
@@ -270,8 +298,12 @@ class HttpClient:
             kept.cut("idle for too long")
         if origin.tls and self._tls is None:
             self._tls = _verifying(None)
-        async with asyncio.timeout(seconds):
-            _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None)
+        async with asyncio.timeout(seconds) as limit:
+            excuse = _Excuse(loop, limit)
+            try:
+                _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=self._tls if origin.tls else None)
+            finally:
+                excuse.end()
         return connection
 
     def give_back(self, origin: Origin, connection: Connection) -> None:

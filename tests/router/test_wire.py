@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -313,6 +315,29 @@ def test_urls_are_taken_apart(url: str, origin: tuple[object, ...]) -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Origin.of(url)
+
+
+async def test_a_connection_made_while_the_loop_was_kept_is_not_given_up(client: HttpClient) -> None:
+    def keep_the_loop(times: int) -> None:
+        time.sleep(0.1)
+        if times > 1:
+            asyncio.get_running_loop().call_soon(keep_the_loop, times - 1)
+
+    async with server(saying(OK)) as url:
+        asyncio.get_running_loop().call_soon(keep_the_loop, 8)
+        connection = await client.connect(Origin.of(url), 0.15)
+        connection.cut("made")
+
+
+async def test_a_connection_that_is_not_made_in_time_is_given_up(client: HttpClient) -> None:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # what no backlog has room for is never answered
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        with pytest.raises(TimeoutError):
+            await client.connect(Origin.of(f"http://127.0.0.1:{full.getsockname()[1]}"), 0.2)
 
 
 async def test_connections_that_cannot_be_made_are_told_apart(client: HttpClient) -> None:
