@@ -19,15 +19,15 @@ class Watch:
     """Notices that the client hung up, and then cancels the task that answers it, once and never after `stop`."""
 
     def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+        self._receive: Receive | None = receive
+        """None: it has stopped, and nothing of the request is kept for its sake until its turn in `Watches` comes"""
         self._request_id = ""
         self._task: asyncio.Task[None] | None = None
         self._answering: asyncio.Task[None] | None = None
-        self._stopped = False
         self._left = False
 
     def stop(self) -> None:
-        self._stopped = True
+        self._receive = None
         if self._task is not None:
             self._task.remove_done_callback(self._gone)
             self._task.cancel()
@@ -42,18 +42,19 @@ class Watch:
         self._answering, self._request_id = task, request_id
 
     def begin(self) -> None:
-        if not self._stopped:
-            self._task = asyncio.create_task(self._until_gone(), name=f"watches the client of request {self._request_id}")
+        if self._receive is not None:
+            self._task = asyncio.create_task(_until_gone(self._receive), name=f"watches the client of request {self._request_id}")
             self._task.add_done_callback(self._gone)
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     def _gone(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and self._answering is not None:
             self._left = True
             self._answering.cancel()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Watches:
@@ -68,8 +69,8 @@ class Watches:
 
     def start(self, watch: Watch, request_id: str) -> None:
         """To be called by the task that answers, once the request's body is read."""
-        watch.answered_by(asyncio.current_task(), request_id)
         loop = asyncio.get_running_loop()
+        watch.answered_by(asyncio.current_task(loop), request_id)
         self._due.append((loop.time() + WATCH_AFTER_SECONDS, watch))
         if self._timer is None:
             self._timer = loop.call_later(WATCH_AFTER_SECONDS, self._look, loop)

@@ -111,6 +111,7 @@ class Call:
     """
 
     def __init__(self, client: HttpClient, sent: Sent, connect_seconds: float, patience: Patience) -> None:
+        self.loop = client.loop
         self._client = client
         self._sent = sent
         self._url = sent.url
@@ -137,7 +138,7 @@ class Call:
         self._connected = True
         try:
             sent = self._sent
-            self._deadline = asyncio.get_running_loop().time() + self._patience.total
+            self._deadline = self.loop.time() + self._patience.total
             self._connection.send(request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body))
             while not self._connection.status:
                 await self._more(Failure.DISCONNECTED)
@@ -187,14 +188,16 @@ class Call:
 
     async def _more(self, how: Failure) -> None:
         """Wait for the server, within the time that holds now."""
-        loop, patience = asyncio.get_running_loop(), self._patience
+        patience, connection = self._patience, self._connection
         seconds = patience.between if self._read_any else patience.first
+        if self._deadline < math.inf:
+            seconds = min(seconds, self._deadline - self.loop.time())
         try:
-            await self._connection.more(min(seconds, self._deadline - loop.time()))
+            await connection.more(seconds)
         except ConnectionLost as error:
             raise UpstreamFailed(how, f"{self._url}: {error}") from error
-        if self._connection.fell_silent:
-            if loop.time() >= self._deadline:
+        if connection.fell_silent:
+            if self.loop.time() >= self._deadline:
                 said = f"no whole answer within {patience.total:g} s ([router] answer_seconds); stream it, or ask for fewer tokens"
                 raise ApiError(504, said, code="answer_timeout")
             raise UpstreamFailed(Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")

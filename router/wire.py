@@ -266,7 +266,10 @@ class HttpClient:
     """Connections by origin, those idle used again, the youngest first. `keepalive_seconds`: idle for longer means closed."""
 
     def __init__(self, keepalive_seconds: float, ca: Path | None = None) -> None:
-        """ca: PEM file of authorities that vouch for https:// servers, beside the system's. OSError when it cannot be used."""
+        """To be made on the loop that it is used on. ca: PEM file of authorities that vouch for https:// servers, beside the system's. OSError
+        when it cannot be used."""
+        self.loop = asyncio.get_running_loop()
+        """whoever uses the client need not ask for it again: that is a system call each time"""
         self._keepalive = keepalive_seconds
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._origins: dict[str, Origin] = {}
@@ -289,8 +292,7 @@ class HttpClient:
 
     async def connect(self, origin: Origin, seconds: float) -> Connection:
         """A kept connection, or a new one. OSError (also for certificates) or TimeoutError."""
-        loop = asyncio.get_running_loop()
-        idle = self._idle.get(origin[:3])
+        loop, idle = self.loop, self._idle.get(origin[:3])
         while idle:
             kept = idle.pop()
             if self._fresh(kept):
@@ -310,7 +312,7 @@ class HttpClient:
         """Keep a connection whose answer is whole, or close it."""
         idle = self._idle.setdefault(origin[:3], [])
         if connection.reusable and len(idle) < _IDLE_PER_ORIGIN:
-            connection.idle_since = asyncio.get_running_loop().time()
+            connection.idle_since = self.loop.time()
             idle.append(connection)
         else:
             connection.cut("not kept")
@@ -325,7 +327,7 @@ class HttpClient:
                 del self._idle[key]
 
     def _fresh(self, connection: Connection) -> bool:
-        return connection.reusable and asyncio.get_running_loop().time() - connection.idle_since < self._keepalive
+        return connection.reusable and self.loop.time() - connection.idle_since < self._keepalive
 
     def close(self) -> None:
         """Close what is idle."""

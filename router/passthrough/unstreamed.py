@@ -40,7 +40,7 @@ class Unstreamed:
     def begin(self, decision: Decision, booking: Booking, call: Call) -> None:
         """The answer to a call is awaited until `end`. Its prompt counts as computed after the expected time,
         since no first token will show it; the call is cut when its server is found dead."""
-        loop = asyncio.get_running_loop()
+        loop = call.loop
         now = loop.time()
         self._calls[call] = decision.target.key
         self._new[call] = now, decision, booking
