@@ -28,6 +28,9 @@ from router.inquiries import Inquiries
 from router.service import RouterService
 
 EXPECTED = (BusError, OSError, ValueError)
+_COLLECTED_AFTER = 10_000
+"""New containers after which garbage is looked for. A request makes hundreds, and hardly any are garbage that only a collection finds: Python's own
+700 are reached several times while a few requests are answered together."""
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +81,7 @@ async def serve(
         await until_ready(service.warmup.done, *tasks)
         gc.collect()
         gc.freeze()  # what was made to start lives as long as the process: no collection need look at it again, in the middle of a request
+        gc.set_threshold(_COLLECTED_AFTER, *gc.get_threshold()[1:])
         tell(ready)
         stack.callback(take_back, ready)  # before the faces stop, which no health probe reaches from then on
         await first_failure(tasks)
