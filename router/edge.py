@@ -136,7 +136,7 @@ class Edge:
         watch = Watch(receive)
         reply = Reply(send, watch.stop)
         outcome = Outcome.FAILED
-        service.metrics.in_flight.inc()
+        service.metrics.in_flight += 1
         try:
             if service.refusing:
                 fixed.append((b"connection", b"close"))
@@ -165,7 +165,7 @@ class Edge:
             watch.stop()
             if share is not None:
                 share.release()
-            service.metrics.in_flight.dec()
+            service.metrics.in_flight -= 1
             exchange.status = reply.status
             exchange.finish(outcome, service.clock(), service.metrics)
 

@@ -93,14 +93,15 @@ class RouterMetrics:
 
     def _about_requests(self) -> None:
         """What clients asked for and got."""
-        self.requests = self._counter("requests", "Requests by outcome", "model", "outcome")
-        self.in_flight = self._gauge("requests_in_flight", "Requests being answered")
+        self._requests = self._tally("requests", "Requests by outcome", "model", "outcome")
+        self.in_flight = 0
+        self._in_flight = self._tally("requests_in_flight", "Requests being answered", goes_down=True)
         self.loop_lag = self._histogram("loop_lag_seconds", "How late the event loop wakes what it was to wake, sampled four times a second", _LAG).labels()
         self.ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _LATENCY, "model")
         text = "Between the tokens of a choice after its first, mean of a request"
         self.tpot = self._histogram("time_per_output_token_seconds", text, _BETWEEN_TOKENS, "model")
         self.duration = self._histogram("request_seconds", "From request to end of answer", _LATENCY, "model")
-        self.output = self._counter("output_tokens", "Tokens sent to clients", "model")
+        self.output = self._tally("output_tokens", "Tokens sent to clients", "model")
         self._characters = self._tally("conversation_characters", "Characters of conversations, by whether their token ids were known already", "ids")
         self._tenant_requests = self._tally("tenant_requests", "Requests by tenant and outcome; other: tenants without a key", "tenant", "outcome")
         self._tenant_tokens = self._tally("tenant_tokens", "Tokens of a tenant's requests: prompt, cached (of the prompt), output", "tenant", "kind")
@@ -114,7 +115,8 @@ class RouterMetrics:
         self._prompt = self._tally("prompt_tokens", "Prompt tokens routed", "model")
         self._cached = self._tally("cached_tokens", "Prompt tokens believed cached where they were routed", "model")
         self._lost = self._tally("overlap_blocks_lost", "Cached blocks passed by because another term weighed more", "model")
-        self._terms = Sums("roost_router_term_seconds", "Price of the chosen rank, by term, weighted, where its speed is known", "model", "term", TERMS)
+        text = "Price of the chosen rank, by term, weighted, where its speed is known"
+        self._terms = Sums("roost_router_term_seconds", text, "model", "term", TERMS, unit=1e-3)
         self._tallies.sums.append(self._terms)
         self._overhead = self._histogram("overhead_seconds", "Time spent deciding, by stage", _OVERHEAD, "stage")
         self.tokenise = self._overhead.labels("tokenise")
@@ -203,19 +205,20 @@ class RouterMetrics:
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """One decision that was booked."""
-        label = self._series(decision.ask.model).label
+        label, chosen = self._series(decision.ask.model).label, decision.choice.chosen
         self._decisions.values[label, *decision.target.key] += 1
         self._prompt.values[label,] += decision.ask.prompt_tokens
         self._cached.values[label,] += decision.cached_tokens
-        lost = int(np.maximum.reduce(decision.overlap_blocks)) - int(decision.overlap_blocks[decision.chosen])
+        overlap = decision.overlap_blocks
+        lost = int(overlap[overlap.argmax()] - overlap[chosen])
         if lost:
             self._lost.values[label,] += lost
         self._predictions.values["none" if decision.outlook is None else decision.outlook.forecast.best,] += 1
         self._homes.values[label, decision.homecoming] += 1
         if decision.shared_cache:
             self._shared_cache.labels(label).inc()
-        if decision.is_measured(decision.chosen):
-            self._terms.add(label, decision.scores.terms[:, decision.chosen] * 1e-3)
+        if decision.is_measured(chosen):
+            self._terms.add(label, decision.scores.terms[:, chosen])
         self.deciding.observe(seconds)
 
     def lap(self) -> Callable[[str], None] | None:
@@ -277,7 +280,7 @@ class RouterMetrics:
 
     def finished(self, model: str, outcome: str) -> None:
         """One request, however it ended. The name of a model that was never routed is not kept as a label."""
-        self._known(model).outcome(outcome).inc()
+        self._requests.values[self._known(model).label, outcome] += 1
 
     def answered(
         self, model: str, output_tokens: int, seconds: float, first_token_seconds: float | None, seconds_per_token: float | None, cached_tokens: int
@@ -285,7 +288,7 @@ class RouterMetrics:
         """One answer, or the part of it that came. None: not known, because the answer came as a whole or was too short."""
         series = self._known(model)
         series.duration.observe(seconds)
-        series.output.inc(output_tokens)
+        self.output.values[series.label,] += output_tokens
         if first_token_seconds is not None:
             series.ttft.observe(first_token_seconds)
         if seconds_per_token is not None:
@@ -362,6 +365,7 @@ class RouterMetrics:
         self._replicas &= kept
 
     def exposition(self) -> bytes:
+        self._in_flight.values[()] = self.in_flight
         return generate_latest(self._registry)
 
     def _about_tables(self, version: float = 0, gain: float = 0, stored_bytes: float = 0, age: float = 0) -> tuple[tuple[Gauge, float], ...]:
@@ -398,18 +402,11 @@ class _ModelSeries:
         self.ttft = families.ttft.labels(label)
         self.tpot = families.tpot.labels(label)
         self.duration = families.duration.labels(label)
-        self.output = families.output.labels(label)
+        families.output.values[label,] += 0
         self.cached_reported = families.cached_reported.labels(label)
         self.regret, self.predicted_first, self.observed_first, self.predicted_local, self.observed_local = (
             family.labels(label) for family in families.in_hindsight
         )
-        self._requests = families.requests
-        self._outcomes: dict[str, Counter] = {}
-
-    def outcome(self, outcome: str) -> Counter:
-        if outcome not in self._outcomes:
-            self._outcomes[outcome] = self._requests.labels(self.label, outcome)
-        return self._outcomes[outcome]
 
 
 class _Tallies(Collector):

@@ -51,23 +51,24 @@ class Histogram:
 
 
 class Sums:
-    """Vectors of named parts, summed up by key, and how many they were."""
+    """Vectors of named parts, summed up by key, and how many they were. unit: what a sum is multiplied with when it is shown."""
 
-    def __init__(self, name: str, text: str, key: str, part: str, parts: tuple[str, ...]) -> None:
-        self.name, self.text, self.names, self._parts = name, text, (key, part), parts
+    def __init__(self, name: str, text: str, key: str, part: str, parts: tuple[str, ...], *, unit: float = 1.0) -> None:
+        self.name, self.text, self.names, self._parts, self._unit = name, text, (key, part), parts, unit
         self._sums: dict[str, NDArray[Any]] = {}
         self._counts: defaultdict[str, int] = defaultdict(int)
 
     def add(self, key: str, vector: NDArray[np.float64]) -> None:
         """vector: float64 [parts]."""
-        if key in self._sums:
-            self._sums[key] += vector
-        else:
+        sums = self._sums.get(key)
+        if sums is None:
             self._sums[key] = vector.copy()
+        else:
+            sums += vector
         self._counts[key] += 1
 
     def rows(self) -> Iterator[tuple[tuple[str, str], int, float]]:
         """(key, part), count, sum."""
         for key, sums in self._sums.items():
-            for part, total in zip(self._parts, sums.tolist(), strict=True):
+            for part, total in zip(self._parts, (sums * self._unit).tolist(), strict=True):
                 yield (key, part), self._counts[key], total

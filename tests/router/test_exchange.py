@@ -28,7 +28,6 @@ def test_an_answer_whose_first_token_was_not_seen_has_none() -> None:
 
 def test_metrics_have_it_by_model() -> None:
     metrics = RouterMetrics()
-    metrics.requests.labels("m", "answered")
     exchange(5).finish(Outcome.ANSWERED, 13.0, metrics)
     assert b"roost_router_time_per_output_token_seconds_sum{model=" in metrics.exposition()
     assert b'roost_router_time_per_output_token_seconds_sum{model="other"} 0.5' in metrics.exposition()
