@@ -130,9 +130,10 @@ def _nobody_busy(roster: Roster, load: Amounts, limits: Limits, prices: QueuePri
     """The usual case, told by two maxima; it may say no where the answer is yes."""
     if not len(roster.targets):
         return True
-    most: NDArray[np.int64] = np.maximum.reduce(load, axis=1)
-    return bool(
-        most[SEQUENCES] < min(limits.requests, roster.fewest_requests)
+    most: list[int] = np.maximum.reduce(load, axis=1).tolist()
+    return (
+        most[SEQUENCES] < limits.requests
+        and most[SEQUENCES] < roster.fewest_requests
         and most[PREFILL] * prices.highest <= limits.queue_seconds
         and (limits.kv_share >= 1 or most[BLOCKS] <= limits.kv_share * roster.fewest_kv_blocks)
     )

@@ -41,8 +41,7 @@ def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> K
 
 
 def _hash(*parts: str) -> int:
-    tagged = b"".join(part.encode("utf-8", "surrogatepass") + b"\0" for part in parts)
-    return xxhash.xxh3_64_intdigest(tagged) or 1
+    return xxhash.xxh3_64_intdigest("\0".join((*parts, "")).encode("utf-8", "surrogatepass")) or 1
 
 
 class Forecast(NamedTuple):

@@ -70,6 +70,7 @@ class Try(NamedTuple):
 FIRST_TRY = Try()
 _ELSEWHERE = "what this request refers to is on another server"
 NOBODY_BUSY: frozenset[RankKey] = frozenset()
+_NOBODY_TO_AVOID = (NOBODY_BUSY,)
 READS_ONLY = "it serves only the fields that Roost reads, and the request has others"
 BUSY_SECONDS = 0.25
 """How long a rank that says that it is busy is left alone."""
@@ -193,21 +194,21 @@ class Picker:
         known = self.speeds.known(roster)
         return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue)
 
-    def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False) -> Booking:
+    def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False, timed: bool = True) -> Booking:
         """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back.
-        external: another data plane sends the request."""
-        target = decision.target
+        external: another data plane sends the request. timed: it will be known when its first token comes."""
+        target, ask = decision.target, decision.ask
         size = target.engine.block_size
-        blocks = -(-(decision.ask.prompt_tokens + decision.ask.output_tokens) // size)
+        blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
         if not target.engine.capabilities.kv_events:
             chain = prompt.chained(size)
             self.prefixes.routed(target.key, chain.reach(len(chain), self.kv.holders.runs), target.engine.kv_blocks or None)
         self._keep(decision)
-        self._turns[decision.ask.model] = self._turns.get(decision.ask.model, 0) + 1
-        self._affinity.went(decision.ask.keys.session, target.key, now)
-        amounts = int(decision.uncached[decision.chosen]), 1, blocks, decision.ask.output_tokens
+        self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
+        self._affinity.went(ask.keys.session, target.key, now)
+        amounts = int(decision.uncached[decision.choice.chosen]), 1, blocks, ask.output_tokens
         booking = self.reservations.book(target.key, amounts, now, external=external)
-        self.health.began(booking, target.key, _first_token_seconds(decision), now)
+        self.health.began(booking, target.key, _first_token_seconds(decision) if timed else None, now)
         return booking
 
     def went(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
@@ -261,8 +262,9 @@ class Picker:
         bars = self.health.bars(roster, now)
         if need.supposed.gone:
             bars = bars.beside(supposed_gone(need.supposed.gone, roster))
-        others = {} if need.begun is None else other_weights(need.begun, roster)
-        bars = bars.beside(others) if others else bars
+        others: dict[RankKey, str] = {}
+        if need.begun is not None and (others := other_weights(need.begun, roster)):
+            bars = bars.beside(others)
         if need.only is not None:
             if need.only not in roster.index:
                 raise ApiError(503, "the server that has what this request refers to does not answer at present", code="no_engine", retry_after=2.0)
@@ -271,10 +273,10 @@ class Picker:
             plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
             bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
         said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
-        avoided = [failure for failure in attempt.failures if failure[1] is not Failure.BUSY]
+        avoided = to_avoid([failure for failure in attempt.failures if failure[1] is not Failure.BUSY], roster) if attempt.failures else _NOBODY_TO_AVOID
         busy: Candidates | None = None
         for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
-            for avoid in to_avoid(avoided, roster):
+            for avoid in avoided:
                 found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
                 if len(found.at):
                     return found if barred is bars.every else found._replace(ignored=_ignored(roster, bars))
@@ -305,7 +307,7 @@ class Picker:
             return None
         size, prompt = _block_size(roster), need.prompt
         prefix = prompt.chained(size) if prompt.ids else ()
-        forecast = self.foresight.predict(need.model, Query(prefix, prompt.ids, size, *need.keys, int(np.maximum.reduce(overlap))))
+        forecast = self.foresight.predict(need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()])))
         if forecast is None:
             return None
         prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)

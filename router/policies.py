@@ -141,20 +141,21 @@ def choose(rules: Rules, score: Column, unit: Unit, total: Column, promised: Col
     best = (score <= lowest + _SAME * max(1.0, lowest)).nonzero()[0]
     if len(score) == 1:
         return Choice(0, 1, "only")
-    if held is not None and float(total[held] - total.min()) <= rules.stay_ms:
+    if held is not None and float(total[held] - total[total.argmin()]) <= rules.stay_ms:
         return Choice(held, len(best), "cheapest" if held in best else "session")
     if rules.temperature_ms and unit == "ms":
         drawn = _drawn(score - lowest, rules.temperature_ms, seed)
         if drawn not in best:
             return Choice(drawn, len(best), "temperature")
-    homes = best[:0] if home is None else home.near(score, cheapest, best)
-    among = homes if len(homes) else best
+    among = best if home is None else home.near(score, cheapest, best)
+    if not len(among):
+        among = best
     if len(among) == 1:
         at = int(among[0])
         return Choice(at, len(best), "cheapest" if len(best) == 1 and at == cheapest else "home")
     work = promised[among]
-    least = among[work == work.min()]
-    alike = len(among) == len(best) and bool((among == best).all())
+    least = among[work == work[work.argmin()]]
+    alike = among is best or (len(among) == len(best) and bool((among == best).all()))
     return Choice(int(least[seed % len(least)]), len(best), "tie" if alike else "home")
 
 

@@ -40,7 +40,8 @@ class RetryBudget:
     def _at(self, now: float) -> int:
         """The place of the present slice; slices that have passed are emptied. A clock that goes back changes nothing."""
         newest = int(now * SLICES / WINDOW_SECONDS)
-        for passed in range(self._slice + 1, min(newest, self._slice + SLICES) + 1):
-            self._requests[passed % SLICES] = self._retries[passed % SLICES] = 0
-        self._slice = max(self._slice, newest)
+        if newest > self._slice:
+            for passed in range(self._slice + 1, min(newest, self._slice + SLICES) + 1):
+                self._requests[passed % SLICES] = self._retries[passed % SLICES] = 0
+            self._slice = newest
         return self._slice % SLICES

@@ -18,6 +18,8 @@ from router.roster import Roster, columns
 TERMS = ("prefill", "queue", "decode", "experts", "distinct", "lockstep", "handover")
 """In the order in which they are added up."""
 _FEW = 16
+_ONE = np.ones((), np.int64)
+"""An array: numpy takes longer to make one of a number than to compute with it."""
 _PREFILL, _QUEUE, _DECODE, _EXPERTS, _DISTINCT, _LOCKSTEP, _HANDOVER = range(len(TERMS))
 
 
@@ -77,7 +79,8 @@ class Scores(NamedTuple):
 
 def uncached_tokens(prompt_tokens: int, overlap_blocks: NDArray[np.int64], block_size: NDArray[np.int64]) -> NDArray[np.int64]:
     """int64 [targets]: prompt tokens a rank must compute. Never below 1: the last token's logits are always computed."""
-    return np.asarray(np.maximum(prompt_tokens - overlap_blocks * block_size, 1), np.int64)
+    computed: NDArray[np.int64] = np.maximum(prompt_tokens - overlap_blocks * block_size, _ONE)
+    return computed
 
 
 def score(

@@ -225,14 +225,14 @@ class RouterService:
         """Decide, promise the chosen rank the load at once, and write the decision's span."""
         started, lap = time.perf_counter(), self.metrics.lap()
         decision = self.decide(need, exchange.decision_id + suffix, attempt, lap)
-        booking = self.picker.book(decision, need.prompt, self.clock(), external=need.external)
+        now = self.clock()
+        timed = exchange.stream or decision.roster.dialect != "text"  # else the answer comes as a whole, and tells nothing of its first token
+        booking = self.picker.book(decision, need.prompt, now, external=need.external, timed=timed)
         self.hindsight.booked(decision, booking, waited=exchange.queued_seconds > 0)
         if self.peers is not None:
             self.peers.booked(decision, booking, need.prompt)
         if attempt.number == 1:
-            self.retries.asked(self.clock())
-        if decision.roster.dialect == "text" and not exchange.stream:
-            self.picker.health.untimed(booking)  # an answer that comes as a whole tells nothing of its first token
+            self.retries.asked(now)
         if lap is not None:
             lap("book")
         seconds = time.perf_counter() - started
@@ -242,8 +242,8 @@ class RouterService:
         if decision.ignored:
             self.metrics.in_panic.inc()
         if exchange.trace is not None:
-            now = time.time_ns()
-            exchange.trace.decided(decision, now - int(1e9 * seconds), now)
+            ended = time.time_ns()
+            exchange.trace.decided(decision, ended - int(1e9 * seconds), ended)
         return decision, booking
 
     def _say_shared(self, decision: Decision) -> None:
