@@ -5,6 +5,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,7 +77,7 @@ class Reasons(Sequence[Excluded]):
         return len(self.told)
 
 
-class Candidates(NamedTuple):
+class Candidates(msgspec.Struct, frozen=True):
     """`at`: int [candidates], indices into the roster. `busy`: some ranks were left out for saturation alone.
     `wait_seconds`: the shortest queue among those, 0.0 without any. `ignored`: reasons that were not heeded because nobody else was left."""
 

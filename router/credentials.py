@@ -9,6 +9,7 @@ from fleet.completions import ApiError
 from fleet.shared_secret import SharedSecret
 from router.config import RouterConfig, base_url
 from router.keys import TRUSTED, Caller, ClientKeys, parse_keys
+from router.reply import Headers
 from router.tenancy import cache_salt
 
 
@@ -55,9 +56,9 @@ class Credentials:
         return found
 
     @property
-    def for_ranks(self) -> dict[str, str]:
+    def for_ranks(self) -> Headers:
         """Headers that Roost's own ranks want to see."""
-        return {} if self.fleet is None else {"authorization": self.fleet.authorization}
+        return [] if self.fleet is None else [(b"authorization", self.fleet.authorization.encode())]
 
     def rights(self, authorization: str | None) -> frozenset[str]:
         """Rights of the caller that presents this header; none without a valid key."""

@@ -35,7 +35,7 @@ _BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
 """Of a decision, and of each candidate's place in its columns."""
 
 
-class Owner(NamedTuple):
+class Owner(msgspec.Struct, frozen=True):
     """The tenant that a request belongs to. tenant: from its key, "" without keys; salt: it shares KV only with requests of the same one."""
 
     tenant: str = ""
@@ -110,7 +110,7 @@ class Outlook(NamedTuple):
         return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions, self.clusters)
 
 
-class Conditions(NamedTuple):
+class Conditions(msgspec.Struct, frozen=True):
     """What a request that comes now meets, beside what it brings. load: int64 [AMOUNTS, targets]; handover and factors as
     `scoring.score` says. held: the rank that its conversation was at; turn: counts the decisions of this model."""
 

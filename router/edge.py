@@ -175,18 +175,18 @@ class Edge:
         exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
         exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
         exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
-        trusted = self._may_trace(headers)
+        trusted = "traceparent" not in headers or self._may_trace(headers)
         if self._tracing is not None:
             operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
             exchange.trace = self._tracing.request(operation, path, headers, time.time_ns(), trusted=trusted)
         elif trusted:
-            exchange.pass_on = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+            for name in ("traceparent", "tracestate"):
+                if name in headers:
+                    exchange.pass_on[name] = headers[name]
         return exchange
 
     def _may_trace(self, headers: dict[str, str]) -> bool:
         """Whether a client's trace context is believed. Otherwise it could have every request of its own sampled, here and in the servers behind."""
-        if "traceparent" not in headers:
-            return True
         try:
             return TRACE in self.service.credentials.caller(headers.get("authorization")).rights
         except ApiError:
@@ -246,7 +246,7 @@ class Edge:
             _target(exchange),
             exchange.client_headers,
             body,
-            asked if asked.stream == exchange.stream else asked._replace(stream=exchange.stream),
+            asked if asked.stream == exchange.stream else msgspec.structs.replace(asked, stream=exchange.stream),
             self._expected(asked.max_tokens) if route.generates else 1,
             own_credentials=self.service.credentials.clients is None,
             repeatable=route.repeatable,
@@ -329,7 +329,7 @@ class Edge:
         model, 429 at once when every rank is saturated and it does not wait, 503 when none lives."""
         if reserve and supposed != NOTHING:
             raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
-        need = (await self._need(exchange, body))._replace(supposed=supposed, external=reserve)
+        need = msgspec.structs.replace(await self._need(exchange, body), supposed=supposed, external=reserve)
         if reserve:
             exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False, wait=wait)
             self.service.hold(exchange.decision, booking)

@@ -23,6 +23,7 @@ from router.tracing import AttemptTrace
 TOLD_EVERY = 16
 """tokens, after which what is left of a booking is told"""
 _DONE = b"[DONE]"
+_DECISION_HEADER = DECISION_HEADER.encode()
 _CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
 
 
@@ -135,8 +136,10 @@ class Generation:
         return decision, booking
 
     async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
-        headers = self._exchange.pass_on if span is None else span.headers
-        headers = {**headers, "x-request-id": self._exchange.request_id, DECISION_HEADER: decision.id, **self._service.credentials.for_ranks}
+        headers: Headers = []
+        for name, value in (self._exchange.pass_on if span is None else span.headers).items():
+            headers.append((name.encode(), value.encode("latin-1", "replace")))
+        headers += (b"x-request-id", self._exchange.request_id.encode()), (_DECISION_HEADER, decision.id.encode()), *self._service.credentials.for_ranks
         passes = decision.target.engine.capabilities.passes_fields
         body = rank_body(course.request(decision.cache_salt), course.fields.values if passes else {})
         async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
@@ -195,7 +198,7 @@ class Generation:
         decided = self._exchange.decision
         headers = [*self._headers, (b"content-type", self._answer.content_type)]
         if decided is not None:
-            headers.append((DECISION_HEADER.encode(), decided.id.encode()))
+            headers.append((_DECISION_HEADER, decided.id.encode()))
         headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode()))
         await self._reply.start(200, headers)
 

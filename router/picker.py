@@ -5,9 +5,9 @@ State: the view, the reservations, the two indices, the ranks' health, and the l
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 from weakref import ref
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +34,7 @@ from router.target_speeds import TargetSpeeds
 from router.view import View
 
 
-class Need(NamedTuple):
+class Need(msgspec.Struct, frozen=True):
     """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
 
     `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
@@ -59,7 +59,7 @@ class Need(NamedTuple):
     """it has fields that only engines serve which declare it (`Capabilities.passes_fields`)"""
 
 
-class Try(NamedTuple):
+class Try(msgspec.Struct, frozen=True):
     """Which attempt of a request this is, and what became of the ones before."""
 
     number: int = 1
@@ -279,7 +279,7 @@ class Picker:
             for avoid in avoided:
                 found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
                 if len(found.at):
-                    return found if barred is bars.every else found._replace(ignored=_ignored(roster, bars))
+                    return found if barred is bars.every else msgspec.structs.replace(found, ignored=_ignored(roster, bars))
                 busy = found if found.busy else busy
             if busy is not None:
                 break

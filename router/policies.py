@@ -8,6 +8,7 @@ cached prompt, then the least load; least_loaded, the fewest predicted milliseco
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -65,7 +66,7 @@ class Rules:
         return replace(self, weights=replace(self.weights, **dict.fromkeys(terms, 0.0))) if terms else self
 
 
-class Facts(NamedTuple):
+class Facts(msgspec.Struct, frozen=True):
     """What a policy may look at, one entry per candidate. uncached: prompt tokens to compute; remote_share: of routed pairs, as far as
     it is believed, 0 where experts are not priced; None: nothing is foretold. turn: counts the decisions of this model."""
 
@@ -104,7 +105,7 @@ class Home(NamedTuple):
         return np.asarray(homes[costs <= float(np.minimum.reduce(costs)) + rounding])
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True):
     """chosen: index of a candidate; tied: how many shared the lowest score."""
 
     chosen: int

@@ -74,16 +74,15 @@ class EventSplitter:
         *blocks, self._rest = data.split(b"\n\n")
         if len(self._rest) > self._most:
             raise ValueError(f"a server-sent event exceeds {self._most} bytes")
-        return [_event_data(block) for block in blocks if _DATA in block]
+        return [block[5:].lstrip() if block.startswith(_DATA) and b"\n" not in block else _event_data(block) for block in blocks if _DATA in block]
 
 
 def _event_data(block: bytes) -> bytes:
-    if block.startswith(_DATA) and b"\n" not in block:
-        return block[5:].lstrip()
+    """Of a block of several lines."""
     return b"\n".join(line[5:].lstrip() for line in block.split(b"\n") if line.startswith(_DATA))
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True):
     """A request to a server: its base URL, the path below it, and what goes there."""
 
     method: str
@@ -93,7 +92,7 @@ class Sent(NamedTuple):
     body: bytes
 
 
-class Patience(NamedTuple):
+class Patience(msgspec.Struct, frozen=True):
     """Seconds that a call may take; inf: no limit."""
 
     first: float
@@ -142,7 +141,8 @@ class Call:
             self._connection.send(request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body))
             while not self._connection.status:
                 await self._more(Failure.DISCONNECTED)
-            await self._begun()
+            if self._connection.status >= 400:
+                await self._judge()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -153,8 +153,8 @@ class Call:
             await self._drain()
         self._client.give_back(self._origin, self._connection)
 
-    async def _begun(self) -> None:
-        """The head of the answer is there."""
+    async def _judge(self) -> None:
+        """The answer is an error."""
 
     @property
     def status(self) -> int:
@@ -222,10 +222,8 @@ class RankCall(Call):
     """A call to a rank of the fleet's own engines. Entering also raises UpstreamFailed for the rank's errors, and ApiError when the rank blames
     the request (4xx but 429)."""
 
-    async def _begun(self) -> None:
+    async def _judge(self) -> None:
         status = self.status
-        if status < 400:
-            return
         refused = api_error(status, await self.error_body())
         if status == 429 or refused.code == "overloaded":
             raise UpstreamFailed(Failure.BUSY, f"{self._url}: {refused.message}")
@@ -252,8 +250,8 @@ class Upstream:
     """The client behind all calls. Usable between entering and leaving, on one loop; leaving closes idle connections."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self._config = config
         self._client: HttpClient | None = None
+        self._use(config)
 
     async def __aenter__(self) -> "Upstream":
         self._client = HttpClient(self._config.keepalive_seconds, self._config.upstream_ca)
@@ -269,22 +267,22 @@ class Upstream:
         that cannot be used: nothing is changed."""
         if config.upstream_ca is not None and self._client is not None:
             self._client.trust(config.upstream_ca)
-        self._config = config
+        self._use(config)
 
-    def call(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Call:
-        """POST a request to a rank of the fleet's own engines."""
-        config = self._config
-        sent = Sent("POST", url, path, {"content-type": "application/json", **headers}, body)
-        return RankCall(self._opened, sent, config.connect_seconds, Patience(config.first_token_seconds, config.between_tokens_seconds))
+    def _use(self, config: RouterConfig) -> None:
+        self._config = config
+        self._streamed = Patience(config.first_token_seconds, config.between_tokens_seconds)
+        self._whole = Patience(math.inf, config.between_tokens_seconds, config.answer_seconds or math.inf)
+
+    def call(self, url: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Call:
+        """POST JSON to a rank of the fleet's own engines."""
+        sent = Sent("POST", url, path, [(b"content-type", b"application/json"), *headers], body)
+        return RankCall(self._opened, sent, self._config.connect_seconds, self._streamed)
 
     def forward(self, sent: Sent, *, stream: bool, patience: Patience | None = None) -> Call:
         """A request as it came, to a server that answers in text. stream: its answer begins with the first token; else it comes as a whole,
         for which there is only a total limit. patience: instead of what the settings say."""
-        config = self._config
-        if patience is not None:
-            return Call(self._opened, sent, config.connect_seconds, patience)
-        whole = Patience(math.inf, config.between_tokens_seconds, config.answer_seconds or math.inf)
-        return Call(self._opened, sent, config.connect_seconds, Patience(config.first_token_seconds, config.between_tokens_seconds) if stream else whole)
+        return Call(self._opened, sent, self._config.connect_seconds, patience or (self._streamed if stream else self._whole))
 
     async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
         """The body of a GET. OSError (also for other statuses than 200), TimeoutError, or ValueError when it is too long."""

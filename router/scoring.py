@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,7 +63,7 @@ class Expected(NamedTuple):
     gain: float = 1.0
 
 
-class Scores(NamedTuple):
+class Scores(msgspec.Struct, frozen=True):
     """terms: float64 [TERMS, targets] in ms, weighted; total: float64 [targets], exactly their sum in the order of TERMS.
 
     promised: float64 [targets], seconds of the work that each rank was promised already: its queue, and what its running sequences add.

@@ -12,7 +12,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+
+import msgspec
 
 from router.words import WordCache
 
@@ -26,7 +27,7 @@ _WORDS_SHARE = 4
 """Words have at most the budget over this."""
 
 
-class Segments(NamedTuple):
+class Segments(msgspec.Struct, frozen=True):
     """A text in segments, in order; `ids` u32 arrays, None where they have yet to be made."""
 
     texts: list[str]

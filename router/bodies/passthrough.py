@@ -5,7 +5,7 @@ The server is the judge of its own requests. Numbers and booleans are read as le
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,7 @@ _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _NOTHING = msgspec.Raw(b"")
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct, frozen=True):
     """A request as far as routing reads it; None, False or b"" where a field is absent or unreadable."""
 
     model: str | None = None
@@ -114,20 +114,23 @@ def read(body: bytes, content_type: str) -> Asked:
 
 def _as_usual(fields: _Usual) -> Asked:
     messages = [] if fields.messages is msgspec.UNSET else fields.messages
-    limits = fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens
-    head = bytes(fields.tools) + bytes(fields.system) + bytes(fields.instructions)
     texts = [f"{message.role or ''}\n{message.content or ''}\n" for message in messages]
-    texts += [fields.prompt or "", fields.query or "", fields.input or ""]
+    texts += fields.prompt or "", fields.query or "", fields.input or ""
+    limit = None
+    for asked in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if asked is not None and asked >= 1:
+            limit = min(asked, _MOST_TOKENS)
+            break
     return Asked(
         model=fields.model or None,
         stream=bool(fields.stream),
-        max_tokens=next((min(limit, _MOST_TOKENS) for limit in limits if limit is not None and limit >= 1), None),
-        prompt=head + "".join(texts).encode("utf-8", "surrogatepass"),
+        max_tokens=limit,
+        prompt=b"".join((fields.tools, fields.system, fields.instructions, "".join(texts).encode("utf-8", "surrogatepass"))),
         user=fields.user or fields.safety_identifier or None,
         session=fields.prompt_cache_key or None,
         priority=fields.priority,
-        temperature=_number(fields.temperature),
-        top_p=_number(fields.top_p),
+        temperature=None if fields.temperature is None else _number(fields.temperature),
+        top_p=None if fields.top_p is None else _number(fields.top_p),
         cache_salt=fields.cache_salt or None,
         refers_to=fields.previous_response_id or fields.input_file_id or None,
         is_chat=fields.messages is not msgspec.UNSET,

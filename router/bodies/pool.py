@@ -172,7 +172,7 @@ class BodyWorkers:
         """As `tasks.read_passthrough`. ApiError when there is no turn to be had, or the process fails."""
         said, prompt = await self._run(client, ReadPassthrough(content_type), body)
         assert isinstance(said, PassthroughFields)
-        return Asked(**msgspec.json.decode(said.asked))._replace(prompt=prompt)
+        return Asked(**msgspec.json.decode(said.asked), prompt=prompt)
 
     async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
         """As `tenancy.with_salt`. ApiError as `read`."""

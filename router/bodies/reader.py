@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from router.bodies import passthrough, tasks
 from router.bodies.passthrough import Asked
@@ -28,7 +30,7 @@ _MOST_WAITING = 4096
 _Result = TypeVar("_Result")
 
 
-class Decoded(NamedTuple):
+class Decoded(msgspec.Struct, frozen=True):
     """A request and the body that it was read from. is_large: `request` is abridged, and the body is read again where ids are made."""
 
     kind: Kind

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ _Value = TypeVar("_Value")
 _DECODER = RequestDecoder()
 
 
-class Room(NamedTuple):
+class Room(msgspec.Struct, frozen=True):
     """What the prompts of one request must fit into."""
 
     context: int
@@ -57,8 +57,8 @@ def read(kind: Kind, body: bytes) -> Request:
 def read_passthrough(content_type: str, body: bytes) -> passthrough.Asked:
     """As `passthrough.read`, with the prompt and long strings cut."""
     asked = passthrough.read(body, content_type)
-    cut: dict[str, Any] = {name: abridged(value) for name, value in asked._asdict().items() if isinstance(value, str)}
-    return asked._replace(prompt=asked.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(asked.prompt), **cut)
+    cut: dict[str, Any] = {name: abridged(value) for name, value in msgspec.structs.asdict(asked).items() if isinstance(value, str)}
+    return msgspec.structs.replace(asked, prompt=asked.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(asked.prompt), **cut)
 
 
 def abridged(value: str) -> str:

@@ -80,7 +80,9 @@ class Worker:
                 return Fields(isinstance(request, ChatRequest), tasks.as_json(request)), b""
             case ReadPassthrough():
                 found = tasks.read_passthrough(asked.content_type, blob)
-                return PassthroughFields(json.dumps(found._replace(prompt=b"")._asdict(), default=bytes.decode).encode()), found.prompt
+                fields = msgspec.structs.asdict(found)
+                prompt = fields.pop("prompt")
+                return PassthroughFields(json.dumps(fields).encode()), prompt
             case ReadPassed():
                 values = passed_fields(tasks.decode(asked.kind, blob), blob).values
                 return Done(), msgspec.msgpack.encode({name: bytes(value) for name, value in values.items()})

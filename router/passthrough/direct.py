@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from fleet.completions import ApiError
 from router.exchange import Exchange
 from router.keys import ADMIN, METRICS, Caller
@@ -140,7 +142,7 @@ class Direct:
         )
         patience = None if seconds is None else Patience(math.inf, seconds, seconds)
         return self._service.upstream.forward(
-            sent._replace(url=url, headers=headers), stream=False, patience=patience
+            msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience
         )
 
     async def _pass(self, call: Call, reply: Reply, headers: Headers) -> None:

@@ -57,7 +57,7 @@ async def answered(url: str, ca: Path | None, body: bytes = b"hello") -> bytes:
     whole = b""
     async with (
         Upstream(RouterConfig(upstream_ca=ca, connect_seconds=5.0)) as upstream,
-        upstream.call(url, "/", body, {}) as call,
+        upstream.call(url, "/", body, []) as call,
     ):
         while data := await call.read():
             whole += data

@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -212,11 +213,11 @@ async def test_a_conversation_stays_with_its_rank_and_a_prefix_is_found_whicheve
         await town.engine(name)
     settings: dict[str, Any] = {"session_affinity_seconds": 60.0}
     one, other = await town.ready_router(**settings), await town.ready_router(**settings)
-    told = need(400)._replace(keys=Keys(session=7, tenant=0))
+    told = msgspec.structs.replace(need(400), keys=Keys(session=7, tenant=0))
     first, booking = book(one, told)
     one.release(booking)
     await asyncio.sleep(0.02)
-    second, booking = book(other, need(400, 9000)._replace(keys=Keys(session=7, tenant=0)))
+    second, booking = book(other, msgspec.structs.replace(need(400, 9000), keys=Keys(session=7, tenant=0)))
     other.release(booking)
     assert second.target == first.target
     third, _ = book(other, need(400))

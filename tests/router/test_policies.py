@@ -235,7 +235,7 @@ def test_the_picker_remembers_where_a_conversation_went() -> None:
     assert again.target is first.target
     assert again.choice.why == "session"
     assert picker.decide(need, "c", 0, 10.5).choice.why != "session"
-    assert picker.decide(need._replace(keys=Keys()), "d", 0, 5.0).held is None
+    assert picker.decide(msgspec.structs.replace(need, keys=Keys()), "d", 0, 5.0).held is None
     picker.reconfigure(RouterConfig())
     assert picker.decide(need, "e", 0, 5.0).held is None
 
