@@ -33,14 +33,24 @@ class BodyBudget:
     def fits(self, client: str, more: int) -> bool:
         return self._by_client.get(client, 0) + more <= self.total - self.held
 
-    def change(self, client: str, by: int) -> None:
-        """Hold so many bytes more, or fewer, for a client; not checked."""
-        self.held += by
-        held = self._by_client.get(client, 0) + by
-        if held:
+    def take(self, client: str, more: int) -> bool:
+        """Hold so many bytes more for a client. False, and none, where they do not fit."""
+        held = self._by_client.get(client, 0) + more
+        if held > self.total - self.held:
+            return False
+        if more:
+            self.held += more
             self._by_client[client] = held
+        return True
+
+    def give_back(self, client: str, held: int) -> None:
+        """Hold so many bytes less for a client."""
+        self.held -= held
+        left = self._by_client[client] - held
+        if left:
+            self._by_client[client] = left
         else:
-            self._by_client.pop(client, None)
+            del self._by_client[client]
 
 
 class BodyShare:
@@ -60,15 +70,14 @@ class BodyShare:
 
     def add(self, size: int) -> None:
         """So many bytes have come. ApiError 503 when there is no room for them."""
-        if not self._budget.fits(self._client, size):
+        if not self._budget.take(self._client, size):
             self._refuse()
-        self._budget.change(self._client, size)
         self.held += size
 
     def release(self) -> None:
         """Idempotent."""
         if self.held:
-            self._budget.change(self._client, -self.held)
+            self._budget.give_back(self._client, self.held)
             self.held = 0
 
     def _refuse(self) -> None:

@@ -85,30 +85,27 @@ class Watches:
 async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare) -> bytes:
     """The whole body, whose memory `share` holds. ApiError 413 as soon as it is known to be too long, 503 when there is no memory for it;
     ClientGone when the client leaves."""
-    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if announced.isdigit():
-        if int(announced) > most:
-            raise _too_large(most)
-        share.announce(int(announced))
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body", False):
-        body: bytes = message.get("body", b"")
-        if len(body) > most:
-            raise _too_large(most)
-        share.add(len(body))
-        return body
-    parts, size = [], 0
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if value.isdigit():
+                if int(value) > most:
+                    raise _too_large(most)
+                share.announce(int(value))
+            break
+    parts: list[bytes] = []
+    size = 0
     while True:
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
+        part: bytes = message.get("body", b"")
+        size += len(part)
         if size > most:
             raise _too_large(most)
-        share.add(len(parts[-1]))
+        share.add(len(part))
         if not message.get("more_body", False):
-            return b"".join(parts)
-        message = await receive()
+            return b"".join((*parts, part)) if parts else part
+        parts.append(part)
 
 
 def _too_large(most: int) -> ApiError:
