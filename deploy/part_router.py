@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -49,6 +50,7 @@ async def serve(
     before the router is ready: its siblings serve. BusError when NATS cannot be reached at start.
     """
     subjects = Subjects("roost" if bus_config is None else bus_config.namespace)
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # it is given one text at a time, and a pool of threads costs each of them microseconds
     async with AsyncExitStack() as stack:
         for opened in (door, private):
             if opened is not None:

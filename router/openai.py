@@ -159,8 +159,8 @@ def sampling(request: Request, max_choices: int, *, passes_fields: bool = False)
     """Check the values of a request that ranks which speak ids will serve. ApiError 400 naming the field, also for what they cannot do.
     passes_fields: they take fields that Roost does not read (`passed_fields`)."""
     _refuse_unserved(request, passes_fields=passes_fields)
-    temperature = _between(request.temperature, "temperature", 1.0, 0.0, 2.0)
-    top_p = _between(request.top_p, "top_p", 1.0, 0.0, 1.0)
+    temperature = 1.0 if request.temperature is None else _between(request.temperature, "temperature", 0.0, 2.0)
+    top_p = 1.0 if request.top_p is None else _between(request.top_p, "top_p", 0.0, 1.0)
     if top_p == 0.0:
         _refuse("top_p must be above 0 and at most 1", "top_p")
     n = 1 if request.n is None else request.n
@@ -175,15 +175,13 @@ def sampling(request: Request, max_choices: int, *, passes_fields: bool = False)
         top_k=_top_k(request.top_k),
         seed=request.seed,
         n=n,
-        stop=_stops(request.stop),
+        stop=None if request.stop is None else _stops(request.stop),
         logprobs=_logprobs(request),
         ignore_eos=bool(request.ignore_eos),
     )
 
 
-def _between(value: float | None, name: str, default: float, least: float, most: float) -> float:
-    if value is None:
-        return default
+def _between(value: float, name: str, least: float, most: float) -> float:
     if not least <= value <= most:
         _refuse(f"{name} must be between {least:g} and {most:g}, not {value:g}", name)
     return value
@@ -206,8 +204,8 @@ def _top_k(value: int | None) -> int:
     return value
 
 
-def _stops(stop: str | list[str] | None) -> list[str] | None:
-    stops = [stop] if isinstance(stop, str) else stop or []
+def _stops(stop: str | list[str]) -> list[str] | None:
+    stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > MAX_STOPS:
         _refuse(f"stop may name at most {MAX_STOPS} strings, not {len(stops)}", "stop")
     if any(not one or len(one) > MAX_STOP_CHARACTERS for one in stops):

@@ -146,17 +146,17 @@ class ModelTokenizer:
         """The ids of a rendered conversation: the template wrote its special tokens itself, so none is added. Any thread may call."""
         ids: list[int] = []
         made: list[tuple[str, array[int]]] = []
-        encoded = 0
+        unknown = encoded = 0
         for text, known in zip(segments.texts, segments.ids, strict=True):
             if known is None:
                 new, characters = self._by_words(text)
-                encoded += characters
+                unknown, encoded = unknown + len(text), encoded + characters
                 made.append((text, array("I", new)))
                 ids += new
             else:
                 ids += known
         if made and self._seen is not None and (self.reuses_segments or self.reuses_words):
-            self._seen.count(segments.unknown - encoded, encoded)
+            self._seen.count(unknown - encoded, encoded)
             self._seen.keep(self._owner, made if self.reuses_segments else (), self._scope)
         return ids
 
