@@ -42,56 +42,57 @@ class Outcome(StrEnum):
 
 
 class Exchange:
-    """Mutable while the request is answered. Times are seconds on the router's clock."""
+    """Mutable while the request is answered. Times are seconds on the router's clock. What most requests leave as it is stands in the class."""
+
+    address = ""
+    """of the client's end of the connection; "": it is this process itself, or the bus"""
+    session: str | None = None
+    tenant: str | None = None
+    """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
+    caller: Caller = TRUSTED
+    """the sender, from its key"""
+    salt = ""
+    """its KV is shared only among requests of this salt (`router.tenancy`); "": among all that have none"""
+    asked_priority: str | None = None
+    asked_timeout: str | None = None
+    """what its headers say of class and deadline, unread"""
+    priority = ""
+    """name of its class of requests"""
+    urgency = 0
+    """number of that class, 0 being the most urgent"""
+    give_up_at = inf
+    """when its client wants it no longer, unless a rank has taken it by then"""
+    query = b""
+    body_bytes = 0
+    queued_seconds = 0.0
+    """the longest wait for a place; 0: it got one at once"""
+    model = ""
+    stream = False
+    answer_id: str | None = None
+    """the id that the answer bears, where the router gives it one"""
+    first_token_at: float | None = None
+    whole = False
+    """the answer came at once: when its first token came is not known"""
+    decision: Decision | None = None
+    """the last one made for the first choice"""
+    prompt_tokens = 0
+    output_tokens = 0
+    cached_tokens = 0
+    status = 0
+    detail: str | None = None
+    """an error's text"""
+    trace: RequestTrace | None = None
 
     def __init__(self, request_id: str, decision_id: str, path: str, started: float) -> None:
+        """decision_id: of the first decision; later ones add a suffix."""
         self.request_id = request_id
         self.decision_id = decision_id
-        """of the first decision; later ones add a suffix"""
         self.path = path
-        self.address = ""
-        """of the client's end of the connection; "": it is this process itself, or the bus"""
-        self.session: str | None = None
-        self.tenant: str | None = None
-        """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
-        self.caller: Caller = TRUSTED
-        """the sender, from its key"""
-        self.salt = ""
-        """its KV is shared only among requests of this salt (`router.tenancy`); "": among all that have none"""
         self.started = started
-        self.asked_priority: str | None = None
-        self.asked_timeout: str | None = None
-        """what its headers say of class and deadline, unread"""
-        self.priority = ""
-        """name of its class of requests"""
-        self.urgency = 0
-        """number of that class, 0 being the most urgent"""
-        self.give_up_at = inf
-        """when its client wants it no longer, unless a rank has taken it by then"""
         self.client_headers: Headers = []
         """as they came"""
-        self.query = b""
-        self.body_bytes = 0
-        self.queued_seconds = 0.0
-        """the longest wait for a place; 0: it got one at once"""
-        self.model = ""
-        self.stream = False
-        self.answer_id: str | None = None
-        """the id that the answer bears, where the router gives it one"""
-        self.first_token_at: float | None = None
-        self.whole = False
-        """the answer came at once: when its first token came is not known"""
-        self.decision: Decision | None = None
-        """the last one made for the first choice"""
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self.cached_tokens = 0
         self.failures: list[Failure] = []
         self.finish_reasons: list[str] = []
-        self.status = 0
-        self.detail: str | None = None
-        """an error's text"""
-        self.trace: RequestTrace | None = None
         self.pass_on: dict[str, str] = {}
         """headers that go upstream as they came: the client's trace context, while this router does not trace"""
 
@@ -145,7 +146,7 @@ class Exchange:
         metrics.finished_for(self.caller.tenant, outcome.value, self.prompt_tokens, self.cached_tokens, self.output_tokens)
         if access.isEnabledFor(logging.INFO):
             line = msgspec.json.encode(self._line(outcome, now, ttft, tpot)).decode()
-            access.handle(access.makeRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
+            access.handle(logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
         if self.trace is not None:
             self.trace.end(
                 self.status,
@@ -206,4 +207,4 @@ def _second(second: int) -> str:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000.0 * seconds, 3)
+    return None if seconds is None else int(1e6 * seconds + 0.5) / 1000

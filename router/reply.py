@@ -20,12 +20,15 @@ class Reply:
         self._before_end = before_end
         self.status = 0
         self.ended = False
-        self.streams_events = False
-        """the answer that has begun is a stream of server-sent events"""
+        self._headers: Headers = []
+
+    @property
+    def streams_events(self) -> bool:
+        """Whether the answer that has begun is a stream of server-sent events."""
+        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers)
 
     async def start(self, status: int, headers: Headers) -> None:
-        self.status = status
-        self.streams_events = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+        self.status, self._headers = status, headers
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:

@@ -38,6 +38,7 @@ _RETRY_SECONDS = b"2"
 """For clients of a server that is busy or down and does not say when to come back."""
 _BODILESS = frozenset({204, 304})
 _DONE = b"[DONE]"
+_DECISION_HEADER = DECISION_HEADER.encode()
 
 
 class _Ended(ApiError):
@@ -214,7 +215,7 @@ class Relay:
             target, body = TEXT_PATH, rest
         elif (course := self._continuable(decision)) is not None:
             body = course.body()
-        if request.is_json and decision.cache_salt:
+        if decision.cache_salt and request.is_json:
             body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
         sent = Sent(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
         call = self._service.upstream.forward(sent, stream=request.asked.stream)
@@ -264,22 +265,22 @@ class Relay:
 
     async def _answered(self, decision: Decision, booking: Booking, call: Call) -> bool:
         async with call:
-            if call.status >= 400:
+            good = call.status < 400
+            if not good:
                 await self._judge(decision, call)
-            if call.status < 400 and call.content_type.startswith("text/event-stream"):
+            if good and call.content_type.startswith("text/event-stream"):
                 await self._stream(decision, booking, call)
             else:
                 await self._whole(decision, booking, call)
-            return call.status < 400
+            return good
 
     def _sent_headers(self, decision: Decision, span: AttemptTrace | None) -> Headers:
         exchange, key = self._exchange, self._service.credentials.backend_key_of(decision.target.url)
-        trace = exchange.pass_on if span is None else span.headers
-        own = [(name.encode(), value.encode("latin-1", "replace")) for name, value in trace.items()]
-        own += [
-            (b"x-request-id", exchange.request_id.encode()),
-            (DECISION_HEADER.encode(), decision.id.encode()),
-        ]
+        own: Headers = []
+        for name, value in (exchange.pass_on if span is None else span.headers).items():
+            own.append((name.encode(), value.encode("latin-1", "replace")))
+        own.append((b"x-request-id", exchange.request_id.encode()))
+        own.append((_DECISION_HEADER, decision.id.encode()))
         if (
             exchange.caller.tenant
         ):  # a server may trust this header: it must not name another tenant than the key does
@@ -288,7 +289,9 @@ class Relay:
             own.append((b"content-type", b"application/json"))  # what continues is the router's own request
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
-        return to_server(self._request.headers, own, credentials=self._own_key(decision))
+        return to_server(
+            self._request.headers, own, credentials=key is None and self._request.own_credentials
+        )
 
     def _own_key(self, decision: Decision) -> bool:
         """True where the chosen server judges the client's own key."""
@@ -422,7 +425,7 @@ class Relay:
 
     async def _start(self, status: int, server: Headers, own: Headers) -> None:
         decision = self._exchange.decision
-        about = [] if decision is None else [(DECISION_HEADER.encode(), decision.id.encode())]
+        about = [] if decision is None else [(_DECISION_HEADER, decision.id.encode())]
         await self._reply.start(status, to_client(server, [*self._headers, *about, *own]))
 
     def _count(self, events: list[bytes]) -> None:
