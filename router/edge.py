@@ -105,9 +105,13 @@ class Edge:
 
     def passes(self, method: str, path: str) -> Route | None:
         """How a request that is none of Roost's own goes to the servers that speak text; None: it does not."""
-        if not self.service.view.serves_text and not self.service.config.backends and not self.service.config.named_backends:
-            return None
-        return route_of(method, path, self.service.config.passthrough_admin)
+        return route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
+
+    @property
+    def _has_text_servers(self) -> bool:
+        """Whether there are servers that speak text, or may be."""
+        service = self.service
+        return service.view.serves_text or bool(service.config.backends or service.config.named_backends)
 
     async def pass_on(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """A route of other servers."""
@@ -205,11 +209,11 @@ class Edge:
     # The routes
 
     async def _answer_chat(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
-        if not await self._passed_on(exchange, reply, headers, body):
+        if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
             await self._answer(exchange, reply, headers, body, "chat")
 
     async def _answer_text(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
-        if not await self._passed_on(exchange, reply, headers, body):
+        if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
             await self._answer(exchange, reply, headers, body, "text")
 
     async def _passed_on(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> bool:
@@ -257,7 +261,7 @@ class Edge:
 
     async def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
         """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
-        if not self.service.view.serves_text and not self.service.config.backends and not self.service.config.named_backends:
+        if not self._has_text_servers:
             return None
         asked = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
         model = self._text_model(asked.model)

@@ -137,20 +137,20 @@ class Exchange:
 
     def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
         """Write the log line, count, and end the trace. Called once."""
-        answered = self.first_token_at is not None
+        answered, ended = self.first_token_at is not None, outcome.value
         ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started
         tpot = self.time_per_output_token(now)
         if answered:
             metrics.answered(self.model, self.output_tokens, now - self.started, ttft, tpot, self.cached_tokens)
-        metrics.finished(self.model, outcome.value)
-        metrics.finished_for(self.caller.tenant, outcome.value, self.prompt_tokens, self.cached_tokens, self.output_tokens)
+        metrics.finished(self.model, ended)
+        metrics.finished_for(self.caller.tenant, ended, self.prompt_tokens, self.cached_tokens, self.output_tokens)
         if access.isEnabledFor(logging.INFO):
-            line = msgspec.json.encode(self._line(outcome, now, ttft, tpot)).decode()
+            line = msgspec.json.encode(self._line(ended, now, ttft, tpot)).decode()
             access.handle(logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
         if self.trace is not None:
             self.trace.end(
                 self.status,
-                outcome.value,
+                ended,
                 {
                     "roost.request.id": self.request_id,
                     "roost.decision.id": None if self.decision is None else self.decision.id,
@@ -168,7 +168,7 @@ class Exchange:
                 },
             )
 
-    def _line(self, outcome: Outcome, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
+    def _line(self, outcome: str, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
         target = None if self.decision is None else self.decision.target
         return {
             "time": _timestamp(time.time()),
@@ -180,7 +180,7 @@ class Exchange:
             "worker": None if target is None else target.engine.engine,
             "rank": None if target is None else target.rank,
             "status": self.status,
-            "outcome": outcome.value,
+            "outcome": outcome,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,

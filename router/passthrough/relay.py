@@ -218,14 +218,23 @@ class Relay:
         if decision.cache_salt and request.is_json:
             body = await self._service.bodies.with_salt(self._exchange.client, body, decision.cache_salt)
         sent = Sent(request.method, decision.target.url, target, self._sent_headers(decision, span), body)
-        call = self._service.upstream.forward(sent, stream=request.asked.stream)
-        if request.asked.stream:
-            return await self._answered(decision, booking, call)
-        self._unstreamed.begin(decision, booking, call)
+        streams = request.asked.stream
+        call = self._service.upstream.forward(sent, stream=streams)
+        if not streams:
+            self._unstreamed.begin(decision, booking, call)
         try:
-            return await self._answered(decision, booking, call)
+            async with call:
+                good = call.status < 400
+                if not good:
+                    await self._judge(decision, call)
+                if good and call.content_type.startswith("text/event-stream"):
+                    await self._stream(decision, booking, call)
+                else:
+                    await self._whole(decision, booking, call)
+                return good
         finally:
-            self._unstreamed.end(call)
+            if not streams:
+                self._unstreamed.end(call)
 
     def _continuable(self, decision: Decision) -> Continuable | None:
         """The record of the answer as it passes, for another server; None: the chosen one returns no
@@ -262,17 +271,6 @@ class Relay:
         """Only the end of the stream was missing."""
         assert self._course is not None
         await self._reply.end(self._course.ending())
-
-    async def _answered(self, decision: Decision, booking: Booking, call: Call) -> bool:
-        async with call:
-            good = call.status < 400
-            if not good:
-                await self._judge(decision, call)
-            if good and call.content_type.startswith("text/event-stream"):
-                await self._stream(decision, booking, call)
-            else:
-                await self._whole(decision, booking, call)
-            return good
 
     def _sent_headers(self, decision: Decision, span: AttemptTrace | None) -> Headers:
         exchange, key = self._exchange, self._service.credentials.backend_key_of(decision.target.url)
