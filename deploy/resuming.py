@@ -14,7 +14,7 @@ from engine_adapter.initial import last_decided, last_is_left, leave_last
 from fleet.events import MigrationStaged, PlacementCommitted
 from fleet.handover import Conducting
 from fleet.placement import PlacementRecord
-from migration.coordinator import OpenHandover
+from migration.handover.coordinator import OpenHandover
 
 READ_SECONDS = 10.0
 """what asking may take"""

@@ -20,7 +20,7 @@ from deploy.view_fleet import on_bus
 from deploy.view_plan import in_units, many
 from fleet.events import ApplyPlan, MigrateExpert, RollBack
 from fleet.experts import ExpertId
-from migration.plan import Plan
+from migration.model.plan import Plan
 
 LOOK_SECONDS = 0.1
 """between two looks at how far it is"""

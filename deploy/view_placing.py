@@ -11,8 +11,8 @@ from deploy.commandline import USAGE, console, fail, in_json, note, show, table
 from deploy.view_popularity import loaded
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement, linear
-from migration.full import bound, full
-from migration.objective import balance
+from migration.model.cost_model import balance
+from migration.solvers.full_placement import bound, full
 
 
 def show_first_placement(file: Path, ranks: int, slots_per_rank: int | None, nodes: int, out: Path | None, *, as_json: bool) -> None:

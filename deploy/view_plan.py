@@ -13,7 +13,7 @@ from deploy.commandline import USAGE, console, fail, note, show, table
 from deploy.migrations import NoSuchEngine, engine_named
 from deploy.view_fleet import on_bus
 from fleet.events import DescribePlan, PlanDescribed
-from migration.record import MemoryPoint, PlanRecord, StepRecord
+from migration.model.plan_record import MemoryPoint, PlanRecord, StepRecord
 
 ASK_SECONDS = 60.0
 """A joint plan for many ranks takes some seconds, and others may be thought over before it."""

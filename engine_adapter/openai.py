@@ -126,9 +126,7 @@ class PlainEngine:
             kv_blocks=0,
             max_context=model.max_model_len or self._config.max_context,
             max_batch_tokens=0,
-            capabilities=Capabilities(
-                kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=self._config.isolates_tenants
-            ),
+            capabilities=Capabilities(kv_events=False, load=False, experts=False, token_ids=False, isolates_tenants=self._config.isolates_tenants),
             shape=self._config.shape,
         )
 

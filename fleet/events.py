@@ -403,9 +403,9 @@ class PlanDescribed(Event, frozen=True, kw_only=True):
     engine: str
     worker_id: int
     record: bytes
-    """JSON: `migration.record.PlanRecord`"""
+    """JSON: `migration.model.plan_record.PlanRecord`"""
     plan: bytes = b""
-    """JSON: `migration.plan.Plan`, for `ApplyPlan`; empty: there is none"""
+    """JSON: `migration.model.plan.Plan`, for `ApplyPlan`; empty: there is none"""
 
 
 class ExpertCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -617,7 +617,7 @@ class ApplyPlan(Event, frozen=True, kw_only=True):
 
     engine: str
     plan: bytes
-    """JSON: `migration.plan.Plan`"""
+    """JSON: `migration.model.plan.Plan`"""
 
 
 class RollBack(Event, frozen=True, kw_only=True):
@@ -674,7 +674,7 @@ class MigrationPlanned(Event, frozen=True, kw_only=True):
     bytes: int
     reason: str
     blob: str = ""
-    """sha256 of the plan's JSON (`migration.plan.Plan`) in the blob store, until it is over; empty: there was no room to keep it"""
+    """sha256 of the plan's JSON (`migration.model.plan.Plan`) in the blob store, until it is over; empty: there was no room to keep it"""
     traceparent: str = ""
     """W3C; of the plan's span"""
     before: LoopFigures | None = None

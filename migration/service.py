@@ -1,7 +1,8 @@
 """The migration service: keeps the durable record of which placement each engine serves, thinks over which one would serve better, and has
 engines go over to it when it is asked to.
 
-Plans are told to whoever asks (`roost plan`), and carried out for whoever asks for that (`migration.requests`, `migration.conducting`). Of
+Plans are told to whoever asks (`roost plan`), and carried out for whoever asks for that (`migration.requests.operator_commands`,
+`migration.execution.executor`). Of
 several services one leads and does all this; the others stand by.
 """
 
@@ -34,20 +35,20 @@ from fleet.events import (
 )
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from migration.autopilot import Autopilot
-from migration.conducting import Conductor
 from migration.config import MigrationConfig
-from migration.history import retraced
-from migration.inquiries import Inquiries
-from migration.leadership import Leadership
-from migration.ledger import Entry, Fault, Ledger, Refused
-from migration.measured import Measured
-from migration.metrics import MigrationMetrics
+from migration.control_loop.controller import Autopilot
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Fault, Ledger, Refused
+from migration.engine_state.unknown_engines import Strangers
+from migration.execution.executor import Conductor
+from migration.execution.leader_lease import Leadership
+from migration.loop_state.dispatch_windows import Measured
+from migration.model.move_history import retraced
 from migration.reload import refused, reloaded
-from migration.requests import Requests
-from migration.strangers import Strangers
-from migration.tracing import Tracing
-from migration.watch import Watch
+from migration.requests.operator_commands import Requests
+from migration.requests.plan_queries import Inquiries
+from migration.telemetry.metrics import MigrationMetrics
+from migration.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ _TABLES_WAITING = 64
 class MigrationService:
     """Runs until cancelled, once. `ready` is set once the log is read and epoch 0 of every engine present is recorded.
 
-    One such service of a namespace leads (`migration.leadership`); others wait, and are `ready` as well. It records each incarnation's first epoch
+    One such service of a namespace leads (`migration.execution.leader_lease`); others wait, and are `ready` as well. It records each incarnation's first epoch
     exactly once, also across its own restarts, because it reads the log before it writes and again whenever it does not know whether a write arrived.
 
     clock: seconds that never go back. thinking: see `Inquiries`.

@@ -35,9 +35,7 @@ def _status(service: RouterService, name: str, url: str, worker_id: int, state: 
     limit = service.config.max_requests_per_rank
     if state is None:
         nothing = BackendSpeed(source="not measured", prompt_tokens_per_second=None, output_tokens_per_second=None)
-        return BackendStatus(
-            name=name, url=url, state="has not answered yet", models=[], requests=0, prefill_tokens=0, max_requests=limit, speed=nothing
-        )
+        return BackendStatus(name=name, url=url, state="has not answered yet", models=[], requests=0, prefill_tokens=0, max_requests=limit, speed=nothing)
     now, key = service.clock(), (worker_id, 0)
     roster = service.view.roster(state.joined.model)
     load = service.picker.reservations.load(roster.rows, now)

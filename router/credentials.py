@@ -31,11 +31,7 @@ class Credentials:
             None if config.api_key_file is None else _client_keys(config.api_key_file, config),
             None if config.backend_key_file is None else _first_line(config.backend_key_file),
             None if config.fleet_secret_file is None else _fleet_secret(config.fleet_secret_file),
-            {
-                base_url(backend.url): _first_line(backend.key_file)
-                for backend in config.named_backends
-                if backend.key_file is not None
-            },
+            {base_url(backend.url): _first_line(backend.key_file) for backend in config.named_backends if backend.key_file is not None},
         )
 
     def backend_key_of(self, url: str) -> str | None:
@@ -50,9 +46,7 @@ class Credentials:
         """The caller that presents this header. ApiError 401 without a valid key."""
         found = TRUSTED if self.clients is None else self.clients.caller(authorization)
         if found is None:
-            raise ApiError(
-                401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key"
-            )
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer <key>", code="invalid_api_key")
         return found
 
     @property

@@ -415,9 +415,7 @@ class Edge:
         service.metrics.tokenise.observe(time.perf_counter() - started)
         return found
 
-    def _courses(
-        self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]], fields: PassedFields
-    ) -> list[Course]:
+    def _courses(self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]], fields: PassedFields) -> list[Course]:
         """One course per choice of each prompt; choice i samples with seed + i."""
         most = self.service.config.max_choices
         if len(prompt_ids) * settings.n > most:

@@ -74,9 +74,7 @@ class PlainBackends:
     """Each server becomes an engine of one rank that serves all of its models: they share its load, its limits and its breaker. A server
     that stops answering is left out until it answers again."""
 
-    def __init__(
-        self, config: RouterConfig, key: Callable[[str], str | None], view: View, clock: Callable[[], float], forget: Callable[[int], None]
-    ) -> None:
+    def __init__(self, config: RouterConfig, key: Callable[[str], str | None], view: View, clock: Callable[[], float], forget: Callable[[int], None]) -> None:
         """key: what the server of a base URL wants as `Authorization: Bearer` now; None: nothing."""
         urls = dict.fromkeys(base_url(url) for url in config.backends)
         settings = [*(BackendConfig(name=_name(url), url=url) for url in urls), *config.named_backends]

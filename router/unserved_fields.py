@@ -30,9 +30,7 @@ class Fields:
         if values.count(None) == len(values):
             return ()  # the usual case
         return [
-            name
-            for value, (name, neutral) in zip(values, self.neutral.items(), strict=True)
-            if value is not None and not any(value == one for one in neutral)
+            name for value, (name, neutral) in zip(values, self.neutral.items(), strict=True) if value is not None and not any(value == one for one in neutral)
         ]
 
 

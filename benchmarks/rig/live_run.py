@@ -24,7 +24,7 @@ from deploy.migrations import carried_out
 from deploy.settings import DEMO_MODEL
 from fleet.events import ApplyPlan, EngineJoined, RollBack
 from fleet.placement import Placement, even_split
-from migration.plan import Handover, Plan, SplitRecord, Step, planned
+from migration.model.plan import Handover, Plan, SplitRecord, Step, planned
 
 RANKS, SLOTS = 4, 10
 ENGINE = "engine-0"

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.rig.placing import Case, Drifting, Row, balance, cases, duplicates, timed
 from benchmarks.rig.report import Target
-from migration.eplb import eplb_global, eplb_hierarchical
-from migration.full import bound, full
+from migration.solvers.eplb import eplb_global, eplb_hierarchical
+from migration.solvers.full_placement import bound, full
 
 PART = "a full placement for balance, scored on the window it is made of; gap: to the bound"
 GAP, FULL_MS, ENOUGH_SLOTS = 0.004, 60.0, 5

@@ -10,8 +10,8 @@ from benchmarks.rig.placing import Row, timed
 from benchmarks.rig.popularity import SKEWS, by_rank, domains
 from fleet.dispatch import Chooser, reached
 from fleet.placement import Placement
-from migration.eplb import as_placement, eplb_global
-from migration.locality import Room, located
+from migration.solvers.eplb import as_placement, eplb_global
+from migration.solvers.locality_placement import Room, located
 
 PART = "ranks besides its own that a token is sent to: replicas chosen for each of its experts alone (split), or together (cover)"
 LAYERS, EXPERTS, RANKS, SPARE, DOMAINS, TOKENS, LEAK = 2, 256, 8, 8, 8, 2000, 0.3

@@ -12,13 +12,13 @@ from benchmarks.rig.placing import DRIFTS, Case, Drifting, Row, Table, balance, 
 from benchmarks.rig.popularity import SKEWS
 from benchmarks.rig.report import Target
 from fleet.placement import Placement, Split
-from migration.changes import copies_between, made
-from migration.few import few
-from migration.full import full
-from migration.noise import Noise
-from migration.relabel import relabelled
-from migration.reweight import reweight
-from migration.weighted import weighted
+from migration.model.placement_changes import copies_between, made
+from migration.model.sampling_noise import Noise
+from migration.solvers.even_split_copies import few
+from migration.solvers.full_placement import full
+from migration.solvers.rank_relabelling import relabelled
+from migration.solvers.split_copies import weighted
+from migration.solvers.split_weights import reweight
 
 EVEN = "after a drift, replicas share evenly: balance on the next window (of a decode step), copies in % of slots"
 SPLIT = "after a drift, with split weights: balance on the next window (of a decode step), copies in % of slots"

@@ -9,10 +9,10 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from benchmarks.rig.placing import SHAPES, SLOTS, Case, Drifting, Row, Table, balance
-from migration.changes import copies_between, made
-from migration.few import few
-from migration.full import full
-from migration.weighted import weighted
+from migration.model.placement_changes import copies_between, made
+from migration.solvers.even_split_copies import few
+from migration.solvers.full_placement import full
+from migration.solvers.split_copies import weighted
 
 PART = "a full change of domain, single layers: copies for 95 % of a full re-placement's gain (demand known exactly), and what no plan can do with less"
 SKEWS = ("mild", "zipf", "lognormal")

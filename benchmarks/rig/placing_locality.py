@@ -16,10 +16,10 @@ from benchmarks.rig.placing import STEP_TOKENS, TOP_K, WINDOW_STEPS, Row, timed
 from benchmarks.rig.popularity import SKEWS, by_rank, domains, load
 from benchmarks.rig.report import Target
 from fleet.placement import even_split
-from migration.eplb import as_placement, eplb_global
-from migration.gate import gate
-from migration.homes import Traffic, homes, routed
-from migration.locality import Prices, Room, bound, located, measured
+from migration.planning.cluster_homes import Traffic, homes, routed
+from migration.solvers.eplb import as_placement, eplb_global
+from migration.solvers.locality_placement import Prices, Room, bound, located, measured
+from migration.solvers.specialisation_test import gate
 
 PLACED = "experts near the ranks that want them, 8 ranks, 8 spare slots each; parts of pairs served elsewhere, %"
 WIDE = "experts near the nodes that want them, nodes of 8 ranks; parts of pairs, %"

@@ -9,18 +9,18 @@ from benchmarks.rig.placing import Case, Drifting, Row, Table, balance, cases, t
 from benchmarks.rig.report import Target
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
-from migration.changes import Changes, copies_between, made
-from migration.difference import between, shortened
-from migration.few import few
-from migration.full import full
-from migration.limits import Limits
-from migration.noise import Noise
-from migration.objective import Links, Terms, judged, transfer_seconds
-from migration.ordering import ordered, transfers
-from migration.plan import planned, replay
-from migration.recovery import critical, recover
-from migration.relabel import relabelled
-from migration.staging import Room
+from migration.model.constraints import Limits
+from migration.model.cost_model import Links, Terms, judged, transfer_seconds
+from migration.model.placement_changes import Changes, copies_between, made
+from migration.model.plan import planned, replay
+from migration.model.sampling_noise import Noise
+from migration.planning.handover_batching import ordered, transfers
+from migration.planning.rank_loss import critical, recover
+from migration.planning.staging_capacity import Room
+from migration.solvers.even_split_copies import few
+from migration.solvers.full_placement import full
+from migration.solvers.rank_relabelling import relabelled
+from migration.solvers.table_diff import between, shortened
 
 PLANS = "changes made into plans: experts of 44 MB, one spare layer block for staging, 8 ranks a node, 50 and 12.5 GB/s"
 LOSS = "one rank is lost; one in 32 experts must have two holders; at most 5 % of slots are copied for balance"

@@ -19,8 +19,8 @@ from fleet.placement import Placement, linear
 from fleet.routings import count_pairs
 from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed, step_seconds
-from migration.homes import Traffic, homes
-from migration.locality import Room
+from migration.planning.cluster_homes import Traffic, homes
+from migration.solvers.locality_placement import Room
 from router.candidates import Limits, candidates
 from router.decision import Ask, Conditions, Decision, Outlook, decide
 from router.foresight import Forecast

@@ -71,9 +71,7 @@ class Direct:
                 continue
         raise _no_object(object_id)
 
-    async def _ask_all(
-        self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent
-    ) -> None:
+    async def _ask_all(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, sent: Sent) -> None:
         """The first server that neither says 404 nor fails has it."""
         servers = self._servers()
         for number, server in enumerate(servers, 1):
@@ -89,11 +87,7 @@ class Direct:
 
     def _servers(self) -> list[EngineState]:
         """The live servers that speak text, at most MOST_ASKED."""
-        live = (
-            state
-            for state in self._service.view.engines()
-            if state.dialect == "text" and state.obstacle is None
-        )
+        live = (state for state in self._service.view.engines() if state.dialect == "text" and state.obstacle is None)
         return sorted(live, key=lambda state: state.joined.engine)[:MOST_ASKED]
 
     def _named(self, name: str, caller: Caller) -> EngineState:
@@ -123,33 +117,23 @@ class Direct:
             )
         return state
 
-    def _call(
-        self, server: EngineState, exchange: Exchange, sent: Sent, seconds: float | None = None
-    ) -> Call:
+    def _call(self, server: EngineState, exchange: Exchange, sent: Sent, seconds: float | None = None) -> Call:
         """seconds: for the whole answer; None: as any answer that is not streamed."""
         credentials, url = self._service.credentials, server.joined.urls[0]
         key = credentials.backend_key_of(url)
-        own: Headers = [
-            (name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()
-        ]
+        own: Headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in exchange.pass_on.items()]
         own.append((b"x-request-id", exchange.request_id.encode()))
         if exchange.caller.tenant:
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
-        headers = to_server(
-            exchange.client_headers, own, credentials=key is None and credentials.clients is None
-        )
+        headers = to_server(exchange.client_headers, own, credentials=key is None and credentials.clients is None)
         patience = None if seconds is None else Patience(math.inf, seconds, seconds)
-        return self._service.upstream.forward(
-            msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience
-        )
+        return self._service.upstream.forward(msgspec.structs.replace(sent, url=url, headers=headers), stream=False, patience=patience)
 
     async def _pass(self, call: Call, reply: Reply, headers: Headers) -> None:
         """The answer, piece by piece as it comes."""
-        length = [
-            (b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"
-        ]
+        length = [(b"content-length", value) for name, value in call.headers if name.lower() == b"content-length"]
         await reply.start(call.status, to_client(call.headers, [*headers, *length]))
         while data := await call.read():
             await reply.write(data)

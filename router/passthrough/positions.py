@@ -24,9 +24,7 @@ class _Detokenized(msgspec.Struct):
 _DETOKENIZED: msgspec.json.Decoder[_Detokenized] = msgspec.json.Decoder(_Detokenized)
 
 
-async def find_position(
-    course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str
-) -> None:
+async def find_position(course: Continuable, upstream: Upstream, url: str, headers: Headers, model: str) -> None:
     """Ask until the client's text is met. A server that cannot tell leaves the position that is known."""
     try:
         before = await _text_of(course.context_of(0), upstream, url, headers, model)

@@ -65,9 +65,7 @@ class Relay:
         self._request = request
         self._unstreamed = unstreamed
         self._located = located
-        self._prompt = TextPrompt(
-            request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes
-        )
+        self._prompt = TextPrompt(request.asked.prompt, exchange.model, exchange.block_seed, request.asked.prompt_bytes)
         self._failures: tuple[tuple[RankKey, Failure], ...] = ()
         self._reported = False
         """the answer named the experts that were chosen"""
@@ -119,18 +117,12 @@ class Relay:
         begun."""
         if not self._reply.status:
             return None
-        return (
-            "this answer cannot be continued by another server"
-            if self._course is None
-            else self._course.why_not()
-        )
+        return "this answer cannot be continued by another server" if self._course is None else self._course.why_not()
 
     async def _again(self, failed: UpstreamFailed, attempts: int, refused: Refused | None) -> bool:
         """True: ask another server. False: the client has got the last server's own answer instead."""
         try:
-            if attempts >= self._service.config.max_attempts or not (
-                self._request.repeatable or failed.how is Failure.CONNECT
-            ):
+            if attempts >= self._service.config.max_attempts or not (self._request.repeatable or failed.how is Failure.CONNECT):
                 raise failed.refusal(attempts)
             self._service.may_retry(failed.how, begun=bool(self._reply.status))
         except ApiError as error:
@@ -146,9 +138,7 @@ class Relay:
         """The answer has begun and cannot be finished: ApiError."""
         if self._events is not None and self._events.separator():
             await self._reply.write(self._events.separator())
-        raise _Ended(
-            502, f"the server broke off its answer ({why}); ask again", code="upstream_failed"
-        ) from cause
+        raise _Ended(502, f"the server broke off its answer ({why}); ask again", code="upstream_failed") from cause
 
     async def _try(self, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
         """One attempt at one server; its booking and its span end here, whatever happens."""
@@ -170,9 +160,7 @@ class Relay:
             begun=self._begun if begun else None,
         )
         suffix = f"-a{attempt}" if attempt > 1 else ""
-        decision, booking = await self._service.waiting.admit(
-            self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun
-        )
+        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, Try(attempt, replaces, self._failures), begun=begun)
         self._exchange.decision = decision
         span: AttemptTrace | None = None
         ended: str | None = "abandoned"
@@ -260,9 +248,7 @@ class Relay:
         try:
             if course.positions():
                 headers = self._sent_headers(decision, None)
-                await find_position(
-                    course, self._service.upstream, decision.target.url, headers, self._exchange.model
-                )
+                await find_position(course, self._service.upstream, decision.target.url, headers, self._exchange.model)
             return course.request()
         except Inexact as inexact:
             await self._broken(str(inexact), inexact)
@@ -279,24 +265,17 @@ class Relay:
             own.append((name.encode(), value.encode("latin-1", "replace")))
         own.append((b"x-request-id", exchange.request_id.encode()))
         own.append((_DECISION_HEADER, decision.id.encode()))
-        if (
-            exchange.caller.tenant
-        ):  # a server may trust this header: it must not name another tenant than the key does
+        if exchange.caller.tenant:  # a server may trust this header: it must not name another tenant than the key does
             own.append((self._service.config.tenant_header.encode(), exchange.caller.tenant.encode()))
         if self._reply.status:
             own.append((b"content-type", b"application/json"))  # what continues is the router's own request
         if key is not None:
             own.append((b"authorization", f"Bearer {key}".encode("latin-1", "replace")))
-        return to_server(
-            self._request.headers, own, credentials=key is None and self._request.own_credentials
-        )
+        return to_server(self._request.headers, own, credentials=key is None and self._request.own_credentials)
 
     def _own_key(self, decision: Decision) -> bool:
         """True where the chosen server judges the client's own key."""
-        return (
-            self._request.own_credentials
-            and self._service.credentials.backend_key_of(decision.target.url) is None
-        )
+        return self._request.own_credentials and self._service.credentials.backend_key_of(decision.target.url) is None
 
     async def _judge(self, decision: Decision, call: Call) -> None:
         """Judge an error: UpstreamFailed where another server may do better. What is about the request, or
@@ -304,9 +283,7 @@ class Relay:
         matter of policy, and no fault of its own."""
         busy, own_fault = call.status in _BUSY, call.status >= 500 or bool(self._reply.status)
         if call.status == 401 and not self._own_key(decision):
-            detail = (
-                f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
-            )
+            detail = f"{decision.target.url}: HTTP 401: the server refused the router's key; set backend_key_file"
             raise UpstreamFailed(Failure.SERVER_ERROR, detail)
         if busy or (own_fault and self._request.repeatable):
             body = await call.error_body()
@@ -432,9 +409,7 @@ class Relay:
         if usage is not None:
             self._exchange.prompt_tokens = usage.prompt_tokens
             self._exchange.output_tokens = usage.completion_tokens
-            self._exchange.cached_tokens = (
-                usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-            )
+            self._exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
 
 
 def _length(server: Headers) -> Headers:

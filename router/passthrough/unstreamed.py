@@ -81,6 +81,4 @@ class Unstreamed:
         """A refused connection is no death here: a server that is stopping refuses new requests and
         finishes open ones, and where its process has ended the open connection says so."""
         state = self._service.view.engine(key[0])
-        return self._service.backends.is_silent(key[0]) or (
-            state is not None and state.standing is Standing.DEAD
-        )
+        return self._service.backends.is_silent(key[0]) or (state is not None and state.standing is Standing.DEAD)

@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 async def returned(client: str, base: str) -> list[str]:
     """What each call of a client returned or raised, a line each, without ids and times."""
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.compat.clients", client, base, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.compat.clients", client, base, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     out, _ = await child.communicate()
     assert child.returncode == 0
     return neutral(out).decode().splitlines()

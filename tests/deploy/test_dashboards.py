@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import deploy
-from migration.metrics import MigrationMetrics
+from migration.telemetry.metrics import MigrationMetrics
 from router.metrics import RouterMetrics
 from tracker.metrics import TrackerMetrics
 

@@ -45,8 +45,8 @@ from fleet.events import (
 from fleet.experts import ModelShape
 from fleet.placement import linear
 from migration.config import MigrationConfig
-from migration.plan import planned
-from migration.record import PlanRecord
+from migration.model.plan import planned
+from migration.model.plan_record import PlanRecord
 from migration.service import MigrationService
 from tests.deploy.answering import on_nats
 from tests.deploy.commands import roost

@@ -17,7 +17,7 @@ from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, 
 from fleet.handover import Conducting
 from fleet.layout import EP
 from fleet.placement import Placement, linear
-from migration.coordinator import OpenHandover
+from migration.handover.coordinator import OpenHandover
 from tests.deploy.loop_figures import FORETOLD, START
 
 SUBJECTS = Subjects()

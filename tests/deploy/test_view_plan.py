@@ -19,7 +19,7 @@ from deploy.view_plan import Asked, described, print_plan
 from engine_adapter.initial import initial
 from fleet.events import DescribePlan, EngineJoined, PlanDescribed
 from fleet.experts import ModelShape
-from migration.record import Measures, MemoryPoint, PlanRecord, StepRecord
+from migration.model.plan_record import Measures, MemoryPoint, PlanRecord, StepRecord
 from tests.deploy import commands
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

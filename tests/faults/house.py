@@ -33,7 +33,7 @@ from fleet.events import (
     HandoverDescribed,
     ProposeHandover,
 )
-from migration.plan import Plan
+from migration.model.plan import Plan
 from tests.conftest import NatsServer
 from tests.faults.contents import RANKS, first_placement
 from tests.faults.rank_alone import Life

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.plan import Copy, Handover, Plan, Step, applied, planned
+from migration.model.plan import Copy, Handover, Plan, Step, applied, planned
 from tests.faults.contents import EXPERT_BYTES
 
 

@@ -19,7 +19,7 @@ from fleet.events import (
     PlanJudged,
 )
 from fleet.placement import Placement
-from migration.plan import Plan
+from migration.model.plan import Plan
 
 Ended = MigrationCommitted | MigrationAborted
 Said = MigrationPlanned | MigrationStaged | Ended | PlanJudged

@@ -20,7 +20,7 @@ from bus import Declined
 from fleet.events import AbortHandover, CommitHandover, MigrationAborted, MigrationCommitted, ProposeHandover
 from fleet.handover import RankState
 from fleet.placement import Placement
-from migration.plan import Plan
+from migration.model.plan import Plan
 from tests.faults.contents import RANKS, SLOTS, TENSORS, memory_of
 from tests.faults.house import Engine, House, until
 from tests.faults.judge import FREE, Belongings, judge, judge_memory, settle

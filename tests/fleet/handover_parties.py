@@ -1,4 +1,5 @@
-"""The real deciding modules of both sides against each other: `migration.coordinator` and `engine_adapter.conduct` (with its cells), over a network that
+"""The real deciding modules of both sides against each other: `migration.handover.coordinator` and `engine_adapter.conduct` (with its cells), over a network
+that
 loses, repeats and reorders, with transfers that are late and parties that die. Everything around them is here, and deterministic from a seed.
 
 What they do is judged by what truly lies in memory: a cell is a number, the checksum of its expert; a read copies it when it lands or settles, however late
@@ -30,10 +31,10 @@ from fleet.handover import Cell, Conducting, flips
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement
 from migration.config import MigrationConfig
-from migration.coordinator import Command, Move, Pace, Proceeding, Undertaking, begun, taken_over
-from migration.handing import stray
-from migration.ledger import Entry
-from migration.undertakings import left_open, unheard_of
+from migration.engine_state.placement_registry import Entry
+from migration.execution.handover_driver import stray
+from migration.handover.coordinator import Command, Move, Pace, Proceeding, Undertaking, begun, taken_over
+from migration.handover.handover_messages import left_open, unheard_of
 from tests.fleet.handover_seats import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, checksum
 from tests.fleet.handover_store import Store
 

@@ -7,7 +7,7 @@ import msgspec
 
 from fleet.events import PlacementCommitted
 from fleet.handover import Conducting
-from migration.coordinator import OpenHandover, Record
+from migration.handover.coordinator import OpenHandover, Record
 from tests.fleet.handover_seats import Unsafe
 
 

@@ -10,8 +10,8 @@ from engine_adapter.residency import Inconsistent, Residency
 from fleet.events import HandoverDescribed
 from fleet.handover import CELL, Cell, CellEvent, Conducting
 from migration.config import MigrationConfig
-from migration.coordinator import OpenHandover, Proceeding, taken_over
-from migration.undertakings import left_open, unheard_of
+from migration.handover.coordinator import OpenHandover, Proceeding, taken_over
+from migration.handover.handover_messages import left_open, unheard_of
 from tests.fleet.handover_parties import PACE, Leader, World
 from tests.fleet.handover_seats import Seat, Unsafe
 from tests.fleet.handover_walk import Walk

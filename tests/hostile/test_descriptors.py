@@ -104,9 +104,7 @@ async def test_a_router_with_few_descriptors_is_not_closed_by_silent_connections
         assert 5 < float(opened.split(" ")[1]) < 64
 
 
-async def test_descriptors_that_run_out_are_the_routers_fault_and_no_ranks(
-    quick_sweep: None, open_house: OpenHouse, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_descriptors_that_run_out_are_the_routers_fault_and_no_ranks(quick_sweep: None, open_house: OpenHouse, caplog: pytest.LogCaptureFixture) -> None:
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "demo", "object": "model"}]})
 

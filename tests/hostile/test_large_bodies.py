@@ -169,9 +169,7 @@ async def test_no_body_keeps_the_loop_before_servers_that_are_asked_in_text(
     assert (await attacked(house, ROUTE, body, callbacks))[0] == 200
 
 
-async def test_a_salt_is_not_written_on_the_loop_into_a_large_body_that_names_one(
-    open_house: OpenHouse, text_server: str, callbacks: CallbackTimes
-) -> None:
+async def test_a_salt_is_not_written_on_the_loop_into_a_large_body_that_names_one(open_house: OpenHouse, text_server: str, callbacks: CallbackTimes) -> None:
     house = await open_house(named_backends=(BackendConfig(name="one", url=text_server, isolates_tenants=True),), bus=False)
     await until(lambda: house.service.ready)
     fields = b",".join(b'"field %d": 0' % number for number in range(400_000))

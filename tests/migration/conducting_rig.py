@@ -13,8 +13,8 @@ from fleet.events import ApplyPlan, MigrationAccepted, PlacementCommitted
 from fleet.handover import Conducting, RankState
 from fleet.placement import Placement, linear
 from migration.config import MigrationConfig
-from migration.coordinator import OpenHandover
-from migration.plan import Copy, Handover, Plan, Step, planned, replay
+from migration.handover.coordinator import OpenHandover
+from migration.model.plan import Copy, Handover, Plan, Step, planned, replay
 from migration.service import MigrationService
 from tests.migration import joining
 from tests.migration.joining import joined

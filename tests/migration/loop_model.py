@@ -18,12 +18,12 @@ from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
-from migration.eplb import as_placement, eplb_global
-from migration.history import History
-from migration.plan import replay
-from migration.planner import Decided, decide
-from migration.situation import Question
-from migration.view import Demand, Homes, View
+from migration.model.engine_view import Demand, Homes, View
+from migration.model.move_history import History
+from migration.model.plan import replay
+from migration.planning.planner import Decided, decide
+from migration.planning.problem import Question
+from migration.solvers.eplb import as_placement, eplb_global
 
 RANKS, SLOTS, EXPERTS, LAYERS, TOP_K = 4, 10, 32, 4, 4
 NODE = np.zeros(RANKS, np.intp)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, Origin, PlanJudged, Verdict
-from migration.annals import MOST_TALES, MOST_TOLD, Annals
-from migration.steering import MOST_ENGINES, MOST_HARMS, EngineMemory, Harm, Judging, LoopMemory
-from migration.verdicts import Prices
+from migration.loop_state.persistent_state import MOST_ENGINES, MOST_HARMS, EngineMemory, Harm, Judging, LoopMemory
+from migration.loop_state.plan_history import MOST_TALES, MOST_TOLD, Annals
+from migration.loop_state.verdict import Prices
 
 FIGURES = LoopFigures(remote_ranks=1.0, local=0.5, balance=0.9, step_seconds=1e-3)
 

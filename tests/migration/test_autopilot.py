@@ -32,11 +32,13 @@ from fleet.events import (
     SteerLoop,
 )
 from fleet.layout import Layout
-from migration import autopilot, inquiries, intents
 from migration.config import MigrationConfig
-from migration.plan import Handover
-from migration.plan import planned as planned_of
-from migration.record import PlanRecord
+from migration.control_loop import controller
+from migration.model.plan import Handover
+from migration.model.plan import planned as planned_of
+from migration.model.plan_record import PlanRecord
+from migration.planning import operator_plans
+from migration.requests import plan_queries
 from migration.service import MigrationService
 from tests.migration.flying_rig import (
     CONFIG,
@@ -225,7 +227,7 @@ async def test_an_engine_that_leaves_while_its_verdict_is_taken_up_harms_nobody(
 
 @pytest.mark.looptime
 async def test_of_engines_that_come_and_go_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopilot, "MOST_ENGINES", 2)
+    monkeypatch.setattr(controller, "MOST_ENGINES", 2)
     broker = MemoryBroker()
     async with serving(broker) as service:
         for number in range(4):
@@ -379,13 +381,13 @@ async def test_a_rollback_that_was_given_up_is_tried_again_and_till_then_nothing
 def step_by_step(*arguments: Any) -> Any:
     """The plan back, a handover for each of its steps."""
     placement = arguments[0]
-    steps = [step for handover in intents.back(*arguments).handovers for step in handover.steps]
+    steps = [step for handover in operator_plans.back(*arguments).handovers for step in handover.steps]
     return planned_of(placement, [Handover(epoch=placement.epoch + at, steps=(step,)) for at, step in enumerate(steps, 1)], reason="so")
 
 
 @pytest.mark.looptime
 async def test_a_rollback_that_was_given_up_on_its_way_is_gone_on_with_and_all_that_it_brought_back_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("migration.requests.back", step_by_step)
+    monkeypatch.setattr("migration.requests.operator_commands.back", step_by_step)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH) as service:
         planned = await carried_out(world)
@@ -449,7 +451,7 @@ async def test_what_cannot_be_rolled_back_now_is_rolled_back_later_and_nothing_e
 
 @pytest.mark.looptime
 async def test_a_rollback_that_fails_for_ever_is_left_to_people_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("migration.pilots.MOST_UNDOINGS", 2)
+    monkeypatch.setattr("migration.loop_state.engine_loop.MOST_UNDOINGS", 2)
     broker = MemoryBroker()
     async with flight(broker) as world, serving(broker, HARSH):
         await carried_out(world)
@@ -652,8 +654,8 @@ def plans_with_homes(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
         after = None if found.plan is None else found.homes._replace(share=shares, clusters=9, note="near")
         return found._replace(homes_after=after)
 
-    decide = inquiries.decide
-    monkeypatch.setattr("migration.inquiries.decide", with_homes)
+    decide = plan_queries.decide
+    monkeypatch.setattr("migration.requests.plan_queries.decide", with_homes)
     return shares
 
 
@@ -748,8 +750,8 @@ async def test_a_defect_in_thinking_of_one_engine_does_not_hold_up_another(monke
             raise ZeroDivisionError("a defect")
         return decide(view, *arguments)
 
-    decide = inquiries.decide
-    monkeypatch.setattr("migration.inquiries.decide", broken)
+    decide = plan_queries.decide
+    monkeypatch.setattr("migration.requests.plan_queries.decide", broken)
     broker = MemoryBroker()
     async with flight(broker) as world, flight(broker, name="b", worker_id=2) as other, serving(broker) as service:
         for _ in range(45):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migration.changes import COPIES, Changes, Kind, within
+from migration.model.placement_changes import COPIES, Changes, Kind, within
 
 
 def changes(rows: list[tuple[Kind, int, float]]) -> Changes:

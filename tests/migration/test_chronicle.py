@@ -2,8 +2,8 @@
 
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged
 from fleet.placement import linear
-from migration.chronicle import Chronicle
-from migration.pulse import Pulse
+from migration.engine_state.liveness import Pulse
+from migration.model.plan_log import Chronicle
 
 RECORD = linear(layers=1, experts=2, ranks=2).record()
 

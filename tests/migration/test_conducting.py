@@ -28,7 +28,7 @@ from fleet.events import (
 from fleet.experts import ExpertId
 from fleet.handover import RankState, Standing
 from fleet.placement import Placement
-from migration.plan import replay
+from migration.model.plan import replay
 from tests.migration.conducting_rig import CONFIG, FIRST, SUBJECTS, apply, ask, at_rest, engine, key, leading, log, replicating, told
 from tests.migration.joining import joined
 from tests.migration.obedient import Ranks

@@ -22,7 +22,7 @@ from fleet.events import (
 from fleet.handover import Conducting, Cue, RankState, Verdict
 from fleet.layout import EP
 from fleet.placement import linear
-from migration.coordinator import Command, Pace, Proceeding, Undertaking, begun, taken_over
+from migration.handover.coordinator import Command, Pace, Proceeding, Undertaking, begun, taken_over
 
 PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)
 RANKS = 3

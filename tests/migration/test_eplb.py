@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.eplb import as_placement, eplb_global, eplb_hierarchical, packed, raw_shares, replicated
+from migration.solvers.eplb import as_placement, eplb_global, eplb_hierarchical, packed, raw_shares, replicated
 
 
 def test_it_gives_the_placement_that_its_description_prints() -> None:

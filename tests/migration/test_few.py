@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.placing import Case, Drifting, balance, rank_loads
 from fleet.placement import EMPTY, Placement
-from migration.changes import Changes, Kind, Table, copies_between, made, taken, within
-from migration.few import few
-from migration.full import full
-from migration.limits import Limits
-from migration.noise import Noise, changed, deviations, expected_max, expected_most
+from migration.model.constraints import Limits
+from migration.model.placement_changes import Changes, Kind, Table, copies_between, made, taken, within
+from migration.model.sampling_noise import Noise, changed, deviations, expected_max, expected_most
+from migration.solvers.even_split_copies import few
+from migration.solvers.full_placement import full
 
 
 def random_table(layers: int, experts: int, ranks: int, per_rank: int, dice: np.random.Generator) -> Table:

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.changes import Kind, made
-from migration.filling import filled
-from migration.limits import Limits
+from migration.model.constraints import Limits
+from migration.model.placement_changes import Kind, made
+from migration.solvers.fill_empty_slots import filled
 
 LAYERS, EXPERTS, RANKS = 2, 6, 3
 

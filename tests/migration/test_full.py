@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.counts import Bounds, replica_counts
-from migration.eplb import eplb_global
-from migration.full import bound, full
+from migration.solvers.eplb import eplb_global
+from migration.solvers.full_placement import bound, full
+from migration.solvers.replica_counts import Bounds, replica_counts
 
 
 def balance(table: NDArray[np.integer], load: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:

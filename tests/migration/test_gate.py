@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import hypergeom
 
 from benchmarks.rig.popularity import by_rank, domains
-from migration.gate import divergence, expected_noise, gate
+from migration.solvers.specialisation_test import divergence, expected_noise, gate
 
 LAYERS, EXPERTS, RANKS = 8, 64, 4
 

@@ -8,10 +8,10 @@ from benchmarks.rig.popularity import by_rank, domains
 from fleet.experts import ModelShape
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
-from migration.gating import draws_of, expected_nodes, node_draws
-from migration.grouping import group_homes, keep_groups
-from migration.locality import Prices, Room, located
-from migration.objective import Terms, traffic
+from migration.model.cost_model import Terms, traffic
+from migration.model.grouped_routing import draws_of, expected_nodes, node_draws
+from migration.planning.group_affinity import group_homes, keep_groups
+from migration.solvers.locality_placement import Prices, Room, located
 
 SHAPE = ModelShape(layers=4, experts=64, top_k=4, hidden=8, expert_intermediate=8, groups=8, groups_per_token=2)
 

@@ -5,8 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.changes import NOWHERE, Changes, Kind, joined
-from migration.history import NEVER, SIGNIFICANT, History, counted, differs
+from migration.model.move_history import NEVER, SIGNIFICANT, History, counted, differs
+from migration.model.placement_changes import NOWHERE, Changes, Kind, joined
 
 WORKER = 5
 

@@ -9,9 +9,9 @@ from scipy.optimize import linprog
 
 from benchmarks.rig.popularity import domains, load
 from fleet.placement import linear
-from migration.homes import Traffic, chained, homes, laid_onto, routed
-from migration.levelling import held_of
-from migration.locality import Room, located
+from migration.planning.cluster_homes import Traffic, chained, homes, laid_onto, routed
+from migration.solvers.load_cap import held_of
+from migration.solvers.locality_placement import Room, located
 
 LAYERS, EXPERTS, RANKS = 4, 32, 4
 ROOM = Room(np.zeros(RANKS, np.intp), 10, balance=0.9)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fleet.events import MigrateExpert
 from fleet.experts import ExpertId
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
-from migration.intents import back, checked, one_expert, read, undone
-from migration.plan import Handover, Plan, planned, replay
-from migration.staging import Room
+from migration.model.plan import Handover, Plan, planned, replay
+from migration.planning.operator_plans import back, checked, one_expert, read, undone
+from migration.planning.staging_capacity import Room
 from tests.migration.test_chronicle import aborted, committed
 from tests.migration.test_chronicle import planned as announced
 

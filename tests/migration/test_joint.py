@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from fleet.signatures import ClusterModel
 from migration.config import POLICIES, MigrationConfig
-from migration.forecast import expected, followed, lived, mix_of, spread
-from migration.homes import Traffic
-from migration.planner import decide
-from migration.situation import Question
+from migration.planning.cluster_homes import Traffic
+from migration.planning.demand_forecast import expected, followed, lived, mix_of, spread
+from migration.planning.planner import decide
+from migration.planning.problem import Question
 from tests.migration.loop_model import EXPERTS, LAYERS, RANKS, SHAPE, SLOTS, Loop, eplb, profiles
 
 DOMAINS = 9

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fleet.events import EngineJoined, PlacementCommitted
 from fleet.layout import EP, Layout
 from fleet.placement import Placement, PlacementRecord, linear
-from migration.ledger import Fault, Ledger, Refused
+from migration.engine_state.placement_registry import Fault, Ledger, Refused
 from tests.migration import joining
 from tests.migration.joining import SHAPE
 

@@ -12,11 +12,11 @@ from benchmarks.rig.popularity import by_rank, domains
 from fleet.dispatch import loads
 from fleet.placement import Placement, linear
 from fleet.timing import EngineSpeed
-from migration.changes import copies_between
-from migration.exchange import bettered
-from migration.levelling import held_of, table_of
-from migration.locality import Prices, Room, bound, located, measured, placed, worth_of
-from migration.worth import held_by_worth
+from migration.model.placement_changes import copies_between
+from migration.solvers.holder_value import held_by_worth
+from migration.solvers.load_cap import held_of, table_of
+from migration.solvers.locality_placement import Prices, Room, bound, located, measured, placed, worth_of
+from migration.solvers.pairwise_exchange import bettered
 
 FLAT8 = np.zeros(8, np.intp)
 

@@ -11,8 +11,8 @@ from fleet.events import DispatchMeasured
 from fleet.layout import EP
 from fleet.placement import linear
 from migration.config import MigrationConfig
-from migration.ledger import Entry, Fault, Refused
-from migration.measured import SLICES, Measured
+from migration.engine_state.placement_registry import Entry, Fault, Refused
+from migration.loop_state.dispatch_windows import SLICES, Measured
 
 ENTRY = Entry("a", 1, EP, linear(layers=3, experts=8, ranks=2))
 CONFIG = MigrationConfig(window_seconds=30.0, judge_seconds=30.0)

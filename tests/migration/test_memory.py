@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fleet.timing import EngineSpeed
-from migration.memory import Cache, Point, best, curve, memory_seconds, waiting_seconds
-from migration.objective import Terms
+from migration.model.cost_model import Terms
+from migration.planning.slots_vs_kv_cache import Cache, Point, best, curve, memory_seconds, waiting_seconds
 
 
 def cache(blocks: float, used: float, requests: float, variation: float = 0.0) -> Cache:

@@ -10,7 +10,7 @@ from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.events import LoopFigures, MigrationCommitted, MigrationPlanned, PlanJudged, ProposeHandover
-from migration.tracing import Tracing
+from migration.telemetry.tracing import Tracing
 from tests.migration.conducting_rig import apply, engine, leading, log, replicating
 
 SHIFT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

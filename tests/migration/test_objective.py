@@ -9,19 +9,7 @@ from numpy.typing import NDArray
 from fleet.dispatch import loads, served_by, shares
 from fleet.placement import EMPTY, FULL, Placement, Split, linear
 from fleet.timing import EngineSpeed
-from migration.objective import (
-    Links,
-    Terms,
-    Transfers,
-    balance,
-    expert_seconds,
-    figures,
-    judged,
-    payback,
-    step_ceiling,
-    traffic,
-    transfer_seconds,
-)
+from migration.model.cost_model import Links, Terms, Transfers, balance, expert_seconds, figures, judged, payback, step_ceiling, traffic, transfer_seconds
 
 NODE = np.array([0, 0, 1, 1])
 SPEED = EngineSpeed(dispatch=2e-6, dispatch_node=5e-6, expert_pair=1e-7)

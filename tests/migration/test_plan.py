@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
-from migration.changes import NOWHERE, Changes, Kind, Table, copies_between, joined, made, taken
-from migration.difference import between, shortened
-from migration.limits import Limits
-from migration.ordering import ordered, transfers
-from migration.plan import Cause, Handover, Inapplicable, Plan, applied, planned, replay
-from migration.staging import Room, Unorderable
+from migration.model.constraints import Limits
+from migration.model.placement_changes import NOWHERE, Changes, Kind, Table, copies_between, joined, made, taken
+from migration.model.plan import Cause, Handover, Inapplicable, Plan, applied, planned, replay
+from migration.planning.handover_batching import ordered, transfers
+from migration.planning.staging_capacity import Room, Unorderable
+from migration.solvers.table_diff import between, shortened
 
 EXPERT_BYTES = 10
 

@@ -15,14 +15,14 @@ from fleet.placement import FULL, Placement, linear
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import MigrationConfig
-from migration.eplb import eplb_global
-from migration.full import full
-from migration.history import History, counted
-from migration.plan import Plan, replay
-from migration.planner import Decided, Why, decide
-from migration.record import PlanRecord
-from migration.situation import Question
-from migration.view import CacheUse, Demand, Homes, View
+from migration.model.engine_view import CacheUse, Demand, Homes, View
+from migration.model.move_history import History, counted
+from migration.model.plan import Plan, replay
+from migration.model.plan_record import PlanRecord
+from migration.planning.planner import Decided, Why, decide
+from migration.planning.problem import Question
+from migration.solvers.eplb import eplb_global
+from migration.solvers.full_placement import full
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 64, 8, 10
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=4, hidden=64, expert_intermediate=32)

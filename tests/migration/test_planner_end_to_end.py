@@ -13,7 +13,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from deploy.process import alongside
 from fleet.events import DescribePlan, PlanDescribed
 from migration.config import MigrationConfig
-from migration.record import PlanRecord
+from migration.model.plan_record import PlanRecord
 from migration.service import MigrationService
 from tests.simulated_engines import simulated_engine
 from tracker.config import TrackerConfig

@@ -13,11 +13,11 @@ from fleet.placement import EMPTY, Placement
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
 from migration.config import POLICIES, MigrationConfig
-from migration.history import History
-from migration.plan import replay
-from migration.planner import Why, decide
-from migration.situation import Question
-from migration.view import CacheUse, Demand, View
+from migration.model.engine_view import CacheUse, Demand, View
+from migration.model.move_history import History
+from migration.model.plan import replay
+from migration.planning.planner import Why, decide
+from migration.planning.problem import Question
 
 LAYERS, EXPERTS = 3, 8
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_intermediate=4)

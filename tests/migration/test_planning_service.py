@@ -30,10 +30,10 @@ from fleet.placement import Placement
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
-from migration.planner import Decided
-from migration.record import PlanRecord
+from migration.model.plan_record import PlanRecord
+from migration.planning.planner import Decided
+from migration.planning.problem import Question
 from migration.service import MigrationService
-from migration.situation import Question
 from tests.migration.flying_rig import FIRST, SHAPE, SKEWED, SUBJECTS, of_four
 from tests.migration.joining import leading
 from tests.migration.obedient import Ranks
@@ -261,7 +261,7 @@ async def test_a_defect_of_planning_is_counted_and_the_service_goes_on(monkeypat
 
     bus = MemoryBus()
     await join(bus)
-    monkeypatch.setattr("migration.inquiries.decide", broken)
+    monkeypatch.setattr("migration.requests.plan_queries.decide", broken)
     async with serving(bus) as service:
         await Traffic(bus).last(25, SKEWED)
         assert b'roost_planner_refusals_total{reason="failed"} 2.0' in service.metrics.exposition()

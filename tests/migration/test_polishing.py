@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
-from migration.polishing import fullest, polished
+from migration.solvers.local_search import fullest, polished
 
 EXPERTS, RANKS, PER_RANK = 5, 3, 3
 

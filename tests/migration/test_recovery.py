@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.placement import EMPTY, Placement, linear
-from migration.changes import Kind, made
-from migration.limits import Limits
-from migration.ordering import ordered
-from migration.plan import planned, replay
-from migration.recovery import critical, recover
-from migration.staging import Room
+from migration.model.constraints import Limits
+from migration.model.placement_changes import Kind, made
+from migration.model.plan import planned, replay
+from migration.planning.handover_batching import ordered
+from migration.planning.rank_loss import critical, recover
+from migration.planning.staging_capacity import Room
 
 
 def filled(dice: np.random.Generator, layers: int, experts: int, ranks: int, per: int) -> Placement:

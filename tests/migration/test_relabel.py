@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.placement import EMPTY
-from migration.changes import Table, copies_between
-from migration.relabel import arranged, relabelled
+from migration.model.placement_changes import Table, copies_between
+from migration.solvers.rank_relabelling import arranged, relabelled
 
 NODE = np.array([0, 0, 1, 1])
 

@@ -7,8 +7,8 @@ import pytest
 
 from bus import BusError, ClaimLost
 from bus.memory import MemoryBroker, MemoryBus
-from migration.remembering import Remembering
-from migration.steering import EngineMemory, LoopMemory
+from migration.control_loop.state_store import Remembering
+from migration.loop_state.persistent_state import EngineMemory, LoopMemory
 
 KEY = "migration.loop"
 

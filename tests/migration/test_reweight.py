@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from benchmarks.rig.popularity import by_rank, domains, drifted, load, sampled
 from fleet.dispatch import flows, loads
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
-from migration.reweight import reweight
+from migration.solvers.split_weights import reweight
 
 
 def tables(layers: int, experts: int, ranks: int, slots: int, dice: np.random.Generator) -> NDArray[np.int16]:

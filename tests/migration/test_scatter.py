@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from migration.noise import scatter
+from migration.model.sampling_noise import scatter
 
 SHARES = np.random.default_rng(5).dirichlet(np.full(64, 2.0), 8)
 

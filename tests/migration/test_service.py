@@ -19,8 +19,8 @@ from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLe
 from fleet.layout import EP
 from fleet.placement import Placement
 from migration.config import MigrationConfig
+from migration.engine_state.unknown_engines import Strangers
 from migration.service import MigrationService
-from migration.strangers import Strangers
 from tests.claimed import claim_name
 from tests.migration.joining import FIRST, joined
 

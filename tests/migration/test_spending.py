@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from migration import spending
-from migration.spending import Spending
+from migration.loop_state import byte_budget
+from migration.loop_state.byte_budget import Spending
 
 STORY = st.lists(st.tuples(st.floats(0, 50), st.integers(0, 1000)), max_size=30)
 """(seconds since the one before, bytes that somebody would like to copy)"""
@@ -38,7 +38,7 @@ def test_what_is_within_an_interval_is_what_was_copied_in_it(story: list[tuple[f
 @given(STORY)
 def test_of_too_many_handovers_the_oldest_count_longer_never_shorter(story: list[tuple[float, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spending, "MOST_ENTRIES", 4)
+        patch.setattr(byte_budget, "MOST_ENTRIES", 4)
         few, now = Spending(), 0.0
         done = []
         for pause, copied in story:

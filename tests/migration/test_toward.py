@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.popularity import by_rank, domains
 from fleet.placement import Placement, linear
-from migration.changes import made, taken
-from migration.levelling import held_of
-from migration.limits import Limits
-from migration.locality import Prices, Room, located, worth_of
-from migration.toward import toward
+from migration.model.constraints import Limits
+from migration.model.placement_changes import made, taken
+from migration.solvers.load_cap import held_of
+from migration.solvers.locality_placement import Prices, Room, located, worth_of
+from migration.solvers.ordered_diff import toward
 
 RANKS, EXPERTS, SLOTS, LAYERS = 4, 12, 5, 2
 ROOM = Room(np.zeros(RANKS, np.intp), SLOTS, balance=0.5)

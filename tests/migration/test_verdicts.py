@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.events import LoopFigures
-from migration.verdicts import LEAST_TRUST, Case, Judgement, Measurement, Prices, judged, moved, recovered
+from migration.loop_state.verdict import LEAST_TRUST, Case, Judgement, Measurement, Prices, judged, moved, recovered
 
 PRICES = Prices(experts=1e-3, remote=2e-3)
 SHARES = st.floats(0.05, 1.0)

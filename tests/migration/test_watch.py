@@ -10,9 +10,9 @@ from fleet.layout import EP, Layout
 from fleet.popularity import ExpertTable
 from fleet.signatures import ClusterModel
 from migration.config import MigrationConfig
-from migration.ledger import Entry, Fault, Refused
-from migration.view import View
-from migration.watch import Watch
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Fault, Refused
+from migration.model.engine_view import View
 from tests.migration.joining import FIRST, SHAPE, joined
 
 ENTRY = Entry("a", 1, EP, FIRST)

@@ -12,11 +12,11 @@ from scipy.optimize import linprog
 from benchmarks.rig.placing import Case, Drifting, balance
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement
-from migration.changes import Kind, copies_between, made, taken
-from migration.full import full
-from migration.limits import Limits
-from migration.noise import Noise
-from migration.weighted import Weighted, least_copies, weighted
+from migration.model.constraints import Limits
+from migration.model.placement_changes import Kind, copies_between, made, taken
+from migration.model.sampling_noise import Noise
+from migration.solvers.full_placement import full
+from migration.solvers.split_copies import Weighted, least_copies, weighted
 
 Table = NDArray[np.int16]
 

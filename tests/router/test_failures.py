@@ -74,9 +74,7 @@ async def test_a_stream_of_old_weights_is_not_continued_on_new_ones(house: House
     assert "".join(choice["delta"].get("content") or "" for event in answer.events[:-1] for choice in event["choices"])
 
 
-async def test_a_stream_is_continued_by_the_one_engine_with_its_weights_and_the_decision_says_why(
-    house: House, serve_rank: Serve, packed: bytes
-) -> None:
+async def test_a_stream_is_continued_by_the_one_engine_with_its_weights_and_the_decision_says_why(house: House, serve_rank: Serve, packed: bytes) -> None:
     ranks = [await serve_rank(MockRank(packed)) for _ in range(3)]
     ranks[0].die_after = 7
     for number, (rank, weights) in enumerate(zip(ranks, ("a" * 32, "b" * 32, "a" * 32), strict=True)):

@@ -57,9 +57,7 @@ def test_a_key_in_clear_is_refused_with_the_line_to_put_instead() -> None:
         parsed(f"sha256:{HEX} acme\nsecret-two\n")
     assert "secret-two" not in str(refused.value)
     instead = str(refused.value).partition(": ")[2]
-    assert parsed(instead).caller("Bearer secret-two") == Caller(
-        "default", "normal", frozenset({"infer", "route"})
-    )
+    assert parsed(instead).caller("Bearer secret-two") == Caller("default", "normal", frozenset({"infer", "route"}))
 
 
 @given(st.text(min_size=1).filter(lambda text: text.strip() == text and text.isprintable()), st.text())

@@ -35,9 +35,7 @@ def test_a_decision_keeps_no_clusters_in_memory_and_then_names_no_experts() -> N
     clusters = model()
     roster = view.roster("demo")
     outlook = foretold([0.0] * 2)
-    outlook = outlook._replace(
-        forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)), clusters=weakref.ref(clusters)
-    )
+    outlook = outlook._replace(forecast=outlook.forecast._replace(weights=np.array([1, 0, 0], np.float32)), clusters=weakref.ref(clusters))
     decision = decided(roster, outlook=outlook)
     prediction = decision.record().prediction
     assert prediction is not None

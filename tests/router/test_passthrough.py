@@ -41,9 +41,7 @@ JSON = {"content-type": "application/json"}
     ],
     ids=str,
 )
-async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_byte(
-    open_house: OpenHouse, fields: dict[str, Any]
-) -> None:
+async def test_what_a_server_may_accept_is_not_refused_and_reaches_it_byte_for_byte(open_house: OpenHouse, fields: dict[str, Any]) -> None:
     async with serving(ForeignServer("one", saying({"id": "x"}))) as server:
         house = await in_front_of(open_house, server)
         body = b"  " + json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode() + b"\n"
@@ -58,9 +56,7 @@ USUAL = {
     "stream": st.sampled_from([None, True, False]),
     "max_tokens": st.none() | st.integers(),
     "max_completion_tokens": st.none() | st.integers(-1, 9),
-    "messages": st.lists(
-        st.fixed_dictionaries({}, optional={"role": st.text(), "content": st.none() | st.text(), "name": st.text()})
-    ),
+    "messages": st.lists(st.fixed_dictionaries({}, optional={"role": st.text(), "content": st.none() | st.text(), "name": st.text()})),
     "prompt": st.none() | st.text(),
     "tools": st.none() | st.lists(st.dictionaries(st.text(), st.integers())),
     "user": st.none() | st.text(),
@@ -79,9 +75,7 @@ def test_one_field_of_an_unusual_type_changes_nothing_about_how_the_others_are_r
 
 
 async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHouse) -> None:
-    async with serving(
-        ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))
-    ) as server:
+    async with serving(ForeignServer("one", saying({"detail": "There was an error parsing the body"}, status=400))) as server:
         house = await in_front_of(open_house, server)
         answer = await house.post(CHAT, b'{"model": "demo", ')
         assert (answer.status, answer.json) == (400, {"detail": "There was an error parsing the body"})
@@ -90,9 +84,7 @@ async def test_a_body_that_is_no_json_is_judged_by_the_server(open_house: OpenHo
 async def test_explaining_reads_a_body_as_leniently_as_serving_does(open_house: OpenHouse) -> None:
     async with serving(ForeignServer("one", saying({}))) as server:
         house = await in_front_of(open_house, server)
-        explained = await house.post(
-            "/v1/route", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "7"}
-        )
+        explained = await house.post("/v1/route", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "7"})
         assert explained.status == 200
         assert explained.json["expected_output_tokens"] == 7
 
@@ -120,10 +112,7 @@ NAMES = st.sampled_from(
 
 
 @settings(max_examples=50)
-@given(
-    st.binary()
-    | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode())
-)
+@given(st.binary() | st.dictionaries(NAMES | st.text(), JSON_VALUES).map(lambda fields: json.dumps(fields).encode()))
 def test_reading_a_body_never_fails(body: bytes) -> None:
     asked = read(body, "application/json")
     assert asked.model is None or asked.model
@@ -139,9 +128,7 @@ def test_reading_a_multipart_body_never_fails(body: bytes, boundary: bytes) -> N
 def test_the_model_of_a_multipart_body_is_found_behind_a_file_that_looks_like_one() -> None:
     decoy = b'Content-Disposition: form-data; name="model"\r\n\r\nwrong'
     body = (
-        b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n\x00\xff'
-        + decoy
-        + b"\r\n"
+        b'--XY\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n\x00\xff' + decoy + b"\r\n"
         b'--XY\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
         b"--XY\r\nContent-Disposition: form-data; name=stream\r\n\r\ntrue\r\n--XY--\r\n"
     )
@@ -223,13 +210,7 @@ def test_a_clients_key_goes_on_only_where_the_server_is_meant_to_judge_it() -> N
         b"authorization",
         b"Bearer router",
     )
-    assert (
-        sum(
-            name == b"authorization"
-            for name, _ in to_server(client, [(b"authorization", b"Bearer router")], credentials=True)
-        )
-        == 1
-    )
+    assert sum(name == b"authorization" for name, _ in to_server(client, [(b"authorization", b"Bearer router")], credentials=True)) == 1
 
 
 def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
@@ -260,9 +241,7 @@ def test_headers_that_connection_names_stay_behind_in_any_spelling() -> None:
         (403, b'{"error": "policy"}'),
     ],
 )
-async def test_an_error_of_the_server_passes_as_it_came_and_is_asked_for_once(
-    open_house: OpenHouse, status: int, body: bytes
-) -> None:
+async def test_an_error_of_the_server_passes_as_it_came_and_is_asked_for_once(open_house: OpenHouse, status: int, body: bytes) -> None:
     async with (
         serving(ForeignServer("one", saying(body, status, x_vendor="kept"))) as one,
         serving(ForeignServer("two", saying(body, status, x_vendor="kept"))) as two,
@@ -289,12 +268,8 @@ async def test_a_busy_servers_own_retry_after_reaches_the_client(open_house: Ope
 
 async def test_a_401_is_the_clients_when_its_own_key_was_judged(open_house: OpenHouse) -> None:
     async with (
-        serving(
-            ForeignServer("one", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))
-        ) as one,
-        serving(
-            ForeignServer("two", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))
-        ) as two,
+        serving(ForeignServer("one", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))) as one,
+        serving(ForeignServer("two", saying({"error": "who are you"}, 401, www_authenticate="Bearer"))) as two,
     ):
         house = await in_front_of(open_house, one, two)
         answer = await house.post(CHAT, chat(), headers={"authorization": "Bearer wrong"})
@@ -306,9 +281,7 @@ async def test_a_401_is_the_clients_when_its_own_key_was_judged(open_house: Open
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_setting(
-    open_house: OpenHouse, tmp_path: Path
-) -> None:
+async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_setting(open_house: OpenHouse, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("routers-own")
     async with (
@@ -320,9 +293,7 @@ async def test_a_401_to_the_routers_own_key_is_the_servers_fault_and_names_the_s
         assert [answer.json.get("id") for answer in answers] == ["two"] * 8
         assert refusing.requests
         assert len(refusing.requests) <= house.service.config.breaker_failures
-        assert {asked.header("authorization") for asked in [*refusing.requests, *willing.requests]} == {
-            "Bearer routers-own"
-        }
+        assert {asked.header("authorization") for asked in [*refusing.requests, *willing.requests]} == {"Bearer routers-own"}
 
 
 # Streams
@@ -338,9 +309,7 @@ EVENTS = [
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=8), st.lists(st.integers(1, 12), max_size=40))
-def test_only_whole_events_come_out_and_nothing_is_lost_wherever_pieces_end(
-    events: list[bytes], sizes: list[int]
-) -> None:
+def test_only_whole_events_come_out_and_nothing_is_lost_wherever_pieces_end(events: list[bytes], sizes: list[int]) -> None:
     whole = b"".join(events)
     stream, out, at = EventStream(1000), b"", 0
     ends = {0}
@@ -365,9 +334,7 @@ def test_an_event_longer_than_the_bound_passes_in_pieces_and_is_closed_before_an
 
 
 @pytest.mark.parametrize("cut", range(1, 24))
-async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_clients_parse(
-    open_house: OpenHouse, cut: int
-) -> None:
+async def test_a_stream_broken_anywhere_in_an_event_ends_in_an_error_that_clients_parse(open_house: OpenHouse, cut: int) -> None:
     first, second = b'data: {"choices":[]}\n\n', b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n'
     async with serving(ForeignServer("one", streaming(first, second[:cut], broken=True))) as server:
         house = await in_front_of(open_house, server)
@@ -408,9 +375,7 @@ async def test_a_whole_answer_longer_than_the_bound_passes_as_it_comes(open_hous
 
 async def test_a_long_whole_answer_that_breaks_off_is_seen_to_be_cut(open_house: OpenHouse) -> None:
     async def answer(http: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
-        response = aiohttp.web.StreamResponse(
-            headers={"content-type": "application/json", "content-length": "500000"}
-        )
+        response = aiohttp.web.StreamResponse(headers={"content-type": "application/json", "content-length": "500000"})
         await response.prepare(http)
         await response.write(b"x" * 300_000)
         assert http.transport is not None
@@ -446,9 +411,7 @@ def test_an_error_event_has_the_form_of_its_api(path: str, last: bytes) -> None:
 
 async def test_many_streams_cut_by_the_server_leave_nothing_booked(open_house: OpenHouse) -> None:
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(
-            serving(ForeignServer("one", streaming(b"data: {}\n\n", broken=True)))
-        )
+        server = await stack.enter_async_context(serving(ForeignServer("one", streaming(b"data: {}\n\n", broken=True))))
         house = await in_front_of(open_house, server, breaker_failures=100)
         await asyncio.gather(*(house.post(CHAT, chat(f"{number}", stream=True)) for number in range(20)))
         assert house.service.picker.reservations.open_bookings == 0

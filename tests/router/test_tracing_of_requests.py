@@ -61,9 +61,7 @@ async def engines(house: House, serve_rank: Serve, packed: bytes, count: int = 2
     return ranks
 
 
-async def test_decisions_asked_for_by_programs_and_over_nats_are_traced_like_http(
-    house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces
-) -> None:
+async def test_decisions_asked_for_by_programs_and_over_nats_are_traced_like_http(house: House, serve_rank: Serve, byte_archive: bytes, traces: Traces) -> None:
     await engines(house, serve_rank, byte_archive, 1)
     decider = Decider(house.service, tracer_provider=traces.provider)
     inquiries = Inquiries(house.bus, house.subjects, decider)

@@ -124,9 +124,7 @@ def test_a_chat_template_is_given_no_special_tokens_and_no_tools_by_clients(name
     assert refusal(chat(chat_template_kwargs={"enable_thinking": False})) is None
 
 
-async def test_an_engine_that_declares_it_is_given_unserved_and_unknown_fields_as_they_came(
-    house: House, serve_rank: Serve, byte_archive: bytes
-) -> None:
+async def test_an_engine_that_declares_it_is_given_unserved_and_unknown_fields_as_they_came(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
     rank = await serve_rank(MockRank(byte_archive))
     await house.join("vllm", [rank.url], byte_archive, capabilities=PASSING)
     fields = b'"structured_outputs": {"choice":["red",  "green"]}, "repetition_penalty": 1.50, "vendor": {"deep": [1e2]}, "min_p": null'

@@ -16,7 +16,7 @@ from bus.subjects import Subjects
 from deploy.process import alongside
 from deploy.settings import DEMO_CHECKPOINT
 from fleet.events import DescribeHandover, HandoverDescribed, MigrationCommitted
-from migration.plan import Plan
+from migration.model.plan import Plan
 from tests.faults.house import until
 from tests.faults.plans import series
 from tests.faults.records import Ended, Records

@@ -18,7 +18,7 @@ from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from fleet.events import MigrationAborted, MigrationCommitted
 from fleet.placement import Placement
-from migration.plan import Plan
+from migration.model.plan import Plan
 from tests.faults.house import until
 from tests.faults.plans import series, swaps
 from tests.system.fleets import Fleet, Running, leave_nothing, new_home

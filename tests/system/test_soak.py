@@ -351,9 +351,7 @@ def thinned(life: Life) -> dict[str, list[float]]:
     return {"at": [round(at) for at in life.at[::every]], "mib": [round(resident / MIB, 1) for resident in life.resident[::every]]}
 
 
-async def soak(
-    fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
+async def soak(fleet: Fleet, kind: Kind, seconds: float, seed: int, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """What happened; under "failures" what should not have. keep: takes what has happened so far, now and then."""
     subjects = Subjects("roost")
     bus = await NatsBus.connect(fleet.nats, subjects, fleet.bus_config(reconnect_most_seconds=0.2), name="soak")

@@ -1,0 +1,422 @@
+"""What the migration service does by itself: it thinks over every engine, has plans that pay carried out, finds out what they brought, undoes what did harm.
+
+Every engine has a task of its own, so that trouble with one does not hold up another; they think one at a time, off the event loop. Nothing here is
+needed to go on after a restart but the log of plans and what stands under the loop's key.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from bus import Bus, BusError, Message
+from bus.subjects import Subjects
+from fleet.events import (
+    DescribeLoop,
+    LoopDescribed,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlanJudged,
+    PopularityShifted,
+    RequestRefused,
+    SteerLoop,
+)
+from migration.config import MigrationConfig
+from migration.control_loop.evaluator import Judge
+from migration.control_loop.homes_publisher import Housing
+from migration.control_loop.state_store import Remembering
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Ledger, Refused
+from migration.execution.executor import Busy, Conductor
+from migration.execution.handover_driver import Unfit
+from migration.execution.leader_lease import Leadership
+from migration.loop_state.dispatch_windows import Measured, Window
+from migration.loop_state.engine_loop import Pilot, Shift, Standing, grounds, story, withheld
+from migration.loop_state.plan_history import Annals, Tale
+from migration.model.plan import Plan
+from migration.planning.planner import Decided
+from migration.planning.problem import Question
+from migration.requests.operator_commands import ASK_SECONDS, NoRoom, Requests
+from migration.requests.plan_queries import Inquiries
+from migration.telemetry.metrics import MigrationMetrics
+from migration.telemetry.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_CHECK_LOOKS = 30
+"""After so many of them it is seen to that what must not be forgotten is still stored."""
+_TICK_SECONDS = 1e-3
+"""Less is not waited for: a clock may not get on by it."""
+_RETRY_SECONDS = 5.0
+"""Something that failed is tried again after so long."""
+MOST_ENGINES = 1024
+"""Engines whose plans are remembered, present or gone."""
+
+
+class Autopilot:
+    """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: MigrationConfig,
+        ledger: Ledger,
+        watch: Watch,
+        measured: Measured,
+        inquiries: Inquiries,
+        conductor: Conductor,
+        requests: Requests,
+        lead: Leadership,
+        metrics: MigrationMetrics,
+        tracing: Tracing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._config = config
+        self._ledger = ledger
+        self._watch = watch
+        self._measured = measured
+        self._inquiries = inquiries
+        self._conductor = conductor
+        self._requests = requests
+        self._metrics = metrics
+        self._clock = clock
+        self._wall = wall
+        self._remembering = Remembering(bus, subjects.loop_key, lead.standing)
+        self._judge = Judge(bus, subjects, config, watch, measured, inquiries, conductor, requests, self._remembering, metrics, tracing, clock, wall)
+        self._housing = Housing(bus, subjects, ledger, watch, metrics, self._under_way)
+        self._annals: dict[str, Annals] = {}
+        """by engine"""
+        self._pilots: dict[str, Pilot] = {}
+        """by engine, of those that are present"""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._woken: dict[str, asyncio.Event] = {}
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Until cancelled. ready: called once everything durable is read. BusError when it cannot be at the start."""
+        await self._remembering.read()
+        async for received in self._bus.replay(self._subjects.migrations(), follow=False):
+            await self._heard(received.message, received.published_at)
+        async with asyncio.TaskGroup() as tasks:
+            self._look(tasks)
+            ready()
+            tasks.create_task(self._follow(), name="follows what becomes of plans")
+            for looks in itertools.count(1):
+                await asyncio.sleep(_LOOK_SECONDS)
+                if looks % _CHECK_LOOKS == 0:
+                    await self._remembering.check()
+                await self._remembering.keep()
+                self._watch.turn(self._clock())
+                self._look(tasks)
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other settings for what is thought, done and judged from now on."""
+        self._config = config
+        self._judge.reconfigure(config)
+        now = self._clock()
+        for pilot in self._pilots.values():
+            pilot.next_at = min(pilot.next_at, now + config.cycle_seconds)
+            self._woken[pilot.engine].set()
+
+    # What is asked
+
+    async def answer(self, message: Message) -> Message:
+        """What is asked over the bus."""
+        if isinstance(message, SteerLoop):
+            try:
+                await self._remembering.steer(message.paused, message.reason, self._wall())
+            except BusError as error:
+                return RequestRefused(reason=f"that could not be made durable, and does not hold: {error}; ask again")
+            logger.info("plans of our own: %s", f"paused ({message.reason or 'no reason given'})" if message.paused else "made again")
+            for pilot in self._pilots.values() if not message.paused else ():
+                pilot.next_at = self._clock()
+                self._woken[pilot.engine].set()
+        elif not isinstance(message, DescribeLoop):
+            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send a SteerLoop or a DescribeLoop")
+        return self.described()
+
+    def trust(self, engine: str) -> float:
+        """What is taken of gains that are foretold of an engine at this moment, in (0, 1]."""
+        return self._judge.trust(engine)
+
+    def described(self) -> LoopDescribed:
+        """What is done by itself, and why."""
+        memory, config, now = self._remembering.memory, self._config, self._clock()
+        here = [(self._pilots[engine], entry) for engine, entry in sorted(self._ledger.engines().items()) if engine in self._pilots]
+        return LoopDescribed(
+            policy=config.policy,
+            automatic=config.automatic,
+            paused=memory.paused,
+            paused_reason=memory.paused_reason,
+            paused_at=memory.paused_at,
+            budget_bytes=config.budget_bytes,
+            budget_seconds=config.budget_seconds,
+            cycle_seconds=config.cycle_seconds,
+            engines=tuple(story(pilot, self._standing(pilot, entry), config, now) for pilot, entry in here),
+        )
+
+    def _standing(self, pilot: Pilot, entry: Entry) -> Standing:
+        now, memory = self._clock(), self._judge.memory(pilot.engine).begun(pilot.worker_id)
+        window = self._window(entry, now)
+        return Standing(entry.epoch, window, memory.at_start, self._judge.trust(pilot.engine), self._watch.resting(pilot.worker_id, now))
+
+    def _window(self, entry: Entry, now: float) -> Window | None:
+        """What was measured lately: of the epoch that is served, as soon as that can be told."""
+        seconds = self._config.window_seconds
+        of_now = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=entry.epoch, seconds=seconds)
+        return of_now or self._measured.window(entry.worker_id, entry.layout.boundary, now, seconds=seconds)
+
+    # What is heard
+
+    def shifted(self, said: PopularityShifted) -> None:
+        """Popularity of a model shifted, or has settled."""
+        now = self._clock()
+        if not said.settled:
+            self._watch.shifted(said.model, now)
+        for pilot in self._pilots.values():
+            if self._watch.model(pilot.worker_id) != said.model:
+                continue
+            if said.settled:
+                pilot.settled()
+            else:
+                pilot.shifted(Shift(now, said.traceparent))
+                self._woken[pilot.engine].set()
+
+    async def _follow(self) -> None:
+        async for received in self._bus.replay(self._subjects.migrations()):
+            await self._heard(received.message, received.published_at)
+
+    async def _heard(self, said: Message, published_at: float) -> None:
+        """One entry of the log of plans, of the past or just written."""
+        if not isinstance(said, MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged):
+            return
+        annals = self._annals.get(said.engine)
+        if annals is None:
+            annals = self._begin(said.engine)
+        at = min(published_at, self._wall())  # whose clock is ahead of ours must not keep us from learning until then
+        if annals.hear(said, self._clock() - (self._wall() - at), at):
+            if isinstance(said, PlanJudged):
+                await self._judge.learn(said, at)
+            if (pilot := self._pilots.get(said.engine)) is not None:
+                self._news(pilot, said)
+
+    def _news(self, pilot: Pilot, said: MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted | PlanJudged) -> None:
+        """Once a plan is over there are other homes, whoever had it carried out."""
+        last = pilot.annals.last
+        if isinstance(said, MigrationCommitted | MigrationAborted) and last is not None and last.end is said:
+            pilot.next_at = self._clock()
+            if last.own:
+                self._metrics.plan_ended(last.planned.origin, "committed" if last.whole else "aborted")
+            if last.undoes and isinstance(said, MigrationAborted) and (harmful := pilot.annals.to_undo) is not None:
+                pilot.undoing_of(harmful).failed(f"that was given up: {said.reason}", self._clock(), self._config.cycle_seconds)
+            if (entry := self._ledger.entry(pilot.worker_id)) is not None:
+                self._judge.rest(entry, pilot.annals)
+        self._woken[pilot.engine].set()
+
+    def _begin(self, engine: str) -> Annals:
+        """Of an engine that was not spoken of yet, in the place of the one that is gone and was spoken of first, where there are too many."""
+        if len(self._annals) >= MOST_ENGINES:
+            gone = next((known for known in self._annals if known not in self._pilots), None)
+            if gone is not None:
+                del self._annals[gone]
+        annals = self._annals[engine] = Annals()
+        return annals
+
+    # Who is there
+
+    def _look(self, tasks: asyncio.TaskGroup) -> None:
+        """A task for every engine that is present, and none for others."""
+        now, engines = self._clock(), self._ledger.engines()
+        for engine, pilot in list(self._pilots.items()):
+            entry = engines.get(engine)
+            if entry is None or entry.worker_id != pilot.worker_id:
+                self._tasks.pop(engine).cancel()
+                del self._pilots[engine], self._woken[engine]
+        for engine, entry in engines.items():
+            if engine not in self._pilots:
+                annals = self._annals.get(engine) or self._begin(engine)
+                pilot = self._pilots[engine] = Pilot(engine, entry.worker_id, now + self._config.cycle_seconds, annals)
+                self._woken[engine] = asyncio.Event()
+                self._judge.rest(entry, annals)
+                self._tasks[engine] = tasks.create_task(self._pilot(pilot), name=f"thinks over engine {engine}, and judges its plans")
+        self._housing.keep_only({entry.worker_id for entry in engines.values()})
+        self._expose(now)
+
+    def _expose(self, now: float) -> None:
+        self._metrics.stored_bytes.set(self._watch.stored_bytes)
+        self._metrics.bus_full(self._bus.full)
+        self._metrics.paused(self._remembering.memory.paused)
+        for engine, pilot in self._pilots.items():
+            entry = self._ledger.engines()[engine]
+            window = self._window(entry, now)
+            if window is not None:
+                self._metrics.measured(engine, window.measured.figures, window.layers)
+            spent = pilot.annals.spending.within(now, self._config.budget_seconds)
+            self._metrics.loop(engine, self._judge.trust(engine), spent, pilot.left_bytes(now, self._config))
+
+    # What is done
+
+    async def _pilot(self, pilot: Pilot) -> None:
+        """Until cancelled. Whatever fails is told, and tried again: a defect in one thought must not end the record of placements."""
+        woken = self._woken[pilot.engine]
+        while True:
+            woken.clear()
+            wait = pilot.due(self._config) - self._clock()
+            if wait > 0:
+                try:
+                    async with asyncio.timeout(max(wait, _TICK_SECONDS)):
+                        await woken.wait()
+                except TimeoutError:
+                    pass  # it is time
+                await self._housing.settle(pilot)
+                continue
+            await self._tried(pilot)
+
+    async def _tried(self, pilot: Pilot) -> None:
+        try:
+            await self._turn(pilot)
+        except BusError as error:
+            logger.warning("what engine %s is to do by itself is held up: %s", pilot.engine, error)
+            pilot.retry_at = self._clock() + _RETRY_SECONDS
+        except Exception:
+            self._metrics.unknown("failed")
+            logger.exception("planning for engine %s failed", pilot.engine)
+            await self._housing.again(pilot)
+            pilot.rested(self._clock(), None, self._config)
+            pilot.retry_at = self._clock() + _RETRY_SECONDS
+
+    async def _turn(self, pilot: Pilot) -> None:
+        """What is due, one thing."""
+        now, entry = self._clock(), self._ledger.entry(pilot.worker_id)
+        if entry is None:
+            pilot.retry_at = now + _RETRY_SECONDS
+            return
+        await self._housing.settle(pilot)
+        if (harmful := pilot.to_undo) is not None and pilot.undo_at() <= now:
+            await self._undo(pilot, harmful)
+        elif (tale := pilot.annals.to_judge) is not None and pilot.judge_at(self._config) <= now:
+            await self._judge.judge(pilot, entry, tale)
+        else:
+            await self._think(pilot, entry)
+
+    async def _undo(self, pilot: Pilot, tale: Tale) -> None:
+        undoing = pilot.undoing_of(tale)
+        try:
+            if not self._acting():
+                raise ValueError("nothing was done by itself at that time: roost rollback")  # noqa: TRY301
+            harm = await self._judge.undo(pilot, tale, self._acting)
+        except (Busy, NoRoom, Unfit) as error:
+            undoing.failed(str(error), self._clock(), self._config.cycle_seconds)
+        except ValueError as error:
+            undoing.never(str(error))
+        else:
+            undoing.begun()
+            pilot.told(f"plan {tale.planned.plan} did harm and is rolled back", self._wall())
+            await self._judge.harmed(pilot.engine, harm)
+            return
+        logger.warning("engine %s: %s", pilot.engine, undoing.trouble)
+
+    async def _think(self, pilot: Pilot, entry: Entry) -> None:
+        """The engine's plan of the cycle, or because of a shift; carried out where it pays and nothing forbids it."""
+        now, config = self._clock(), self._config
+        self._watch.turn(now)
+        await self._start(pilot, entry, now)
+        answers, again = pilot.answers(now, config), self._watch.hurried(pilot.worker_id)
+        pilot.rested(now, again, config)
+        if self._under_way(pilot.engine):
+            await self._housing.again(pilot)
+            last = pilot.annals.last
+            if last is not None and last.end is not None:  # the log was heard before who wrote it has heard that it is written
+                pilot.next_at = now + _LOOK_SECONDS
+            return
+        question = Question(config.policy, pilot.left_bytes(now, config), trust=self._judge.trust(pilot.engine))
+        try:
+            decided = await self._inquiries.decide(entry, question)
+        except Refused as refusal:
+            logger.debug("engine %s is not planned for: %s", entry.engine, refusal)
+            pilot.told(str(refusal), self._wall())
+            await self._housing.again(pilot)
+            return
+        self._metrics.figures(decided.record)
+        await self._housing.now(pilot, entry, decided.homes)
+        if decided.plan is None or decided.plan.refused:
+            pilot.told(decided.record.refused or "there is no plan", self._wall())
+            return
+        await self._decided(pilot, decided, answers)
+
+    async def _decided(self, pilot: Pilot, decided: Decided, answers: Shift | None) -> None:
+        """A plan pays."""
+        plan, record, paused = decided.plan, decided.record, self._remembering.memory
+        if plan is None:
+            return
+        try:
+            entry = self._requests.movable(pilot.engine)
+        except ValueError as error:
+            return pilot.told(str(error), self._wall())
+        if self._overtaken(pilot, plan):
+            return pilot.told("others moved experts while it was thought over", self._wall())
+        if pilot.shift is not None and pilot.shift is not answers:
+            return pilot.told("popularity shifted while it was thought over", self._wall())
+        reason = withheld(pilot, record, self._config, paused.paused_reason if paused.paused else None, answers, self._clock())
+        if reason:
+            return pilot.told(f"{plan.reason}: not carried out, {reason}", self._wall())
+        await self._carry_out(pilot, entry, decided, answers)
+        return None
+
+    async def _carry_out(self, pilot: Pilot, entry: Entry, decided: Decided, answers: Shift | None) -> None:
+        plan, record = decided.plan, decided.record
+        if plan is None:
+            return
+        try:
+            await self._conductor.survey(entry, ASK_SECONDS)
+            if not self._acting():
+                raise ValueError("it was paused, or planner.automatic turned off, meanwhile")  # noqa: TRY301
+            if self._overtaken(pilot, plan):
+                raise ValueError("others moved experts meanwhile")  # noqa: TRY301
+            if (unjudged := pilot.annals.to_judge) is not None:  # not before it is as good as certain that another follows
+                await self._judge.judge(pilot, entry, unjudged, "demand shifted, and another plan follows before it could be judged")
+            why = grounds(record, "" if answers is None else answers.traceparent)
+            accepted = await self._conductor.accept(entry, plan, "planner", why, self._acting)
+        except (ValueError, Unfit) as error:
+            return pilot.told(f"{plan.reason}: not carried out, {error}", self._wall())
+        caused = "because popularity shifted" if answers is not None else "of the cycle"
+        pilot.told(f"{plan.reason}: plan {accepted.plan} ({caused}) is being carried out", self._wall())
+        pilot.settled()
+        await self._judge.begun(pilot, entry, accepted.plan, record, plan.base_epoch)
+        await self._housing.after(pilot, entry, decided.homes_after, plan.base_epoch + len(plan.handovers))
+        return None
+
+    def _acting(self) -> bool:
+        """Whether anything is to be moved that nobody has asked for."""
+        return self._config.automatic and not self._remembering.memory.paused
+
+    def _overtaken(self, pilot: Pilot, plan: Plan) -> bool:
+        """Whether the engine does not serve any more what a plan was made for, or is on its way to something else."""
+        entry = self._ledger.engines().get(pilot.engine)
+        return entry is None or (entry.worker_id, entry.epoch) != (pilot.worker_id, plan.base_epoch) or self._under_way(pilot.engine)
+
+    def _under_way(self, engine: str) -> bool:
+        """Whether an engine has a plan that is not over."""
+        try:
+            self._conductor.refuse_second(engine)
+        except ValueError:
+            return True
+        return False
+
+    async def _start(self, pilot: Pilot, entry: Entry, now: float) -> None:
+        """Remember the first window of this life, and ask for clusters that were not heard."""
+        memory = self._judge.memory(pilot.engine).begun(pilot.worker_id)
+        if memory.at_start is None:
+            window = self._measured.window(pilot.worker_id, entry.layout.boundary, now, seconds=self._config.window_seconds)
+            if window is not None:
+                started = msgspec.structs.replace(memory, at_start=window.measured.figures)
+                await self._remembering.keep(self._remembering.memory.remembering(pilot.engine, started))

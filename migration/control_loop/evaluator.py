@@ -1,0 +1,211 @@
+"""Finds out what plans of the planner's own really brought, records it, and has undone what did harm."""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bus import Bus
+from bus.subjects import Subjects
+from fleet.events import LoopFigures, PlanJudged
+from fleet.placement import Placement
+from migration.config import MigrationConfig
+from migration.control_loop.state_store import Remembering
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Refused
+from migration.execution.executor import Conductor
+from migration.handover.handover_messages import Grounds
+from migration.loop_state.dispatch_windows import Measured
+from migration.loop_state.engine_loop import Pilot, prices
+from migration.loop_state.persistent_state import EngineMemory, Harm, Judging
+from migration.loop_state.plan_history import Annals, Tale
+from migration.loop_state.verdict import Case, Judgement, judged, recovered
+from migration.model.plan_record import PlanRecord
+from migration.planning.counterfactual import Regret
+from migration.requests.operator_commands import ASK_SECONDS, Requests
+from migration.requests.plan_queries import Inquiries
+from migration.telemetry.metrics import MigrationMetrics
+from migration.telemetry.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+HARM_RESTS = 4.0
+"""Experts of a plan that did harm rest so many times as long as others that were moved."""
+_NOTHING = LoopFigures(remote_ranks=0.0, local=0.0, balance=0.0, step_seconds=0.0)
+
+
+class Judge:
+    """Used on one event loop, while leading. clock: seconds that never go back; wall: Unix seconds."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: MigrationConfig,
+        watch: Watch,
+        measured: Measured,
+        inquiries: Inquiries,
+        conductor: Conductor,
+        requests: Requests,
+        remembering: Remembering,
+        metrics: MigrationMetrics,
+        tracing: Tracing | None,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._config = config
+        self._watch = watch
+        self._measured = measured
+        self._inquiries = inquiries
+        self._conductor = conductor
+        self._requests = requests
+        self._remembering = remembering
+        self._metrics = metrics
+        self._tracing = tracing
+        self._clock = clock
+        self._wall = wall
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other settings for what is judged from now on."""
+        self._config = config
+
+    def memory(self, engine: str) -> EngineMemory:
+        """What is remembered of an engine."""
+        return self._remembering.memory.engine(engine)
+
+    def trust(self, engine: str) -> float:
+        """What is taken of predicted gains of an engine at this moment, in (0, 1]."""
+        known = self.memory(engine)
+        return recovered(known.trust, self._wall() - known.trust_at, self._config.lifetime_seconds)
+
+    async def begun(self, pilot: Pilot, entry: Entry, plan: str, record: PlanRecord, base_epoch: int) -> None:
+        """A plan of the planner's own was accepted: what it is to be judged by is remembered. Without that it cannot be judged."""
+        machines = self._watch.machines(entry.worker_id)
+        reckoned = None if machines is None else prices(record, entry.placement.ranks, machines[0].top_k)
+        if reckoned is None:
+            return
+        window = self._measured.window(entry.worker_id, entry.layout.boundary, self._clock(), epoch=base_epoch, seconds=self._config.judge_seconds)
+        judging = Judging(plan=plan, prices=reckoned, before=None if window is None else window.measured)
+        await self._remember(pilot.engine, msgspec.structs.replace(self.memory(pilot.engine).begun(pilot.worker_id), judging=judging))
+
+    async def judge(self, pilot: Pilot, entry: Entry, tale: Tale, disturbed: str = "") -> None:
+        """Find out what a plan brought, and record it. disturbed: why it cannot be found out any more. BusError when the bus fails: try again."""
+        now, memory, planned = self._clock(), self.memory(pilot.engine), tale.planned
+        judging = memory.judging if memory.judging is not None and memory.judging.plan == planned.plan else None
+        since = tale.ended_at + self._config.settle_seconds
+        window = self._measured.window(entry.worker_id, entry.layout.boundary, now, epoch=tale.epoch, since=since)
+        disturbed = disturbed or _disturbed(pilot, entry, tale)
+        regret = None if disturbed or judging is None else await self._regret(entry, tale)
+        case = Case(
+            predicted_before=planned.before or _NOTHING,
+            predicted_after=planned.after or _NOTHING,
+            before=None if judging is None else judging.before,
+            after=None if window is None else window.measured,
+            prices=None if judging is None or planned.before is None or planned.after is None else judging.prices,
+            least_pairs=self._config.least_pairs * entry.placement.experts,
+            regret_seconds=None if regret is None else regret.seconds,
+            least_regret=0.0 if regret is None else regret.least,
+            whole=tale.whole,
+            disturbed=disturbed,
+        )
+        await self._record(pilot, entry, tale, case, judged(case, self.trust(pilot.engine)))
+
+    async def undo(self, pilot: Pilot, tale: Tale, still: Callable[[], bool]) -> Harm:
+        """Have a harmful plan undone; what is to rest then (`harmed`). still: see `Conductor.accept`. Busy, NoRoom or Unfit when it cannot be now;
+        another ValueError when it cannot be; BusError when the bus fails."""
+        entry, made = self._requests.movable(pilot.engine), pilot.annals.epoch
+        if entry.epoch != made:
+            raise ValueError(f"epoch {entry.epoch} is served, not {made}, which it led to")
+        self._conductor.refuse_second(entry.engine)
+        told = await self._conductor.survey(entry, ASK_SECONDS)
+        goal = await self._requests.before(tale.planned)
+        plan = await self._requests.undoing(entry, tale.planned, goal, told)
+        until = HARM_RESTS * self._config.cooldown_seconds
+        harm = Harm.of(tale.planned.plan, self._wall() + until, self._harmed(entry.engine, tale.planned.plan, changed(goal, entry.placement)))
+        await self._conductor.accept(entry, plan, "rollback", Grounds(self._config.policy, traceparent=tale.planned.traceparent), still)
+        return harm
+
+    def _harmed(self, engine: str, plan: str, cells: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """With what a rollback that was given up on its way has brought back already."""
+        known = next((harm.resting() for harm in self.memory(engine).harms if harm.plan == plan), None)
+        return cells if known is None or known.shape != cells.shape else cells | known
+
+    async def harmed(self, engine: str, harm: Harm) -> None:
+        """A plan that did harm is being undone: what is to rest once it is.
+
+        It is remembered only once the rollback is durable. Who dies in between leaves experts that rest no longer than others that were moved, beside a
+        trust that has fallen; the other way round they would be held fast where they do harm, by a rollback that there is not.
+        """
+        await self._remember(engine, self.memory(engine).harmed(harm, self._wall()))
+
+    def rest(self, entry: Entry, annals: Annals) -> None:
+        """Let experts rest that were part of plans which did harm, once these are undone: where they do harm they must not be held."""
+        if annals.last is not None and annals.last.end is None:
+            return  # perhaps the rollback; nothing is planned before its end
+        now, wall, stands = self._clock(), self._wall(), annals.to_undo
+        for harm in self.memory(entry.engine).harms:
+            cells = harm.resting()
+            if cells is not None and harm.until > wall and (stands is None or stands.planned.plan != harm.plan):
+                self._watch.harmed(entry.worker_id, cells, now + harm.until - wall)
+
+    async def _regret(self, entry: Entry, tale: Tale) -> Regret | None:
+        """None: nobody can say."""
+        try:
+            return await self._inquiries.regret(entry, await self._requests.before(tale.planned))
+        except (Refused, ValueError) as error:
+            logger.info("whether engine %s was better off before plan %s is not known: %s", entry.engine, tale.planned.plan, error)
+            return None
+
+    async def _record(self, pilot: Pilot, entry: Entry, tale: Tale, case: Case, found: Judgement) -> None:
+        said = PlanJudged(
+            engine=entry.engine,
+            worker_id=tale.planned.worker_id,
+            plan=tale.planned.plan,
+            epoch=tale.epoch,
+            verdict=found.verdict,
+            predicted_before=case.predicted_before,
+            predicted_after=case.predicted_after,
+            measured_before=None if case.before is None else case.before.figures,
+            measured_after=None if case.after is None or case.disturbed else case.after.figures,
+            realised=found.realised,
+            trust=found.trust,
+            reason=found.reason,
+        )
+        await self._bus.record(self._subjects.migrations(entry.engine), said)
+        pilot.annals.hear(said, self._clock(), self._wall())
+        logger.info("plan %s of engine %s: %s; %s; trust %.2f", said.plan, said.engine, said.verdict, said.reason, said.trust)
+        self._metrics.judged(said)
+        if self._tracing is not None:
+            self._tracing.judged(said, tale.planned.traceparent)
+        await self.learn(said, self._wall())
+
+    async def learn(self, said: PlanJudged, at: float) -> None:
+        """Take up what a verdict says of trust, unless something later is known. at: Unix seconds."""
+        known = self.memory(said.engine)
+        if at > known.trust_at and 0 < said.trust <= 1:
+            judging = None if known.judging is not None and known.judging.plan == said.plan else known.judging
+            await self._remember(said.engine, msgspec.structs.replace(known, trust=said.trust, trust_at=at, judging=judging))
+
+    async def _remember(self, engine: str, memory: EngineMemory) -> None:
+        await self._remembering.keep(self._remembering.memory.remembering(engine, memory))
+
+
+def changed(before: Placement, after: Placement) -> NDArray[np.bool_]:
+    """bool [layers, experts]: whose holders differ. ValueError when the placements are of different shapes."""
+    held = [placement.replicas_on_rank > 0 for placement in (before, after)]
+    if held[0].shape != held[1].shape:
+        raise ValueError(f"placements of {held[0].shape} and {held[1].shape} (layers, ranks, experts) cannot be compared; plan anew")
+    return np.asarray((held[0] != held[1]).any(axis=1))
+
+
+def _disturbed(pilot: Pilot, entry: Entry, tale: Tale) -> str:
+    """Why what is measured now says nothing of a plan; empty: it does."""
+    if entry.worker_id != tale.planned.worker_id:
+        return "the engine has begun a new life meanwhile"
+    if entry.epoch != tale.epoch or pilot.annals.follows(tale):
+        return "others moved experts meanwhile"
+    return ""

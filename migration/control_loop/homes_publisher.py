@@ -1,0 +1,75 @@
+"""Says where the requests of each engine are at home: what holds now, and, while a plan is under way, what holds from its last epoch on."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from bus import Bus, BusError
+from bus.subjects import Subjects
+from fleet.events import HomesPublished
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Ledger
+from migration.loop_state.engine_loop import Pilot
+from migration.loop_state.homes_versions import Homesteads
+from migration.model.engine_view import Homes
+from migration.telemetry.metrics import MigrationMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class Housing:
+    """Used on one event loop, while leading. under_way: whether an engine has a plan that is not over."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, ledger: Ledger, watch: Watch, metrics: MigrationMetrics, under_way: Callable[[str], bool]) -> None:
+        self._ledger = ledger
+        self._watch = watch
+        self._metrics = metrics
+        self._under_way = under_way
+        self._said = Homesteads(time.time_ns() // 1000)  # versions above those of whoever led before
+        self._publisher = bus.publisher(subjects.homes)
+
+    def keep_only(self, worker_ids: set[int]) -> None:
+        """Those that are present."""
+        self._said.keep_only(worker_ids)
+
+    async def now(self, pilot: Pilot, entry: Entry, homes: Homes) -> None:
+        """These hold with what is served now."""
+        pilot.homes = homes
+        self._watch.housed(pilot.worker_id, homes)
+        await self._say(entry, homes)
+
+    async def after(self, pilot: Pilot, entry: Entry, homes: Homes | None, epoch: int) -> None:
+        """These hold from an epoch on, which the plan that was just accepted ends with. None: it gives none of its own."""
+        if homes is not None:
+            pilot.homes_after = homes._replace(epoch=epoch)
+            await self._say(entry, pilot.homes_after)
+
+    async def settle(self, pilot: Pilot) -> None:
+        """Once a plan is over, its homes are those of now; or, where it was given up, those of before are said again, under a new version."""
+        entry, after = self._ledger.entry(pilot.worker_id), pilot.homes_after
+        if after is None or entry is None or self._under_way(pilot.engine):
+            return
+        pilot.homes_after = None
+        if entry.epoch >= after.epoch:
+            pilot.homes = after
+            self._watch.housed(pilot.worker_id, after)
+        else:
+            before = after._replace(share=None, clusters=0, note="the plan that they were for was given up") if pilot.homes is None else pilot.homes
+            await self.now(pilot, entry, before._replace(epoch=entry.epoch))
+
+    async def again(self, pilot: Pilot) -> None:
+        """For those who missed it."""
+        if (said := self._said.last(pilot.worker_id)) is not None:
+            await self._publish(said)
+
+    async def _say(self, entry: Entry, homes: Homes) -> None:
+        said = self._said.said(entry, self._watch.model(entry.worker_id), homes)
+        self._metrics.homes.inc(self._said.changes)
+        self._said.changes = 0
+        await self._publish(said)
+
+    async def _publish(self, homes: HomesPublished) -> None:
+        try:
+            await self._publisher.publish(homes)
+        except BusError as error:
+            logger.warning("the homes of engine %s cannot be said: %s", homes.engine, error)

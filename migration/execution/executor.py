@@ -1,0 +1,379 @@
+"""Carries plans out: one handover of an engine at a time, several engines at once.
+
+Everything follows from what is durable: the log says which plan of an engine has no end, and how far it is; the engine's key says whether a
+handover is open. So a plan that was just accepted, and one that a dead predecessor left, go the same way: end what is open, then make the next
+handover of the plan without an end, until there is none.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from bus import BlobLost, Bus, BusError, Subscription
+from bus.claims import LeaseTaken
+from bus.subjects import Subjects, engine_of
+from fleet.events import EngineHeartbeat, HandoverDescribed, MigrationAccepted, MigrationPlanned, Origin, PlacementCommitted
+from fleet.handover import Conducting as State
+from migration.config import MigrationConfig
+from migration.engine_state.liveness import Pulse
+from migration.engine_state.placement_registry import Entry, Ledger
+from migration.execution.handover_driver import Handing, Unfit, sane, stray
+from migration.execution.leader_lease import Leadership
+from migration.execution.migration_log import Found, Journal, Superseded, Withdrawn
+from migration.handover.coordinator import Pace, Undertaking, begun, taken_over
+from migration.handover.handover_messages import Grounds, accepted, announced, dropped, left_open, next_of, received, unheard_of
+from migration.handover.rank_progress import ENGINE_GONE, Failure
+from migration.model.plan import Handover, Inapplicable, Plan, applied
+from migration.model.plan_log import Course
+from migration.telemetry.metrics import MigrationMetrics
+from migration.telemetry.tracing import PlanTrace, Tracing
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
+
+
+class Busy(ValueError):
+    """The engine has a plan under way already; the text names it."""
+
+
+class Conductor:
+    """Used on one event loop, while leading. committed: told of every placement that was recorded. clock: seconds that never go back."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        config: MigrationConfig,
+        ledger: Ledger,
+        metrics: MigrationMetrics,
+        lead: Leadership,
+        committed: Callable[[PlacementCommitted], None],
+        clock: Callable[[], float],
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._config = config
+        self._ledger = ledger
+        self._metrics = metrics
+        self._lead = lead
+        self._clock = clock
+        self._tracing = tracing
+        self._journal = Journal(bus, subjects, ledger, committed, config.retry_seconds, lead.standing)
+        self._log = self._journal.chronicle
+        self._pulse = Pulse(config.silent_seconds)
+        self._handing = Handing(bus, subjects, self._journal, lead, metrics, self._gone, self._silent, clock)
+        self._pace = Pace(config.repeat_seconds, _GRACE_SECONDS, config.commit_seconds)
+        self._told: dict[int, dict[int, HandoverDescribed]] = {}
+        """by worker_id and rank: what each said last"""
+        self._fences: dict[int, int] = {}
+        """by worker_id: our token that its ranks have heard"""
+        self._plans: dict[str, Plan] = {}
+        """by engine: the plan that is under way, once it was read"""
+        self._traces: dict[str, PlanTrace] = {}
+        """by engine: of the plan that is under way"""
+        self._since: dict[str, float] = {}
+        """by engine: when its plan was taken up"""
+        self._accepting: set[str] = set()
+        self._attending: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Until cancelled. ready: called once the log is read. BusError when it cannot be at the start; LeaseTaken when somebody else leads."""
+        subjects = self._subjects
+        async with self._bus.subscribe(subjects.handovers(), subjects.heartbeats()) as heard:
+            await self._journal.read()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    self._tasks = tasks
+                    tasks.create_task(self._listen(heard), name="hears ranks and heartbeats")
+                    tasks.create_task(self._follow(), name="follows what is recorded of plans")
+                    tasks.create_task(self._watch(), name="watches over plans, and finds those that nobody attends to")
+                    ready()
+            finally:
+                self._tasks = None
+                for trace in self._traces.values():
+                    trace.end(None)
+
+    # What is asked for
+
+    async def accept(
+        self, entry: Entry, plan: Plan, origin: Origin, grounds: Grounds | None = None, still: Callable[[], bool] | None = None
+    ) -> MigrationAccepted:
+        """Begin to carry a plan out: it is durable when this returns.
+
+        plan: one that holds on what the engine serves (`migration.planning.operator_plans`). grounds: of the planner, where nobody has asked for it. still:
+        whether it is
+        to be begun, asked right before each attempt to make it durable. Busy when it has a plan under way; ValueError when this one comes too late, or
+        (Withdrawn) is not to be begun any more; BusError when the bus fails.
+        """
+        engine = entry.engine
+        self.refuse_second(engine)
+        if plan.base_epoch != entry.epoch:
+            raise ValueError(f"plan is for epoch {plan.base_epoch}, the engine serves {entry.epoch}; plan anew")
+        self._accepting.add(engine)
+        try:
+            plan = msgspec.structs.replace(plan, id=self._log.unused(engine, plan.id))
+            blob = await self._journal.store(plan)
+            await self._lead.standing()
+            answers = "" if grounds is None else grounds.traceparent
+            trace = None if self._tracing is None else self._tracing.plan(engine, plan, origin, answers)
+            self._plans[engine] = plan
+            if trace is not None:
+                self._traces[engine] = trace
+            await self._journal.record(announced(entry, plan, origin, blob, answers if trace is None else trace.traceparent, grounds), still)
+            logger.info("plan %s of engine %s: %d handovers from epoch %d on, %s", plan.id, engine, len(plan.handovers), plan.base_epoch, plan.reason)
+        except Withdrawn:
+            self._plans.pop(engine, None)
+            if (unused := self._traces.pop(engine, None)) is not None:
+                unused.end(None)
+            await self._journal.forget(blob)
+            raise
+        finally:
+            self._accepting.discard(engine)
+        self._attend_to(engine)
+        return accepted(entry, plan)
+
+    def refuse_second(self, engine: str) -> None:
+        """Busy when the engine has a plan under way."""
+        course = self._log.under_way(engine)
+        if course is not None:
+            told = f"handover {course.next + 1} of {course.planned.handovers}"
+            raise Busy(f"engine {engine!r} is carrying out plan {course.planned.plan} ({told}); ask again when that is over (roost events --kind migration)")
+        if engine in self._accepting:
+            raise Busy(f"engine {engine!r} is just being given another plan; ask again when that is over")
+
+    async def survey(self, entry: Entry, patience: float = 0.0, token: int = 0) -> tuple[HandoverDescribed, ...]:
+        """Where every rank is. Unfit names one that takes part in no handovers, or does not answer within so many seconds. token: see `DescribeHandover`."""
+        told = await self._handing.survey(entry.engine, entry.worker_id, entry.placement.ranks, patience, token)
+        for said in told:
+            self._note(said, self._ledger.entry(said.worker_id))
+        return told
+
+    # What is heard
+
+    async def _listen(self, heard: Subscription) -> None:
+        async for one in heard:
+            if not isinstance(said := one.message, HandoverDescribed | EngineHeartbeat):
+                continue
+            entry = self._ledger.entry(said.worker_id)
+            if entry is not None and entry.engine != engine_of(one.subject):
+                continue  # one engine speaks for another
+            if isinstance(said, EngineHeartbeat):
+                self._pulse.heard(said.worker_id, self._clock())
+            elif sane(said):
+                self._note(said, entry)
+                self._handing.hear(said)
+
+    def _note(self, said: HandoverDescribed, entry: Entry | None) -> None:
+        if entry is not None and 0 <= said.rank < entry.placement.ranks:
+            self._told.setdefault(said.worker_id, {})[said.rank] = said
+
+    async def _follow(self) -> None:
+        """Plans that somebody else recorded, who thought to lead."""
+        async for one in self._bus.replay(self._subjects.migrations()):
+            if isinstance(one.message, MigrationPlanned) and self._log.heard(one.message):
+                self._attend_to(one.message.engine)
+
+    async def _watch(self) -> None:
+        """What nobody attends to: what a predecessor left, and what ranks have open though nobody leads them."""
+        for engine in {*self._ledger.engines(), *self._log.known()}:
+            self._attend_to(engine)
+        while True:
+            self._pulse.look(self._clock(), connected=self._bus.connected)
+            for engine in self._log.engines():
+                self._attend_to(engine)
+            for engine, entry in self._ledger.engines().items():
+                if stray(tuple(self._told.get(entry.worker_id, {}).values())):
+                    self._attend_to(engine)
+            self._tell()
+            await asyncio.sleep(min(_LOOK_SECONDS, self._config.silent_seconds / 4))
+
+    def _tell(self) -> None:
+        """The watchdog's figures."""
+        present = {entry.worker_id for entry in self._ledger.engines().values()}
+        self._pulse.keep_only(present)
+        self._told = {worker_id: told for worker_id, told in self._told.items() if worker_id in present}
+        self._fences = {worker_id: token for worker_id, token in self._fences.items() if worker_id in present}
+        now = self._clock()
+        self._since = {engine: self._since.get(engine, now) for engine in self._log.engines()}
+        for engine, entry in self._ledger.engines().items():
+            self._metrics.cells(engine, tuple(self._told.get(entry.worker_id, {}).values()))
+            course, plan = self._log.under_way(engine), self._plans.get(engine)
+            left = () if course is None or plan is None else plan.handovers[course.next :]
+            pending = 0 if course is None else course.planned.handovers - course.next
+            layers = len({step.layer for handover in left for step in handover.steps})
+            self._metrics.pending(engine, now - self._since.get(engine, now), pending, layers)
+
+    def _gone(self, engine: str, worker_id: int) -> str:
+        """Why the life of an engine is over; empty: nothing proves that it is."""
+        entry = self._ledger.engines().get(engine)
+        if entry is None:
+            return "it has left"
+        return "it has begun a new life" if entry.worker_id != worker_id else ""
+
+    def _silent(self, worker_id: int) -> bool:
+        return self._pulse.silent(worker_id, self._clock()) > 0
+
+    # What is done
+
+    def _attend_to(self, engine: str) -> None:
+        if self._tasks is None or engine in self._attending or engine in self._accepting:
+            return
+        self._since.setdefault(engine, self._clock())
+        self._attending[engine] = self._tasks.create_task(self._attend(engine), name=f"carries out what engine {engine} is to do")
+
+    async def _attend(self, engine: str) -> None:
+        """Whatever fails is tried again: a plan must end, and the log must say how."""
+        try:
+            while not await self._tried(engine):
+                pass
+        finally:
+            self._attending.pop(engine, None)
+
+    async def _tried(self, engine: str) -> bool:
+        """Whether there is nothing left to be done."""
+        try:
+            return await self._advance(engine)
+        except LeaseTaken:
+            raise
+        except Superseded as superseded:
+            logger.warning("%s", superseded)
+        except BusError as error:
+            logger.warning("what engine %s is to do is held up: %s", engine, error)
+        except Exception:  # a defect in one engine's plan must not end those of others
+            logger.exception("what engine %s is to do is held up", engine)
+        await asyncio.sleep(self._config.retry_seconds)
+        return False
+
+    async def _advance(self, engine: str) -> bool:
+        """One thing that is to be done; True: there was none."""
+        found = await self._conclude(engine)
+        if (second := self._log.second(engine)) is not None:
+            await self._drop(Course(second), Failure("another plan was under way; ask again when that is over", "busy"))
+            return False
+        course = self._log.under_way(engine)
+        if course is not None:
+            await self._next(engine, course, found)
+            return False
+        self._plans.pop(engine, None)
+        last, trace = self._log.course(engine), self._traces.pop(engine, None)
+        if trace is not None:
+            trace.end(None if last is None else last.end)
+        await self._clear_strays(engine, found)
+        await self._journal.clear(engine)
+        return self._log.under_way(engine) is None
+
+    async def _conclude(self, engine: str) -> Found:
+        """End what is open under the engine's key."""
+        found = await self._journal.look(engine)
+        left, course = found.open, self._log.course(engine)
+        if left is None or left.state is State.IDLE:
+            return found
+        logger.info("handover %d of engine %s was left %s; going on with it", left.handover, engine, left.state)
+        staged = None if course is None or course.staged is None or course.staged.handover != left.handover else course.staged
+        what = left_open(engine, left, staged, self._ledger.entry(left.worker_id), self._config)
+        plan_trace = None if course is None or course.planned.plan != left.plan else self._trace(engine, course)
+        await self._lead.standing()
+        proceeding = taken_over(what, left, self._lead.token, self._pace, self._clock(), 0.0 if staged is None else staged.seconds)
+        await self._handing.carry(proceeding, found.revision, None if plan_trace is None else plan_trace.handover(what))
+        return await self._journal.look(engine)
+
+    async def _next(self, engine: str, course: Course, found: Found) -> None:
+        """One more handover of a plan; or its end, where it cannot go on."""
+        entry = self._ledger.engines().get(engine)
+        if entry is None or entry.worker_id != course.planned.worker_id:
+            why = f"engine {engine!r} {'has left' if entry is None else 'has begun a new life'}; plan anew for what it serves then"
+            return await self._drop(course, Failure(why, ENGINE_GONE))
+        try:
+            plan = await self._plan(engine, course)
+            placement = await asyncio.to_thread(applied, entry.placement, plan.handovers[course.next])
+            found, previous = await self._ready(entry, plan.handovers[course.next], found)
+        except (BlobLost, IndexError) as error:
+            return await self._drop(course, Failure(f"its plan is not stored (any more): {error}; plan anew", "plan"))
+        except Inapplicable as error:
+            return await self._drop(course, Failure(str(error), error.cause.value))
+        except Unfit as unfit:
+            return await self._drop(course, unfit.failure)
+        await self._hand_over(next_of(entry, plan, course.next, placement, previous + 1, self._config), found, self._trace(engine, course))
+        return None
+
+    async def _ready(self, entry: Entry, handover: Handover, found: Found) -> tuple[Found, int]:
+        """What is durable, and the highest number that any handover had, once every rank is free for one. Unfit when one is not."""
+        told = await self._fenced(entry, self._config.stage_seconds)
+        if stray(told):
+            found = await self._clear_strays(entry.engine, found)
+            told = await self._fenced(entry, self._config.stage_seconds)
+        for said in told:
+            if said.handover or said.served != entry.epoch:
+                raise Unfit(Failure(f"rank {said.rank} serves epoch {said.served}, but the log says {entry.epoch}: restart its engine", "epoch", said.rank))
+        told = await self._room(entry, received(handover, entry.placement), told)
+        return found, max(0 if found.open is None else found.open.highest, *(said.concluded for said in told))
+
+    async def _fenced(self, entry: Entry, patience: float = 0.0) -> tuple[HandoverDescribed, ...]:
+        """Where every rank is, and will be: none of them listens any more to anybody who led before. So what is seen open can be ended by what is seen,
+        also where the store knows nothing of it. Unfit when a rank does not say."""
+        heard = max(said.token for said in await self.survey(entry, patience))
+        if heard > self._lead.token or (heard == self._lead.token and self._fences.get(entry.worker_id) != heard):
+            await self._lead.outbid(heard)  # an equal one may be another's: tokens begin anew with a server that lost its store
+        self._fences[entry.worker_id] = self._lead.token
+        return await self.survey(entry, patience, self._lead.token)
+
+    async def _room(self, entry: Entry, wanted: list[int], told: tuple[HandoverDescribed, ...]) -> tuple[HandoverDescribed, ...]:
+        """Wait, as long as staging may take, for cells that drain or are in quarantine; what then is missing ranks say themselves."""
+        until = self._clock() + self._config.stage_seconds
+        while self._clock() < until and any(said.free < wanted[said.rank] <= said.free + said.draining + said.quarantined for said in told):
+            await asyncio.sleep(self._config.repeat_seconds)
+            told = await self.survey(entry, self._config.stage_seconds)
+        return told
+
+    async def _hand_over(self, what: Undertaking, found: Found, plan_trace: PlanTrace | None) -> None:
+        trace = None if plan_trace is None else plan_trace.handover(what)
+        if trace is not None:
+            what = trace.carried_by(what)
+        await self._lead.standing()
+        proceeding = begun(what, self._lead.token, self._pace, self._clock())
+        revision = await self._journal.keep(what.engine, proceeding.durable(State.PROPOSING, self._clock()), found.revision)
+        await self._handing.carry(proceeding, revision, trace)
+
+    async def _clear_strays(self, engine: str, found: Found) -> Found:
+        """End what ranks have open though nothing durable knows of it: they did not hear that it is over, or a server lost its store."""
+        entry = self._ledger.engines().get(engine)
+        if entry is None or not stray(tuple(self._told.get(entry.worker_id, {}).values())):
+            return found
+        try:
+            open_ = stray(await self._fenced(entry))
+        except Unfit as unfit:
+            logger.warning("engine %s: %s", engine, unfit)
+            self._told.pop(entry.worker_id, None)
+            return found
+        if open_ is None:
+            return found
+        logger.warning("ranks of engine %s have handover %d open, of which nothing is stored; it is %s", engine, *open_)
+        left = unheard_of(entry, *open_, self._lead.token, found.open)
+        revision = await self._journal.keep(engine, left, found.revision)
+        what = left_open(engine, left, None, None, self._config)
+        await self._handing.carry(taken_over(what, left, self._lead.token, self._pace, self._clock()), revision)
+        return await self._journal.look(engine)
+
+    async def _drop(self, course: Course, failure: Failure) -> None:
+        """The rest of a plan is given up, with no handover open."""
+        logger.warning("plan %s of engine %s is given up: %s", course.planned.plan, course.planned.engine, failure.reason)
+        await self._journal.record(dropped(course, failure))
+        self._metrics.dropped(failure.fault)
+
+    async def _plan(self, engine: str, course: Course) -> Plan:
+        """BlobLost when it is not stored."""
+        plan = self._plans.get(engine)
+        if plan is None or plan.id != course.planned.plan:
+            plan = self._plans[engine] = await self._journal.plan(course.planned.blob)
+        return plan
+
+    def _trace(self, engine: str, course: Course) -> PlanTrace | None:
+        if engine not in self._traces and self._tracing is not None:
+            self._traces[engine] = self._tracing.resumed(course.planned)
+        return self._traces.get(engine)

@@ -1,0 +1,402 @@
+"""One engine's handover, as the coordinator sees it: by the tables of `fleet.handover`. Pure; the time is an argument.
+
+`Proceeding` is a value. What ranks say (`heard`, `declined`), the time and the end of the engine (`gone`) make a new one; what it calls for is
+read from it: commands to ranks (`due`), and the next move (`move`), which is what to record, in order, and what then to make durable. Whoever
+carries it out does exactly that, and in that order; so a successor who finds only what is durable can go on from it (`taken_over`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from fleet.events import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    ExpertArrival,
+    ExpertCopy,
+    HandoverDescribed,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationStaged,
+    PlacementCommitted,
+    ProposeHandover,
+)
+from fleet.handover import CONDUCTING, Conducting, Cue, moved
+from fleet.layout import Layout
+from fleet.placement import PlacementRecord
+from migration.handover.rank_progress import DECLINED, ENGINE_GONE, OVERDUE, REPLACED, Failure, Progress, Told, hopeless, listed, reached
+
+Command = ProposeHandover | CommitHandover | AbortHandover | DescribeHandover
+Record = MigrationStaged | PlacementCommitted | MigrationCommitted | MigrationAborted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Undertaking:
+    """What is handed over. Never changes."""
+
+    engine: str
+    worker_id: int
+    ranks: int
+    handover: int
+    plan: str
+    number: int
+    """which handover of the plan, from 0"""
+    last: bool
+    epoch: int
+    """the one it makes"""
+    placement: PlacementRecord | None
+    """None: a successor does not know it any more; only an abort needs none"""
+    layout: Layout | None
+    copies: tuple[ExpertCopy, ...] = ()
+    copied: int = 0
+    bytes: int = 0
+    stage_seconds: float
+    """for staging"""
+    traceparent: str = ""
+    given: int = 0
+    """see `OpenHandover`"""
+
+    @property
+    def arrivals(self) -> tuple[ExpertArrival, ...]:
+        """Which experts it brings where. Empty where copies or placement are not known any more."""
+        if self.placement is None:
+            return ()
+        width = self.placement.slots_per_rank
+        return tuple(ExpertArrival(one.layer, one.expert, one.source // width, one.slot // width) for one in self.copies)
+
+
+class OpenHandover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is durable of a handover, under the engine's key: enough to end it. What else is needed stands in the log and in the plan."""
+
+    state: Conducting
+    worker_id: int
+    ranks: int
+    handover: int
+    """of an idle engine the last one"""
+    plan: str
+    number: int
+    last: bool
+    epoch: int
+    copied: int
+    bytes: int
+    token: int
+    """of whoever wrote this"""
+    given: int = 0
+    """highest number that a handover of this engine was given, where it is higher than this one's: ranks were found with an earlier one open"""
+    reason: str = ""
+    fault: str = ""
+    rank: int | None = None
+
+    @property
+    def highest(self) -> int:
+        """The highest number that was given; no number is given twice, as late commands of one would be taken for the other's."""
+        return max(self.handover, self.given)
+
+
+class Move(NamedTuple):
+    """The next move: record these, in this order, then make the state after it durable."""
+
+    cue: Cue
+    records: tuple[Record, ...]
+    after: Conducting
+
+
+class Pace(NamedTuple):
+    """Times, in seconds."""
+
+    repeat: float
+    """a command that is not answered is sent again after so long"""
+    grace: float
+    """beyond the deadline that ranks keep by themselves: theirs is the better explanation"""
+    commit: float
+    """a commit that takes longer is worth a warning"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proceeding:
+    """A handover on its way."""
+
+    what: Undertaking
+    pace: Pace
+    state: Conducting
+    token: int
+    begun: float
+    told: tuple[Told, ...]
+    """by rank"""
+    decided: float | None = None
+    failure: Failure | None = None
+    left: str = ""
+    """why the engine is gone; empty: it is not"""
+    silent: bool = False
+    """its heart beats no more; it may yet come back, and then hears of an abort before anything else is proposed to it"""
+    heard_token: int = 0
+    """the highest that any rank has seen"""
+
+    # What happens
+
+    def heard(self, said: HandoverDescribed) -> "Proceeding":
+        """After a rank's answer or word. What is about another incarnation, rank or handover says nothing; nor does nonsense."""
+        if said.worker_id != self.what.worker_id or not 0 <= said.rank < self.what.ranks:
+            return self
+        before = self.told[said.rank]
+        progress = max(before.progress, reached(said, self.what.handover))
+        pulls = said.pulls if said.handover == self.what.handover and said.pulls else before.pulls
+        told = before._replace(progress=progress, pulls=pulls, declined=before.declined and progress is Progress.UNHEARD)
+        after = replace(self, told=_put(self.told, said.rank, told), heard_token=max(self.heard_token, said.token))
+        if self.state is not Conducting.PROPOSING or self.failure is not None:
+            return after
+        return replace(after, failure=hopeless(said, self.what.handover, self.what.epoch))
+
+    def declined(self, rank: int, reason: str) -> "Proceeding":
+        """After a rank refused to take a command at all."""
+        before = self.told[rank]
+        after = replace(self, told=_put(self.told, rank, before._replace(declined=before.progress is Progress.UNHEARD)))
+        if self.state is not Conducting.PROPOSING or self.failure is not None:
+            return after
+        return replace(after, failure=Failure(f"rank {rank} takes part in no handover: {reason}", DECLINED, rank))
+
+    def gone(self, why: str) -> "Proceeding":
+        """After the engine left, died or came back as another incarnation. why: a clause."""
+        return self if self.left else replace(self, left=why)
+
+    def listened(self, *, silent: bool) -> "Proceeding":
+        """After listening for the engine's heart. Silence proves nothing, so it ends only an abort: what is decided must be heard, and what is not has a
+        deadline."""
+        return self if silent is self.silent else replace(self, silent=silent)
+
+    def asked(self, ranks: Sequence[int], now: float) -> "Proceeding":
+        """After commands were sent to these ranks."""
+        told = list(self.told)
+        for rank in ranks:
+            told[rank] = told[rank]._replace(asked_at=now)
+        return replace(self, told=tuple(told))
+
+    def with_token(self, token: int) -> "Proceeding":
+        """Under a higher token; every rank is asked again at once."""
+        return replace(self, token=token, told=tuple(told._replace(asked_at=float("-inf")) for told in self.told))
+
+    def moved(self, move: Move, now: float) -> "Proceeding":
+        """After a move that was carried out. IllegalMove when the tables do not have it."""
+        state = moved(CONDUCTING, self.state, move.cue)
+        told = tuple(told._replace(asked_at=float("-inf")) for told in self.told)
+        decided = now if state is Conducting.COMMITTING else self.decided
+        failure = self._failed(now) if move.cue is Cue.FAILED else self.failure
+        return replace(self, state=state, told=told, decided=decided, failure=failure)
+
+    # What that calls for
+
+    @property
+    def deadline(self) -> float:
+        """By when all must have staged."""
+        return self.begun + self.what.stage_seconds + self.pace.grace
+
+    @property
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks that have not done what the state waits for."""
+        return tuple(rank for rank, told in enumerate(self.told) if not self._done(told))
+
+    def overdue(self, now: float) -> bool:
+        """Whether the commit takes too long. Nothing gives it up, but somebody should look."""
+        return self.state is Conducting.COMMITTING and self.decided is not None and now - self.decided > self.pace.commit
+
+    def due(self, now: float) -> tuple[tuple[int, Command], ...]:
+        """(rank, command) to send now."""
+        if self.state is Conducting.IDLE or self.left:
+            return ()
+        return tuple((rank, self._command(rank)) for rank in self.waiting_for if now >= self.told[rank].asked_at + self.pace.repeat)
+
+    def next_look(self, now: float) -> float:
+        """When, at the latest, there is something to do; `now` or later."""
+        times = [told.asked_at + self.pace.repeat for told in self.told if not self._done(told)]
+        if self.state is Conducting.PROPOSING:
+            times.append(self.deadline)
+        return max(now, min(times, default=now))
+
+    def move(self, now: float) -> Move | None:
+        """The next move; None: there is nothing to do but to go on asking."""
+        cue = self._cue(now)
+        return None if cue is None else Move(cue, self._records(cue, now), moved(CONDUCTING, self.state, cue))
+
+    def durable(self, after: Conducting, now: float) -> OpenHandover:
+        """What stands under the engine's key in a state."""
+        what, failure = self.what, self._failed(now) if after is Conducting.ABORTING else None
+        return OpenHandover(
+            state=after,
+            worker_id=what.worker_id,
+            ranks=what.ranks,
+            handover=what.handover,
+            plan=what.plan,
+            number=what.number,
+            last=what.last,
+            epoch=what.epoch,
+            copied=what.copied,
+            bytes=what.bytes,
+            token=self.token,
+            given=what.given,
+            **({} if failure is None else failure._asdict()),
+        )
+
+    def _done(self, told: Told) -> bool:
+        match self.state:
+            case Conducting.PROPOSING:
+                return told.progress is Progress.STAGED
+            case Conducting.COMMITTING:
+                return told.progress is Progress.SERVING
+            case Conducting.ABORTING:
+                return told.progress >= Progress.OVER or told.declined or self.silent
+        return True
+
+    def _cue(self, now: float) -> Cue | None:
+        if self.state is Conducting.IDLE:
+            return None
+        if self.left:
+            return Cue.ENGINE_GONE
+        done = not self.waiting_for
+        match self.state:
+            case Conducting.PROPOSING:
+                failed = self.failure is not None or (not done and now >= self.deadline)
+                return Cue.FAILED if failed else Cue.ALL_STAGED if done else None
+            case Conducting.COMMITTING:
+                return Cue.ALL_SERVING if done else None
+        return Cue.ALL_ABORTED if done else None
+
+    def _command(self, rank: int) -> Command:
+        what = self.what
+        match self.state:
+            case Conducting.COMMITTING:
+                return CommitHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover)
+            case Conducting.ABORTING:
+                reason = "" if self.failure is None else self.failure.reason
+                return AbortHandover(worker_id=what.worker_id, rank=rank, token=self.token, handover=what.handover, reason=reason)
+        if self.told[rank].progress is not Progress.UNHEARD or what.placement is None:
+            return DescribeHandover(worker_id=what.worker_id, rank=rank, token=self.token)
+        return ProposeHandover(
+            engine=what.engine,
+            worker_id=what.worker_id,
+            rank=rank,
+            token=self.token,
+            handover=what.handover,
+            plan=what.plan,
+            placement=what.placement,
+            copies=what.copies,
+            deadline_seconds=what.stage_seconds,
+            traceparent=what.traceparent,
+        )
+
+    def _failed(self, now: float) -> Failure | None:
+        """Why it is given up."""
+        if self.failure is not None:
+            return self.failure
+        if self.left:
+            return Failure(f"engine {self.what.engine!r} is gone: {self.left}; its next life begins with what the log says", ENGINE_GONE)
+        if self.state is Conducting.PROPOSING and now >= self.deadline:
+            return self._too_late()
+        return None
+
+    def _too_late(self) -> Failure:
+        silent = [rank for rank in self.waiting_for if self.told[rank].progress is Progress.UNHEARD]
+        who, did = (silent, "did not answer") if silent else (self.waiting_for, "did not stage")
+        named = f"rank {who[0]}" if len(who) == 1 else f"ranks {listed(who)}"
+        return Failure(f"{named} {did} within {self.what.stage_seconds:g} s; see the log there, or raise planner.stage_seconds", OVERDUE, who[0])
+
+    # What is recorded
+
+    def _records(self, cue: Cue, now: float) -> tuple[Record, ...]:
+        if not self.what.plan:
+            return ()  # what a lost log knows nothing of
+        match cue:
+            case Cue.ALL_STAGED:
+                return self._staged(now)
+            case Cue.ALL_SERVING:
+                return self._committed(now)
+            case Cue.ENGINE_GONE if self.state is Conducting.COMMITTING:
+                return self._committed(now)  # it was decided, and is what the next life begins with
+            case Cue.ALL_ABORTED | Cue.ENGINE_GONE:
+                return (self._aborted(now),)
+        return ()
+
+    def _staged(self, now: float) -> tuple[Record, ...]:
+        what = self.what
+        if what.placement is None:
+            return ()
+        staged = MigrationStaged(
+            engine=what.engine,
+            worker_id=what.worker_id,
+            plan=what.plan,
+            handover=what.handover,
+            number=what.number,
+            epoch=what.epoch,
+            placement=what.placement,
+            copies=what.copied,
+            bytes=what.bytes,
+            seconds=now - self.begun,
+            pulls=tuple(pull for told in self.told for pull in told.pulls),
+            arrivals=what.arrivals,
+        )
+        return (staged,)
+
+    def _committed(self, now: float) -> tuple[Record, ...]:
+        what = self.what
+        placed: tuple[Record, ...] = ()
+        if what.placement is not None and what.layout is not None:
+            placed = (PlacementCommitted(engine=what.engine, worker_id=what.worker_id, layout=what.layout, placement=what.placement, plan=what.plan),)
+        committed = MigrationCommitted(
+            engine=what.engine,
+            worker_id=what.worker_id,
+            plan=what.plan,
+            handover=what.handover,
+            number=what.number,
+            epoch=what.epoch,
+            copies=what.copied,
+            bytes=what.bytes,
+            seconds=now - self.begun,
+            commit_seconds=0.0 if self.decided is None else now - self.decided,
+            last=what.last,
+            arrivals=what.arrivals,
+        )
+        return (*placed, committed)
+
+    def _aborted(self, now: float) -> MigrationAborted:
+        failure, what = self._failed(now) or Failure("it was given up", REPLACED), self.what
+        return MigrationAborted(
+            engine=what.engine,
+            worker_id=what.worker_id,
+            plan=what.plan,
+            handover=what.handover,
+            number=what.number,
+            epoch=what.epoch,
+            reason=failure.reason,
+            fault=failure.fault,
+            rank=failure.rank,
+            seconds=now - self.begun,
+        )
+
+
+def begun(what: Undertaking, token: int, pace: Pace, now: float) -> Proceeding:
+    """A handover whose beginning has just been made durable."""
+    return Proceeding(what=what, pace=pace, state=moved(CONDUCTING, Conducting.IDLE, Cue.BEGIN), token=token, begun=now, told=(Told(),) * what.ranks)
+
+
+def taken_over(what: Undertaking, found: OpenHandover, token: int, pace: Pace, now: float, staged_seconds: float = 0.0) -> Proceeding:
+    """What a predecessor left: not decided, it is given up; decided, it is gone on with; given up, it is ended.
+
+    staged_seconds: that it took to stage, as far as is known.
+    """
+    proceeding = Proceeding(
+        what=what, pace=pace, state=found.state, token=token, begun=now - staged_seconds, told=(Told(),) * what.ranks, decided=None, failure=None
+    )
+    match found.state:
+        case Conducting.PROPOSING:
+            return replace(proceeding, failure=Failure("the migration service that conducted it ended before it was decided; ask for it again", REPLACED))
+        case Conducting.COMMITTING:
+            return replace(proceeding, decided=now)
+        case Conducting.ABORTING:
+            return replace(proceeding, failure=Failure(found.reason or "it was given up", found.fault or REPLACED, found.rank))
+    return proceeding
+
+
+def _put(told: tuple[Told, ...], rank: int, one: Told) -> tuple[Told, ...]:
+    return (*told[:rank], one, *told[rank + 1 :])

@@ -1,0 +1,188 @@
+"""What engines say of where tokens really went and how long steps really took, in windows of one epoch each. Pure; bounded; the time is an argument.
+
+What ranks say of an interval is added up in slices of about a second. A window of slices gives means, and their standard errors: the slices are
+put together to some dozen batches, because neighbouring seconds are alike (the same requests run in them), and the spread of batches tells how far
+a mean can be trusted (batch means; of a ratio of sums by its linearisation).
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import DispatchMeasured, LayerFigures, LoopFigures
+from migration.config import MigrationConfig
+from migration.engine_state.placement_registry import Entry, Fault, Refused
+from migration.loop_state.verdict import Measurement
+
+SLICES = 128
+"""Slices that are kept of an engine, of all epochs together."""
+BATCHES = 12
+"""Parts of a window whose spread tells its error."""
+LEAST_SLICES = 4
+"""A window of fewer has no error that could be told."""
+MOST_SECONDS = 3600.0
+"""Of one interval: ranks say one a second."""
+_TOLERANCE = 1e-3
+
+Array = NDArray[np.float64]
+
+
+class Window(NamedTuple):
+    """Means over a window, and by layer."""
+
+    measured: Measurement
+    layers: LayerFigures
+
+
+@dataclass(slots=True)
+class _Slice:
+    """What was said of a second or so of one epoch: sums over the ranks."""
+
+    epoch: int
+    began: float
+    sums: Array = field(default_factory=lambda: np.zeros(5))
+    """[steps, step seconds, tokens, pairs, seconds of communication: NaN where an engine cannot tell]"""
+    layers: Array = field(default_factory=lambda: np.zeros((3, 0)))
+    """[balance | remote ranks | local, layers]"""
+
+
+@dataclass(slots=True)
+class _Engine:
+    engine: str
+    ranks: int
+    layers: int
+    slices: deque[_Slice] = field(default_factory=lambda: deque(maxlen=SLICES))
+
+
+class Measured:
+    """Of the engines that are present. `now` is seconds of one clock that never goes back."""
+
+    def __init__(self, config: MigrationConfig) -> None:
+        self._config = config
+        self._engines: dict[int, _Engine] = {}
+        """by worker_id"""
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other lengths of windows, from the next slice on."""
+        self._config = config
+
+    def keep_only(self, entries: Iterable[Entry]) -> None:
+        """The engines that are present."""
+        present = {entry.worker_id: entry for entry in entries}
+        for worker_id in self._engines.keys() - present.keys():
+            del self._engines[worker_id]
+        for worker_id in present.keys() - self._engines.keys():
+            entry = present[worker_id]
+            self._engines[worker_id] = _Engine(entry.engine, entry.placement.ranks, entry.placement.layers)
+
+    def hear(self, said: DispatchMeasured, now: float) -> None:
+        """One interval of one rank; of engines that are not present, or whose first epoch is not recorded yet, it means nothing here. Refused when it
+        cannot be used; then nothing changed."""
+        engine = self._engines.get(said.worker_id)
+        if engine is None:
+            return
+        layers = _checked(said, engine)
+        last = next((one for one in reversed(engine.slices) if one.epoch == said.epoch), None)  # ranks tell the last of an epoch one after another
+        if last is None or now - last.began >= self._slice_seconds:
+            last = _Slice(said.epoch, now, layers=np.zeros((3, engine.layers)))
+            engine.slices.append(last)
+        communication = np.nan if said.communication_seconds is None else said.communication_seconds
+        last.sums += (said.steps, said.step_seconds, said.tokens, said.pairs, communication)
+        last.layers += layers
+
+    @property
+    def _slice_seconds(self) -> float:
+        """So long that the slices which are kept reach over every window that is asked for."""
+        longest = max(self._config.window_seconds, self._config.judge_seconds)
+        return max(longest / (SLICES / 2), 0.9)
+
+    def window(
+        self, worker_id: int, first: int, now: float, *, epoch: int | None = None, seconds: float | None = None, since: float | None = None
+    ) -> Window | None:
+        """What was measured of an engine lately. None: too little.
+
+        first: the first layer that is not sharded. epoch: that it served meanwhile; None: any. seconds: the last so many, None: all that is known;
+        since: nothing that began before.
+        """
+        engine = self._engines.get(worker_id)
+        if engine is None:
+            return None
+        oldest = max(-np.inf if seconds is None else now - seconds, -np.inf if since is None else since)
+        taken = [one for one in engine.slices if one.began >= oldest and (epoch is None or one.epoch == epoch)]
+        if len(taken) < LEAST_SLICES or not any(one.sums[2] for one in taken):
+            return None
+        return _window(taken, engine.ranks, first)
+
+
+def _checked(said: DispatchMeasured, engine: _Engine) -> Array:
+    """float64 [3, layers] of balance, remote ranks and local pairs. Refused names what cannot be."""
+    who = f"a measurement of {said.engine}/{said.rank}"
+    if said.engine != engine.engine:
+        raise Refused(Fault.CONTRADICTION, f"{who}: worker {said.worker_id} is engine {engine.engine!r}")
+    if not 0 <= said.rank < engine.ranks:
+        raise Refused(Fault.SHAPE, f"{who}: rank {said.rank} of an engine of {engine.ranks}")
+    parts = (said.balance, said.remote_ranks, said.local, said.served)
+    if any(len(part) != engine.layers for part in parts):
+        raise Refused(Fault.SHAPE, f"{who}: {[len(part) for part in parts]} layers; the engine has {engine.layers}")
+    numbers = np.array(parts, np.float64)
+    counts = np.array([said.steps, said.tokens, said.pairs, said.epoch, said.seconds, said.step_seconds], np.float64)
+    if not (np.isfinite(numbers).all() and np.isfinite(counts).all()) or (numbers < 0).any() or (counts < 0).any() or said.steps < 1:
+        raise Refused(Fault.DEMAND, f"{who}: all numbers must be finite and not negative, and its steps at least 1")
+    if not said.step_seconds <= said.seconds <= MOST_SECONDS:
+        raise Refused(Fault.DEMAND, f"{who}: steps of {said.step_seconds} s in {said.seconds} s; an interval holds its steps, {MOST_SECONDS:g} s at most")
+    if said.communication_seconds is not None and not 0 <= said.communication_seconds <= said.step_seconds * (1.0 + _TOLERANCE):
+        raise Refused(Fault.DEMAND, f"{who}: {said.communication_seconds} s of communication in steps of {said.step_seconds} s")
+    most = np.array([said.steps, said.tokens * (engine.ranks - 1), said.pairs])[:, None]
+    if (numbers[:3] > most * (1.0 + _TOLERANCE) + _TOLERANCE).any():
+        raise Refused(Fault.DEMAND, f"{who}: more than its {said.steps} steps, {said.tokens} tokens and {said.pairs} pairs allow")
+    return np.asarray(numbers[:3])
+
+
+def _window(slices: list[_Slice], ranks: int, first: int) -> Window:
+    """Layers that are sharded (below `first`) are left out of all means."""
+    parts = [np.array([one.sums for one in slices]), np.array([one.layers for one in slices])]
+    batches = min(BATCHES, len(slices))
+    edges = np.linspace(0, len(slices), batches + 1).astype(np.intp)[:-1]
+    sums, layers = (np.add.reduceat(part, edges, axis=0) for part in parts)
+    steps, took, tokens, pairs, communication = sums.T
+    whole = layers[:, :, first:]
+    count = max(whole.shape[2], 1)
+    # Every rank says the steps of the whole engine, and its own tokens alone.
+    token = _ratio(took, tokens * ranks)
+    means = {
+        "remote_ranks": _ratio(whole[:, 1].sum(axis=1) / count, tokens),
+        "local": _ratio(whole[:, 2].sum(axis=1) / count, pairs),
+        "balance": _ratio(whole[:, 0].sum(axis=1) / count, steps),
+        "step_seconds": _ratio(took, steps),
+    }
+    if np.isfinite(communication).all():
+        means["communication"] = _ratio(communication, took)
+    total = layers.sum(axis=0)
+    return Window(
+        measured=Measurement(
+            figures=LoopFigures(**{name: mean for name, (mean, _) in means.items()}, tokens=float(tokens.sum())),
+            errors=LoopFigures(**{name: error for name, (_, error) in means.items()}),
+            token_seconds=token[0],
+            token_error=token[1],
+            pairs=float(pairs.sum()),
+        ),
+        layers=LayerFigures(balance=_shares(total[0], steps.sum()), remote_ranks=_shares(total[1], tokens.sum()), local=_shares(total[2], pairs.sum())),
+    )
+
+
+def _ratio(part: Array, whole: Array) -> tuple[float, float]:
+    """(sum of parts / sum of wholes, its standard error) of batches; 0 where there is nothing."""
+    total, n = float(whole.sum()), len(whole)
+    if not total:
+        return 0.0, 0.0
+    mean = float(part.sum()) / total
+    spread = float(((part - mean * whole) ** 2).sum()) * n / max(n - 1, 1)
+    return mean, float(np.sqrt(spread)) / total
+
+
+def _shares(part: NDArray[Any], whole: float) -> tuple[float, ...]:
+    return tuple((part / whole if whole else part).tolist())

@@ -1,0 +1,47 @@
+"""Which homes were said of each engine, and under which version. Pure; one entry per engine that is present."""
+
+import msgspec
+
+from fleet.events import HomesPublished
+from migration.engine_state.placement_registry import Entry
+from migration.model.engine_view import Homes
+
+
+class Homesteads:
+    """Homes that differ from those said before get a version above all versions before."""
+
+    def __init__(self, first_version: int) -> None:
+        self._version = first_version
+        self._said: dict[int, HomesPublished] = {}
+        self.changes = 0
+
+    def said(self, entry: Entry, model: str, homes: Homes) -> HomesPublished:
+        """What to say of an engine now: the same as last time, under its version, when nothing changed."""
+        said = HomesPublished(
+            engine=entry.engine,
+            worker_id=entry.worker_id,
+            model=model,
+            version=0,
+            epoch=homes.epoch,
+            clusters=homes.clusters,
+            count=0 if homes.share is None else len(homes.share),
+            ranks=entry.placement.ranks,
+            homes=b"" if homes.share is None else homes.share.astype("<f4").tobytes(),
+            reason=homes.note,
+        )
+        before = self._said.get(entry.worker_id)
+        if before is not None and msgspec.structs.replace(before, version=0, reason=said.reason) == said:
+            version = before.version
+        else:
+            version, self._version, self.changes = self._version, self._version + 1, self.changes + 1
+        self._said[entry.worker_id] = msgspec.structs.replace(said, version=version)
+        return self._said[entry.worker_id]
+
+    def last(self, worker_id: int) -> HomesPublished | None:
+        """What was said of an engine last; None: nothing."""
+        return self._said.get(worker_id)
+
+    def keep_only(self, worker_ids: set[int]) -> None:
+        """Those that are present."""
+        for worker_id in self._said.keys() - worker_ids:
+            del self._said[worker_id]

@@ -1,0 +1,308 @@
+"""A plan: a series of handovers from one epoch's placement to another, with what each step copies, why, and what it is worth. Pure.
+
+`migration.planning.handover_batching` makes the handovers; here they are values, and here is what carrying them out means (`applied`, `replay`): each step is
+checked against the placement it finds, and each handover makes a Placement, whose birth checks its invariants.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.experts import ExpertId
+from fleet.placement import EMPTY, Placement, Split
+from migration.model.cost_model import Figures, Payback
+from migration.model.placement_changes import Table
+
+StepKind = Literal["reweight", "replicate", "swap", "move", "drop"]
+Link = Literal["same-node", "cross-node", "checkpoint"]
+"""what a copy crosses; checkpoint: no rank holds the expert any more, its weights are read from storage"""
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """An expert's weights brought into a slot of another rank."""
+
+    expert: int
+    slot: int
+    source: int | None = None
+    """slot they are read from; None: the checkpoint"""
+    link: Link
+    bytes: int
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One change of one layer. What it does, by kind:
+
+    - `reweight`: the replicas of the layer share its tokens in another way; nothing is copied.
+    - `replicate`: `expert` comes into `slot`, where `evicted` was.
+    - `move`: the same, and `other_slot`, where `expert` was, becomes empty.
+    - `swap`: `expert`, from `other_slot`, and `other_expert`, from `slot`, change places.
+    - `drop`: `expert` leaves `slot`, which becomes empty.
+    """
+
+    kind: StepKind
+    layer: int
+    slot: int | None = None
+    expert: int | None = None
+    evicted: int | None = None
+    """spare replica that gives way; None: the slot was empty"""
+    other_slot: int | None = None
+    other_expert: int | None = None
+    copies: tuple[Copy, ...] = ()
+    gain: float = 0.0
+    """seconds by which an engine step gets shorter, expected"""
+    why: str
+    """in a sentence"""
+
+    @property
+    def bytes(self) -> int:
+        return sum(copy.bytes for copy in self.copies)
+
+
+class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The split of some layers, as it travels: u16 little endian, [len(layers), slots] each."""
+
+    layers: tuple[int, ...]
+    """ascending; the others keep what they have"""
+    keep: bytes
+    spill: bytes
+    near: bytes
+
+    @classmethod
+    def of(cls, split: Split, layers: NDArray[np.intp]) -> "SplitRecord":
+        """Those layers of a split."""
+        return cls(layers=tuple(layers.tolist()), **{name: part[layers].astype("<u2").tobytes() for name, part in split._asdict().items()})
+
+    def over(self, split: Split) -> Split:
+        """A split, [layers, slots], with these layers in place of its own; ValueError when they do not fit."""
+        rows, slots = list(self.layers), split.spill.shape[1]
+        if any(not 0 <= layer < len(split.spill) for layer in rows):
+            raise ValueError(f"split: it speaks of layers {rows}; the placement has 0..{len(split.spill) - 1}")
+        return Split(*(_over(part, rows, getattr(self, name), slots, name) for name, part in split._asdict().items()))
+
+
+class Handover(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is staged together and becomes visible at once, as the next epoch."""
+
+    epoch: int
+    """the one it makes"""
+    steps: tuple[Step, ...]
+    """in this order; what they copy is read from what the epoch before holds"""
+    split: SplitRecord | None = None
+    """how replicas share from then on; None: evenly, in every layer"""
+
+    @property
+    def bytes(self) -> int:
+        return sum(step.bytes for step in self.steps)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What to do with one engine's placement; nothing, where `refused` says why not."""
+
+    id: str
+    base_epoch: int
+    """epoch of the placement that it starts from; its handovers make the ones that follow"""
+    layers: int
+    experts: int
+    ranks: int
+    slots_per_rank: int
+    handovers: tuple[Handover, ...] = ()
+    before: Figures | None = None
+    after: Figures | None = None
+    payback: Payback | None = None
+    reason: str = ""
+    """in a sentence: why these changes"""
+    refused: str = ""
+    """why nothing is done; empty: it is worth doing"""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(step for handover in self.handovers for step in handover.steps)
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        return tuple(copy for step in self.steps for copy in step.copies)
+
+    @property
+    def bytes(self) -> int:
+        return sum(handover.bytes for handover in self.handovers)
+
+
+def planned(
+    placement: Placement,
+    handovers: Iterable[Handover] = (),
+    *,
+    before: Figures | None = None,
+    after: Figures | None = None,
+    payback: Payback | None = None,
+    reason: str = "",
+    refused: str = "",
+    name: str | None = None,
+) -> Plan:
+    """A plan for a placement. name: its id; None: a hash of what it does and of the epoch it starts from, so that equal plans have equal ids."""
+    series = tuple(handovers)
+    table = placement.expert_of_slot
+    digest = blake2b(msgspec.msgpack.encode((placement.epoch, table.shape, table.astype("<i2").tobytes(), series)), digest_size=8).hexdigest()
+    return Plan(
+        id=digest if name is None else name,
+        base_epoch=placement.epoch,
+        layers=placement.layers,
+        experts=placement.experts,
+        ranks=placement.ranks,
+        slots_per_rank=placement.slots_per_rank,
+        handovers=series,
+        before=before,
+        after=after,
+        payback=payback,
+        reason=reason,
+        refused=refused,
+    )
+
+
+class Cause(StrEnum):
+    """Why a plan cannot be carried out on the placement that is there."""
+
+    EPOCH = "epoch"
+    """the placement is not of the epoch that the handover follows"""
+    SHAPE = "shape"
+    """it was made for another number of layers, experts, ranks or slots, or names one that does not exist"""
+    SOURCE = "source"
+    """the slot to read from does not hold the expert"""
+    SLOT = "slot"
+    """a slot does not hold what the step was planned on"""
+    DUPLICATE = "duplicate"
+    """the rank would hold the expert twice"""
+    COPY = "copy"
+    """what a step writes and what it copies do not agree"""
+    PLACEMENT = "placement"
+    """the placement after it would not be legal: an expert without a holder, or a split that does not add up"""
+
+
+class Inapplicable(ValueError):
+    """A handover does not fit the placement it meets. `step` is its index in the handover; None: it is the handover as a whole."""
+
+    def __init__(self, cause: Cause, handover: Handover, step: int | None, detail: str) -> None:
+        where = (
+            f"handover to epoch {handover.epoch}" if step is None else f"step {step} ({handover.steps[step].kind}) of the handover to epoch {handover.epoch}"
+        )
+        super().__init__(f"plan: {where}: {detail}")
+        self.cause = cause
+        self.epoch = handover.epoch
+        self.step = step
+
+
+def replay(placement: Placement, plan: Plan) -> list[Placement]:
+    """The placement of every epoch that the plan makes, in order. Inapplicable where a step does not hold on what it meets."""
+    stated = (plan.layers, plan.experts, plan.ranks, plan.slots_per_rank)
+    found = (placement.layers, placement.experts, placement.ranks, placement.slots_per_rank)
+    series: list[Placement] = []
+    for handover in plan.handovers:
+        if stated != found:
+            raise Inapplicable(Cause.SHAPE, handover, None, f"made for (layers, experts, ranks, slots per rank) {stated}, the placement has {found}; plan anew")
+        placement = applied(placement, handover)
+        series.append(placement)
+    return series
+
+
+def applied(placement: Placement, handover: Handover) -> Placement:
+    """The placement after one handover. Inapplicable names the step that does not hold on it, and the cause."""
+    if handover.epoch != placement.epoch + 1:
+        raise Inapplicable(Cause.EPOCH, handover, None, f"the placement is of epoch {placement.epoch}; plan anew from what is there")
+    table = placement.expert_of_slot.copy()
+    for index, step in enumerate(handover.steps):
+        _Check(placement, table, handover, index).carry_out(step)
+    try:
+        split = None if handover.split is None else handover.split.over(placement.split)
+        return Placement(table, experts=placement.experts, ranks=placement.ranks, epoch=handover.epoch, split=split)
+    except ValueError as error:
+        raise Inapplicable(Cause.PLACEMENT, handover, None, str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Check:
+    """One step, met by a table that the steps before it have changed already."""
+
+    base: Placement
+    table: Table
+    handover: Handover
+    index: int
+
+    def carry_out(self, step: Step) -> None:
+        """Write what the step says into the table; Inapplicable when it does not hold."""
+        if not 0 <= step.layer < self.base.layers:
+            raise self._no(Cause.SHAPE, f"layer {step.layer} does not exist")
+        if step.kind == "reweight":
+            self._copies(step, {})
+            return
+        if step.slot is None or step.expert is None or not 0 <= step.expert < self.base.experts:
+            raise self._no(Cause.SHAPE, f"slot {step.slot}, expert {step.expert}: both must be named, and exist")
+        match step.kind:
+            case "drop":
+                self._write(step.layer, step.slot, step.expert, EMPTY)
+                self._copies(step, {})
+            case "replicate":
+                self._write(step.layer, step.slot, _or_empty(step.evicted), step.expert)
+                self._copies(step, {step.slot: step.expert})
+            case "move":
+                self._write(step.layer, step.other_slot, step.expert, EMPTY)
+                self._write(step.layer, step.slot, _or_empty(step.evicted), step.expert)
+                self._copies(step, {step.slot: step.expert})
+            case "swap":
+                there = _or_empty(step.other_expert)
+                self._write(step.layer, step.slot, there, EMPTY)
+                self._write(step.layer, step.other_slot, step.expert, EMPTY)
+                self._write(step.layer, step.slot, EMPTY, step.expert)
+                self._write(step.layer, step.other_slot, EMPTY, there)
+                self._copies(step, {step.slot: step.expert, int(step.other_slot or 0): there})
+
+    def _write(self, layer: int, slot: int | None, before: int, after: int) -> None:
+        if slot is None or not 0 <= slot < self.table.shape[1]:
+            raise self._no(Cause.SHAPE, f"slot {slot} does not exist")
+        found = int(self.table[layer, slot])
+        if found != before:
+            raise self._no(Cause.SLOT, f"layer {layer} slot {slot} holds {_named(layer, found)}, not {_named(layer, before)}; plan anew")
+        per = self.base.slots_per_rank
+        rank = slot // per
+        if after != EMPTY and (self.table[layer, rank * per : (rank + 1) * per] == after).any():
+            raise self._no(Cause.DUPLICATE, f"rank {rank} holds {_named(layer, after)} already")
+        self.table[layer, slot] = after
+
+    def _copies(self, step: Step, wanted: dict[int, int]) -> None:
+        """What is copied is what is written, from slots of other ranks that hold it in the epoch that is served meanwhile."""
+        stated = {copy.slot: copy.expert for copy in step.copies}
+        if stated != wanted or len(step.copies) != len(wanted):
+            raise self._no(Cause.COPY, f"it writes {wanted} (slot: expert), but copies {stated}")
+        for copy in step.copies:
+            if copy.source is None:
+                continue
+            if not 0 <= copy.source < self.table.shape[1]:
+                raise self._no(Cause.SHAPE, f"slot {copy.source} does not exist")
+            held = int(self.base.expert_of_slot[step.layer, copy.source])
+            if held != copy.expert:
+                raise self._no(
+                    Cause.SOURCE, f"layer {step.layer} slot {copy.source} holds {_named(step.layer, held)}, not {_named(step.layer, copy.expert)}; plan anew"
+                )
+
+    def _no(self, cause: Cause, detail: str) -> Inapplicable:
+        return Inapplicable(cause, self.handover, self.index, detail)
+
+
+def _or_empty(expert: int | None) -> int:
+    return EMPTY if expert is None else expert
+
+
+def _named(layer: int, expert: int) -> str:
+    return "nothing" if expert == EMPTY else f"expert {ExpertId(layer, expert)}"
+
+
+def _over(part: NDArray[np.uint16], rows: list[int], stated: bytes, slots: int, name: str) -> NDArray[np.uint16]:
+    if len(stated) != 2 * len(rows) * slots:
+        raise ValueError(f"split: {len(stated)} bytes of {name}, expected {2 * len(rows) * slots} for [{len(rows)}, {slots}] u16")
+    after = np.array(part)
+    after[rows] = np.frombuffer(stated, "<u2").reshape(len(rows), slots)
+    return after

@@ -1,0 +1,302 @@
+"""Where clusters of requests should live, found together with where experts are. Pure.
+
+Routing alone, or placement alone, brings a point or two; together they bring ten to fifteen: clusters go where their experts are, and experts
+where their clusters are. The two halves are solved in turn, each for the other's last answer (route: a transportation problem of clusters and ranks,
+exact; place: `migration.solvers.locality_placement`), from several starts, until nothing changes; what is saved grows in every round. Ranks that are alike
+are interchangeable, so the whole of it is then laid onto the present placement so that as little as can be moves.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment, linprog
+from scipy.sparse import coo_array
+
+from migration.solvers.holder_value import Held
+from migration.solvers.load_cap import Table, held_of, split_under
+from migration.solvers.locality_placement import Located, Room, located, measured, placed, worth_of
+from migration.solvers.specialisation_test import Gate, gate
+
+Values = NDArray[np.float64]
+ROUNDS = 6
+_FIRST = 3
+"""rounds from every start; the best goes on"""
+_SHUFFLES = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532, 0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
+"""fractions whose multiples are in no order (of the golden ratio and its like in higher dimensions): further starts, clusters in a row as these say"""
+_FEW_SHUFFLES, _MANY_RANKS = 1, 16
+"""of them, on more ranks than that, where a round takes longer and starts differ less"""
+_CELLS = 60_000
+"""layers x ranks x experts that the search looks at: some layers tell as much as all of them, the placement itself is of all"""
+_EXCHANGES = 6
+_STILL = 1e-4
+"""of what is saved: what changes less than that has come to rest"""
+_TINY = 1e-12
+_ROUNDING = 1e-6
+"""of a capacity, which takes all requests and no more: shares that add up to one but for rounding must fit"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """Clusters of requests, and what they want. ValueError when shapes do not fit."""
+
+    profiles: NDArray[Any]
+    """[K, layers, experts], rows sum to 1"""
+    shares: NDArray[Any]
+    """[K] of all (token, k) pairs; 0: unused"""
+    leak: float = 0.0
+    """the part of requests that goes anywhere, whatever is said"""
+    capacity: NDArray[np.float64] | None = None
+    """[ranks], the part of all requests that a rank may be home to; None: its even part"""
+
+    def __post_init__(self) -> None:
+        if self.profiles.ndim != 3 or self.shares.shape != self.profiles.shape[:1]:
+            raise ValueError(f"homes: profiles have shape {self.profiles.shape} and shares {self.shares.shape}; expected [K, layers, experts] and [K]")
+        if not 0 <= self.leak <= 1:
+            raise ValueError(f"homes: leak must be from 0 to 1, not {self.leak}")
+        if self.capacity is not None and self.capacity.sum() < 1.0 - 1e-9:
+            raise ValueError(f"homes: the ranks' capacity adds up to {self.capacity.sum():.3f}; all requests need 1")
+
+    def room_for(self, ranks: int) -> Values:
+        """[ranks]: capacity."""
+        return np.full(ranks, 1.0 / ranks) if self.capacity is None else self.capacity
+
+    def demand(self, homes: Values) -> Values:
+        """float64 [ranks, layers, experts]: what each rank's requests want, of all pairs; homes: [K, ranks], a row of zeros is at home everywhere."""
+        shares = self.shares / max(float(self.shares.sum()), _TINY)
+        even = self.room_for(homes.shape[1]) / self.room_for(homes.shape[1]).sum()
+        known = homes.sum(axis=1, keepdims=True) > 0
+        where = np.where(known, (1.0 - self.leak) * homes + self.leak * even, even) * shares[:, None]
+        return np.asarray((where.T @ self.profiles.reshape(len(shares), -1)).reshape(-1, *self.profiles.shape[1:]), np.float64)
+
+    def some(self, layers: NDArray[np.intp]) -> "Traffic":
+        """Of some layers."""
+        return Traffic(self.profiles[:, layers], self.shares, self.leak, self.capacity)
+
+
+class Housed(NamedTuple):
+    """What `homes` found. Shares saved are parts of what dispatch costs when nothing is local (`migration.solvers.locality_placement.Located.saved`), mean
+    over layers."""
+
+    homes: Values | None
+    """float64 [K, ranks]: how much of a cluster's requests belongs on which rank; rows sum to 1, of unused clusters to 0. None: nobody has a home"""
+    reason: str
+    gate: Gate | None
+    """None: it was not asked"""
+    demand: Values
+    """float64 [ranks, layers, experts] under these homes, or without any"""
+    located: Located | None
+    """the placement that goes with them; None where nothing is proposed"""
+    saved_before: float
+    """by the present homes and placement; 0 where none is known"""
+    saved: float
+    rounds: int
+
+
+def homes(
+    traffic: Traffic,
+    room: Room,
+    *,
+    pairs: NDArray[Any] | None = None,
+    before: Values | None = None,
+    present: Table | None = None,
+    least: float = 0.005,
+    better: float = 0.005,
+    rounds: int = ROUNDS,
+) -> Housed:
+    """Homes of the clusters and the placement that goes with them, or why there should be none.
+
+    pairs: [K] pairs per layer that each profile was learnt from, for the gate; None: it is not asked. least: what they must save over having none (a share, as
+    in `Housed.saved`). before: [K, ranks], present homes, kept unless others save at least `better` more. present: int16 [layers, slots] placement.
+    """
+    ranks, none = room.ranks, np.zeros((len(traffic.shares), room.ranks))
+    found = None if pairs is None else gate(traffic.profiles, _told(pairs, traffic), of="clusters")
+    saved_before = 0.0 if present is None else _saved_now(traffic, room, before, present)
+    if (found is not None and not found.specialised) or (traffic.shares > 0).sum() < 2:
+        reason = found.reason if found is not None and not found.specialised else "one cluster has no place of its own"
+        return Housed(None, reason, found, traffic.demand(none), None, saved_before, saved_before, 0)
+    search = _Search(traffic, room, present)
+    best, value, turns = search.best(before, rounds)
+    nothing = search.saved(none)
+    if value < nothing + least:
+        reason = f"homes would save {100 * value:.1f} % of dispatch, the same placement without them {100 * nothing:.1f} %"
+        return Housed(None, reason, found, traffic.demand(none), None, saved_before, saved_before, turns)
+    reason = f"homes save {100 * value:.1f} % of dispatch, placement alone {100 * nothing:.1f} %"
+    kept = None if before is None or before.shape != best.shape or not before.any() else search.saved(before)
+    if before is not None and kept is not None and value < kept + better:
+        best, reason = before, f"the homes of before save {100 * kept:.1f} % of dispatch, the best {100 * value:.1f} %"
+    elif present is not None:
+        best = laid_onto(best, search.held(best), held_of(present[search.layers], ranks, traffic.profiles.shape[2]), room, traffic.room_for(ranks))
+    demand = traffic.demand(best)
+    place = located(demand, room, present)
+    return Housed(best, reason, found, demand, place, saved_before, float(place.saved.mean()), turns)
+
+
+class Resident(NamedTuple):
+    """What homes would save under the placement that there is; shares as in `Housed`."""
+
+    none: float
+    """without any"""
+    kept: float | None
+    """by those of before; None: there are none"""
+    homes: Values
+    """[K, ranks]: those that save most"""
+    saved: float
+    """by these"""
+
+
+def resident(traffic: Traffic, room: Room, present: Table, before: Values | None = None) -> Resident:
+    """Homes for a placement that stays as it is. present: int16 [layers, slots]; before: [K, ranks]."""
+    search = _Search(traffic, room, present)
+    held = held_of(present[search.layers], room.ranks, traffic.profiles.shape[2])
+    best = search.routed_to(held)
+    none = search.saved_by(held, np.zeros_like(best))
+    return Resident(none, None if before is None else search.saved_by(held, before), best, search.saved_by(held, best))
+
+
+def _told(pairs: NDArray[Any], traffic: Traffic) -> NDArray[Any]:
+    """Unused clusters say nothing."""
+    return np.where(traffic.shares > 0, pairs, 0.0)
+
+
+def _saved_now(traffic: Traffic, room: Room, before: Values | None, present: Table) -> float:
+    demand = traffic.demand(np.zeros((len(traffic.shares), room.ranks)) if before is None else before)
+    split = split_under(present, demand, room.ranks, room.node, 1.0 / room.balance)
+    return float(measured(present, split, demand, room).saved.mean())
+
+
+class _Search:
+    """The alternation, on some of the layers."""
+
+    def __init__(self, traffic: Traffic, room: Room, present: Table | None) -> None:
+        layers, experts = traffic.profiles.shape[1:]
+        count = min(layers, max(4, _CELLS // (room.ranks * experts)))
+        self.layers = np.unique(np.linspace(0, layers - 1, count).round().astype(np.intp))
+        self._traffic = traffic.some(self.layers)
+        self._room = room if room.home is None else replace(room, home=room.home[self.layers])
+        self._present = None if present is None else held_of(present[self.layers], room.ranks, experts)
+
+    def held(self, homes: Values) -> Held:
+        """Where experts belong under these homes."""
+        return placed(worth_of(self._traffic.demand(homes), self._room), self._room, _EXCHANGES)
+
+    def saved(self, homes: Values) -> float:
+        """By these homes and the placement made for them."""
+        worth = worth_of(self._traffic.demand(homes), self._room)
+        return float(worth.of(placed(worth, self._room, _EXCHANGES)).mean())
+
+    def saved_by(self, held: Held, homes: Values) -> float:
+        """By these homes under a placement that was made for whatever."""
+        return float(worth_of(self._traffic.demand(homes), self._room).of(held).mean())
+
+    def best(self, before: Values | None, rounds: int) -> tuple[Values, float, int]:
+        """(homes, saved, rounds): of all starts, the one that got furthest, followed to the end."""
+        used, ranks = np.flatnonzero(self._traffic.shares > 0), self._room.ranks
+        shuffled = (
+            used[np.argsort(np.modf(np.arange(len(used)) * step)[0], kind="stable")] for step in _SHUFFLES[: _FEW_SHUFFLES if ranks > _MANY_RANKS else None]
+        )
+        starts = [chained(self._traffic, ranks), *(laid_along(self._traffic, row, ranks) for row in shuffled)]
+        if before is not None and before.shape == starts[0].shape and before.any():
+            starts.append(before)
+        if self._present is not None:
+            starts.append(self.routed_to(self._present))
+        reached = [self._alternated(start, min(_FIRST, rounds)) for start in starts]
+        first = max(range(len(reached)), key=lambda at: reached[at][1])
+        homes, value, turns = reached[first]
+        if turns < _FIRST or rounds <= _FIRST:
+            return homes, value, turns
+        homes, value, more = self._alternated(homes, rounds - _FIRST)
+        return homes, value, _FIRST + more
+
+    def _alternated(self, homes: Values, rounds: int) -> tuple[Values, float, int]:
+        value = 0.0
+        for turn in range(rounds):
+            held = self.held(homes)
+            routed = self.routed_to(held)
+            reached = self.saved_by(held, routed)
+            if reached < value + _STILL:
+                return homes, max(value, reached), turn + 1
+            homes, value = routed, reached
+        return homes, value, rounds
+
+    def routed_to(self, held: Held) -> Values:
+        """float64 [K, ranks]: the homes that save most under a placement."""
+        rank, node = (price / sum(self._room.prices) for price in self._room.prices)
+        at, several = self._room.node, int(self._room.node.max()) > 0
+        rank = rank if several and rank > 0 else 1.0
+        value = held * rank
+        if several and node > 0:
+            value = value + node * np.stack([held[:, at == number].any(axis=1) for number in range(int(at.max()) + 1)], axis=1)[:, at]
+        profiles = self._traffic.profiles.reshape(len(self._traffic.shares), -1)
+        local = profiles @ value.transpose(1, 0, 2).reshape(self._room.ranks, -1).T / len(self.layers)
+        return routed(local, self._traffic.shares, self._traffic.room_for(self._room.ranks))
+
+
+def routed(value: Values, shares: NDArray[Any], capacity: Values) -> Values:
+    """float64 [K, ranks]: max sum shares * homes * value, rows of homes 1 (0 where the share is), sum shares * homes at most a rank's capacity."""
+    used = np.flatnonzero(shares > 0)
+    clusters, ranks = len(used), len(capacity)
+    weight = np.asarray(shares[used], np.float64) / float(shares[used].sum())
+    cells = np.arange(clusters * ranks)
+    each = coo_array((np.ones(len(cells)), (cells // ranks, cells)), (clusters, len(cells)))
+    full = coo_array((weight[cells // ranks], (cells % ranks, cells)), (ranks, len(cells)))
+    objective = -(weight[:, None] * value[used]).ravel()
+    found = linprog(objective, A_ub=full, b_ub=capacity + _ROUNDING, A_eq=each, b_eq=np.ones(clusters), bounds=(0.0, 1.0), method="highs")
+    if found.status != 0:
+        raise ValueError(f"homes: {clusters} clusters do not fit on ranks of capacity {capacity.round(3).tolist()}: {found.message}")
+    homes = np.zeros((len(shares), ranks))
+    homes[used] = found.x.reshape(clusters, ranks)
+    homes[homes < 1e-9] = 0.0
+    homes[used] /= homes[used].sum(axis=1, keepdims=True)
+    return homes
+
+
+def chained(traffic: Traffic, ranks: int) -> Values:
+    """float64 [K, ranks]: clusters in a row, each beside the one it resembles most, laid along the ranks."""
+    used = np.flatnonzero(traffic.shares > 0)
+    shares = np.asarray(traffic.shares[used], np.float64) / float(traffic.shares[used].sum())
+    profiles = np.asarray(traffic.profiles[used], np.float64).reshape(len(used), -1)
+    apart = profiles - shares @ profiles
+    apart /= np.maximum(np.linalg.norm(apart, axis=1, keepdims=True), _TINY)
+    alike = apart @ apart.T
+    row, left = [int(shares.argmax())], set(range(len(used)))
+    left.discard(row[0])
+    while left:
+        row.append(max(sorted(left), key=lambda cluster: alike[row[-1], cluster]))
+        left.discard(row[-1])
+    return laid_along(traffic, used[row], ranks)
+
+
+def laid_along(traffic: Traffic, row: NDArray[np.intp], ranks: int) -> Values:
+    """float64 [K, ranks]: clusters in this order along the ranks, so much of each rank as their shares are. row: the clusters that have a share."""
+    shares = np.asarray(traffic.shares[row], np.float64) / float(traffic.shares[row].sum())
+    ends = np.cumsum(shares)
+    edges = np.cumsum(traffic.room_for(ranks) / traffic.room_for(ranks).sum())
+    overlap = np.minimum(ends[:, None], edges) - np.maximum((ends - shares)[:, None], np.concatenate([[0.0], edges[:-1]]))
+    homes = np.zeros((len(traffic.shares), ranks))
+    homes[row] = np.maximum(overlap, 0.0) / shares[:, None]
+    return np.asarray(homes / np.where(homes.sum(axis=1, keepdims=True) > 0, homes.sum(axis=1, keepdims=True), 1.0))
+
+
+def laid_onto(found: Values, held: Held, present: Held, room: Room, capacity: Values) -> Values:
+    """The homes [K, ranks] with ranks renamed, node by node, so that `held` has most replicas where `present` has them; both bool [layers, ranks, experts].
+
+    Only ranks of the same capacity, and nodes of as many ranks, take each other's place.
+    """
+    ranks, nodes = room.ranks, int(room.node.max()) + 1
+    common = held.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32) @ present.transpose(1, 0, 2).reshape(ranks, -1).astype(np.float32).T
+    common = np.where(capacity[:, None] == capacity, common, -1e9)
+    members = [np.flatnonzero(room.node == at) for at in range(nodes)]
+    gain = np.full((nodes, nodes), -1e12)
+    inner = {}
+    for a, b in np.ndindex(nodes, nodes):
+        if len(members[a]) == len(members[b]):
+            rows, columns = linear_sum_assignment(common[np.ix_(members[a], members[b])], maximize=True)
+            gain[a, b] = common[members[a][rows], members[b][columns]].sum()
+            inner[a, b] = (members[a][rows], members[b][columns])
+    renamed = np.empty_like(found)
+    for a, b in zip(*linear_sum_assignment(gain, maximize=True), strict=True):
+        mine, theirs = inner[a, b]
+        renamed[:, theirs] = found[:, mine]
+    return renamed

@@ -1,0 +1,233 @@
+"""Changes in the order in which they can be made: handovers, each within the staging room of every rank. Pure.
+
+What a handover copies lies hidden beside the weights that serve until all of it has landed; so a rank can take only so many experts at a
+time, and whatever is copied is read from what the epoch before holds. The changes of a layer keep their order, and a handover takes a
+beginning of what is left of it; so a change finds what it was planned on, and no two of them can be in each other's way.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY, Placement, Split, even_split
+from migration.model.constraints import UNLIMITED, Limits
+from migration.model.cost_model import Transfers
+from migration.model.placement_changes import COPIES, NOWHERE, Changes, Kind, Table, made
+from migration.model.plan import Copy, Handover, Link, SplitRecord, Step, StepKind
+from migration.planning.staging_capacity import Queue, Room
+
+KINDS: tuple[StepKind, ...] = ("replicate", "swap", "move", "drop")
+"""by `Kind`"""
+
+
+def ordered(
+    placement: Placement,
+    changes: Changes,
+    room: Room,
+    *,
+    limits: Limits = UNLIMITED,
+    split: Split | None = None,
+    reweighted: NDArray[np.float64] | None = None,
+    why: Sequence[str] | None = None,
+) -> tuple[Handover, ...]:
+    """The handovers that make these changes, as few as list scheduling finds, those that gain most per byte first.
+
+    Layers that are only shared out anew come first, in a handover of their own: it copies nothing. `split` is that of the last epoch (None:
+    the even one). A layer gets it with its last change; until then experts whose holders have changed share evenly, or as in the end where
+    their holders are those of the end.
+
+    changes.gain: seconds by which a step gets shorter. reweighted: float64 [layers], the same for layers whose split alone changes. why:
+    a sentence for each change, where the planner knows one better than what can be told from the tables.
+
+    limits.live and limits.least_replicas count; what the start does not satisfy is not asked of what follows. Unorderable: a change takes the
+    last live replica, puts a second one on a rank, or too many belong together for the staging room.
+    """
+    end = made(placement.expert_of_slot, changes)
+    final = even_split(end, placement.experts) if split is None else Placement(end, experts=placement.experts, ranks=placement.ranks, split=split).split
+    queue = Queue(placement, changes, room, limits)
+    shares = _Shares(placement, end, final, even=placement.even and split is None)
+    series: list[Handover] = []
+    alone = shares.only_reweighted(changes)
+    if len(alone):
+        steps = tuple(_reweight(int(layer), 0.0 if reweighted is None else float(reweighted[layer])) for layer in alone)
+        series.append(Handover(epoch=placement.epoch + 1, steps=steps, split=shares.after(placement.expert_of_slot, alone)))
+    telling = _Telling(placement, changes, room, limits, why)
+    while queue.waiting:
+        steps = telling.steps(queue.round())
+        series.append(
+            Handover(epoch=placement.epoch + len(series) + 1, steps=steps, split=None if shares.even else shares.after(telling.table, queue.complete()))
+        )
+    return tuple(series)
+
+
+def transfers(handovers: Sequence[Handover], slots_per_rank: int) -> Transfers:
+    """What the handovers copy, for `migration.model.cost_model.payback`."""
+    found = [(number, copy) for number, handover in enumerate(handovers) for step in handover.steps for copy in step.copies]
+    return Transfers(
+        handover=np.array([number for number, _ in found], np.intp),
+        source=np.array([-1 if copy.source is None else copy.source // slots_per_rank for _, copy in found], np.intp),
+        destination=np.array([copy.slot // slots_per_rank for _, copy in found], np.intp),
+        bytes=np.array([copy.bytes for _, copy in found], np.float64),
+    )
+
+
+# How replicas share meanwhile
+
+
+class _Shares:
+    """The split of every epoch between."""
+
+    def __init__(self, placement: Placement, end: Table, final: Split, *, even: bool) -> None:
+        self._experts = placement.experts
+        self._begin, self._end = placement.expert_of_slot, end
+        self._first, self._final = placement.split, final
+        self._now = placement.split
+        self._done = np.zeros(len(end), bool)
+        self._table = placement.expert_of_slot.copy()
+        self.even = even
+        """whether there is nothing to be said of it"""
+
+    def only_reweighted(self, changes: Changes) -> NDArray[np.intp]:
+        """Layers that are shared out anew, and in which no slot changes."""
+        differs = np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(self._first, self._final, strict=True)])
+        differs[changes.layer] = False
+        return np.flatnonzero(differs)
+
+    def after(self, table: Table, complete: NDArray[np.intp]) -> SplitRecord:
+        """What a handover says of the split that leaves this table, and these layers as they are in the end."""
+        self._done[complete] = True
+        moved = (table != self._table).any(axis=1)
+        rows = np.flatnonzero(moved & ~self._done)
+        between = self._between(table, rows)
+        now = Split(*(np.where(self._done[:, None], final, before) for final, before in zip(self._final, self._now, strict=True)))
+        for part, meanwhile in zip(now, between, strict=True):
+            part[rows] = meanwhile
+        stated = np.flatnonzero(np.logical_or.reduce([(one != other).any(axis=1) for one, other in zip(now, self._now, strict=True)]) | moved)
+        self._now, self._table = now, table.copy()
+        return SplitRecord.of(now, stated)
+
+    def _between(self, table: Table, rows: NDArray[np.intp]) -> Split:
+        """Of layers that are not done: each expert as before, or as in the end, where its holders are those; else evenly."""
+        now, begin, end = table[rows], self._begin[rows], self._end[rows]
+        meanwhile = even_split(now, self._experts)
+        as_end, as_begin = same_holders(now, end, self._experts), same_holders(now, begin, self._experts)
+        return Split(
+            *(
+                np.where(as_begin, first[rows], np.where(as_end, final[rows], even)).astype(np.uint16)
+                for first, final, even in zip(self._first, self._final, meanwhile, strict=True)
+            )
+        )
+
+
+def same_holders(table: Table, other: Table, experts: int) -> NDArray[np.bool_]:
+    """bool [layers, slots]: whether the expert of this slot is in the same slots of both tables."""
+    same = np.ones((len(table), experts + 1), bool)
+    layer, slot = np.nonzero(table != other)
+    same[layer, table[layer, slot]] = False
+    same[layer, other[layer, slot]] = False
+    return np.take_along_axis(same, np.where(table == EMPTY, experts, table).astype(np.intp), axis=1)
+
+
+# What a handover says
+
+
+def _reweight(layer: int, gain: float) -> Step:
+    return Step(kind="reweight", layer=layer, gain=gain, why="its replicas share its tokens in another way, which evens out the ranks and copies nothing")
+
+
+class _Telling:
+    """Turns changes into steps: where their copies come from, what gives way for them, and why."""
+
+    def __init__(self, placement: Placement, changes: Changes, room: Room, limits: Limits, why: Sequence[str] | None) -> None:
+        self._per = placement.slots_per_rank
+        self._rows: list[list[int]] = placement.expert_of_slot.tolist()
+        self._changes = list(zip(*(part.tolist() for part in changes), strict=True))
+        self._room, self._limits = room, limits
+        self._why = why
+
+    @property
+    def table(self) -> Table:
+        """As the steps so far leave it."""
+        return np.array(self._rows, np.int16)
+
+    def steps(self, taken: list[int]) -> tuple[Step, ...]:
+        """Of one handover."""
+        sources = _Sources([row[:] for row in self._rows], self._per, self._room, self._limits)
+        return tuple(self._step(at, sources) for at in taken)
+
+    def _step(self, at: int, sources: "_Sources") -> Step:
+        kind, layer, slot, expert, other_slot, other_expert, gain = self._changes[at]
+        row = self._rows[layer]
+        found = row[slot]
+        copies = [sources.copy(layer, expert, slot)] if COPIES[kind] else []
+        if kind == Kind.SWAP:
+            copies.append(sources.copy(layer, other_expert, other_slot))
+        step = Step(
+            kind=KINDS[kind],
+            layer=layer,
+            slot=slot,
+            expert=found if kind == Kind.DROP else expert,
+            evicted=found if kind in (Kind.REPLICATE, Kind.MOVE) and found != EMPTY else None,
+            other_slot=None if other_slot == NOWHERE else other_slot,
+            other_expert=other_expert if kind == Kind.SWAP else None,
+            copies=tuple(copies),
+            gain=gain,
+            why=self._reason(Kind(kind), layer, slot, expert, other_slot) if self._why is None else self._why[at],
+        )
+        row[slot] = expert
+        if other_slot != NOWHERE:
+            row[other_slot] = other_expert
+        return step
+
+    def _reason(self, kind: Kind, layer: int, slot: int, expert: int, other_slot: int) -> str:
+        """What the tables tell of a change, in the few words that a line has room for."""
+        row = self._rows[layer]
+        found = row[slot]
+        if kind == Kind.DROP:
+            return f"held by {_times(row.count(found) - 1)} beside this one"
+        if kind == Kind.SWAP:
+            return "ranks are more even, or nearer to who asks"
+        room = "into an empty slot" if found == EMPTY else f"{found} is held by {_times(row.count(found))}"
+        if kind == Kind.REPLICATE:
+            return f"held by {_times(row.count(expert))} so far, {room}"
+        source = other_slot // self._per
+        lost = self._limits.live is not None and not self._limits.live[source]
+        return f"rank {source} is lost, {room}" if lost else f"more even or nearer, {room}"
+
+
+def _times(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+class _Sources:
+    """Picks where copies of one handover are read from: the nearest live holder, and of equally near ones that which has given least so far."""
+
+    def __init__(self, rows: list[list[int]], per: int, room: Room, limits: Limits) -> None:
+        self._rows, self._per, self._node, self._bytes = rows, per, room.node.tolist(), room.expert_bytes
+        self._live = [True] * len(self._node) if limits.live is None else limits.live.tolist()
+        self._given = [0] * len(self._node)
+
+    def copy(self, layer: int, expert: int, slot: int) -> Copy:
+        """slot: where it goes. With nothing to choose by, ranks take from the one that follows them, so that not all take from the first."""
+        rank, ranks = slot // self._per, len(self._node)
+        best: tuple[tuple[int, int, int], int] | None = None
+        for source in _places(self._rows[layer], expert):
+            holder = source // self._per
+            if self._live[holder]:
+                far = (self._node[holder] != self._node[rank]) + (holder != rank)
+                best = min(best or ((ranks, 0, 0), 0), ((far, self._given[holder], (holder - rank) % ranks), source))
+        if best is None:
+            return Copy(expert=expert, slot=slot, link="checkpoint", bytes=self._bytes)
+        holder = best[1] // self._per
+        self._given[holder] += 1
+        link: Link = "same-node" if self._node[holder] == self._node[rank] else "cross-node"
+        return Copy(expert=expert, slot=slot, source=best[1], link=link, bytes=self._bytes)
+
+
+def _places(row: list[int], expert: int) -> Iterator[int]:
+    """The slots that hold an expert, ascending."""
+    at = -1
+    for _ in range(row.count(expert)):
+        at = row.index(expert, at + 1)
+        yield at

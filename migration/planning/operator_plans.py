@@ -1,0 +1,233 @@
+"""What people ask for, as plans: one expert to a rank, a plan of a file, the placement before a plan. Pure.
+
+Every plan that comes out of here holds on the placement it was asked for: `migration.model.plan.replay` has tried it.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import MigrateExpert, MigrationCommitted, MigrationPlanned
+from fleet.experts import ExpertId
+from fleet.placement import EMPTY, Placement, Split, even_split
+from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, made
+from migration.model.plan import Copy, Handover, Plan, planned, replay
+from migration.planning.handover_batching import ordered, same_holders
+from migration.planning.staging_capacity import Room
+from migration.solvers.table_diff import between
+
+MOST_PLAN_BYTES = 16 * 1024 * 1024
+"""JSON of the largest plan that is read"""
+MOST_EXPERT_BYTES = 1 << 40
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def checked(placement: Placement, plan: Plan) -> Plan:
+    """The plan, if it can be carried out on what an engine serves. ValueError (Inapplicable among them) says why not."""
+    if plan.refused or not plan.handovers:
+        raise ValueError(f"plan {plan.id} does nothing: {plan.refused or 'it has no handovers'}")
+    if plan.base_epoch != placement.epoch:
+        raise ValueError(f"plan is for epoch {plan.base_epoch}, the engine serves {placement.epoch}; plan anew")
+    unheld = next((copy for copy in plan.copies if copy.source is None), None)
+    if unheld is not None:
+        raise ValueError(f"plan {plan.id} reads expert {unheld.expert} from storage, which no engine can do while it serves; restart the engine instead")
+    replay(placement, plan)
+    return plan
+
+
+def read(content: bytes, placement: Placement) -> Plan:
+    """A plan of JSON. ValueError when it is none, or does not hold on the placement."""
+    if len(content) > MOST_PLAN_BYTES:
+        raise ValueError(f"a plan of {len(content)} bytes; {MOST_PLAN_BYTES} are the most. Carry it out in parts")
+    try:
+        plan = msgspec.json.decode(content, type=Plan)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"this is no plan ({error}); make one with `roost plan --out`") from error
+    if not _ID.fullmatch(plan.id):
+        raise ValueError(f"plan {plan.id[:64]!r}: an id has 1 to 64 letters, digits, '.', '-' or '_'; make the plan with `roost plan --out`")
+    odd = next((copy for copy in plan.copies if not 0 <= copy.bytes <= MOST_EXPERT_BYTES), None)
+    if odd is not None:
+        raise ValueError(f"plan {plan.id}: expert {odd.expert} has {odd.bytes} bytes; they must be 0 to {MOST_EXPERT_BYTES}")
+    return checked(placement, plan)
+
+
+# One expert
+
+
+def one_expert(placement: Placement, asked: MigrateExpert, room: Room, wanted: NDArray[Any] | None = None) -> Plan:
+    """The plan that brings an expert to a rank. wanted: [ranks, layers, experts] what each rank's requests want; None: nobody knows.
+
+    Into a free slot, or in the place of a spare replica; where there is neither, or `swap` names one, an expert goes the other way: the least wanted,
+    of equal ones the lowest. ValueError says what cannot be.
+    """
+    change = _Change(placement, asked, room, _load(placement, asked, wanted))
+    changes = change.made()
+    handovers = ordered(placement, changes, room, split=_kept_split(placement, made(placement.expert_of_slot, changes)), why=[_reason(asked)])
+    if asked.source is not None:
+        handovers = tuple(_read_from(handover, asked, change.there, room) for handover in handovers)
+    return checked(placement, planned(placement, handovers, reason=f"asked for: {_reason(asked)}"))
+
+
+def _load(placement: Placement, asked: MigrateExpert, wanted: NDArray[Any] | None) -> NDArray[np.float64]:
+    """[experts] of the layer: by all ranks."""
+    fits = wanted is not None and wanted.shape[1:] == (placement.layers, placement.experts) and 0 <= asked.layer < placement.layers
+    return np.asarray(wanted[:, asked.layer].sum(axis=0), np.float64) if wanted is not None and fits else np.zeros(placement.experts)
+
+
+def _reason(asked: MigrateExpert) -> str:
+    return f"expert {ExpertId(asked.layer, asked.expert)} to rank {asked.rank}"
+
+
+class _Change:
+    """The one change that brings the expert."""
+
+    def __init__(self, placement: Placement, asked: MigrateExpert, room: Room, load: NDArray[np.float64]) -> None:
+        _check_named(placement, asked)
+        self._asked = asked
+        self._per = placement.slots_per_rank
+        self._load = load
+        self._row: list[int] = placement.expert_of_slot[asked.layer].tolist()
+        holders = placement.holders(ExpertId(asked.layer, asked.expert))
+        if asked.rank in holders:
+            raise ValueError(f"rank {asked.rank} holds expert {ExpertId(asked.layer, asked.expert)} already")
+        if asked.source is not None and asked.source not in holders:
+            held = ", ".join(map(str, holders))
+            raise ValueError(f"rank {asked.source} does not hold expert {ExpertId(asked.layer, asked.expert)}; it is on rank {held}")
+        node = room.node.tolist()
+        self.source: int = min(holders, key=lambda rank: (node[rank] != node[asked.rank], rank)) if asked.source is None else asked.source
+        self.there = self._place(asked.expert, self.source)
+        """slot that it is read from"""
+
+    def made(self) -> Changes:
+        asked, here = self._asked, range(self._asked.rank * self._per, (self._asked.rank + 1) * self._per)
+        there = self.there
+        if asked.swap is not None:
+            return self._swap(self._named(asked.swap), there)
+        slot = next((slot for slot in here if self._row[slot] == EMPTY), None)
+        if slot is None:
+            spare = [slot for slot in here if self._row.count(self._row[slot]) > 1]
+            slot = min(spare, key=self._least, default=None)
+        if slot is not None:
+            return self._one(Kind.MOVE, slot, there, EMPTY) if asked.move else self._one(Kind.REPLICATE, slot, NOWHERE, EMPTY)
+        others = [slot for slot in here if self._row[slot] not in self._held(self.source)]
+        if not others:
+            raise ValueError(
+                f"rank {asked.rank} has no slot for expert {ExpertId(asked.layer, asked.expert)}, and rank {self.source} can take none of its experts"
+            )
+        return self._swap(min(others, key=self._least), there)
+
+    def _named(self, expert: int) -> int:
+        """The slot of the expert that is to go the other way."""
+        asked = self._asked
+        if expert not in self._held(asked.rank):
+            raise ValueError(f"rank {asked.rank} does not hold expert {ExpertId(asked.layer, expert)}, so it cannot go the other way")
+        if expert in self._held(self.source):
+            raise ValueError(f"rank {self.source} holds expert {ExpertId(asked.layer, expert)} already; ask without swap, and it can give way")
+        return self._place(expert, asked.rank)
+
+    def _swap(self, slot: int, there: int) -> Changes:
+        return self._one(Kind.SWAP, slot, there, self._row[slot])
+
+    def _one(self, kind: Kind, slot: int, other_slot: int, other_expert: int) -> Changes:
+        return Changes(
+            kind=np.array([kind], np.uint8),
+            layer=np.array([self._asked.layer], np.int32),
+            slot=np.array([slot], np.int32),
+            expert=np.array([self._asked.expert], np.int16),
+            other_slot=np.array([other_slot], np.int32),
+            other_expert=np.array([other_expert], np.int16),
+            gain=np.zeros(1),
+        )
+
+    def _least(self, slot: int) -> tuple[float, int]:
+        return float(self._load[self._row[slot]]), self._row[slot]
+
+    def _held(self, rank: int) -> list[int]:
+        return self._row[rank * self._per : (rank + 1) * self._per]
+
+    def _place(self, expert: int, rank: int) -> int:
+        return self._row.index(expert, rank * self._per)
+
+
+def _check_named(placement: Placement, asked: MigrateExpert) -> None:
+    """ValueError names what does not exist."""
+    named = [("layer", asked.layer, placement.layers), ("expert", asked.expert, placement.experts), ("rank", asked.rank, placement.ranks)]
+    named += [("rank", asked.source, placement.ranks)] if asked.source is not None else []
+    named += [("expert", asked.swap, placement.experts)] if asked.swap is not None else []
+    for what, number, most in named:
+        if not 0 <= number < most:
+            raise ValueError(f"engine {asked.engine!r} has no {what} {number}; they run from 0 to {most - 1}")
+
+
+def _kept_split(placement: Placement, end: NDArray[np.int16]) -> Split | None:
+    """The split after a change: experts whose holders have changed share evenly, the others as before. None: evenly throughout, as before."""
+    if placement.even:
+        return None
+    same = same_holders(end, placement.expert_of_slot, placement.experts)
+    return Split(*(np.where(same, before, even).astype(np.uint16) for before, even in zip(placement.split, even_split(end, placement.experts), strict=True)))
+
+
+def _read_from(handover: Handover, asked: MigrateExpert, source: int, room: Room) -> Handover:
+    """With the expert read from the slot that was named."""
+    return msgspec.structs.replace(
+        handover,
+        steps=tuple(
+            msgspec.structs.replace(step, copies=tuple(_copy_from(copy, source, asked, room) if copy.slot == step.slot else copy for copy in step.copies))
+            for step in handover.steps
+        ),
+    )
+
+
+def _copy_from(copy: Copy, source: int, asked: MigrateExpert, room: Room) -> Copy:
+    near = room.node[asked.source] == room.node[asked.rank]
+    return msgspec.structs.replace(copy, source=source, link="same-node" if near else "cross-node")
+
+
+# Back
+
+
+def undone(log: Iterable[object], plan: str = "") -> MigrationPlanned:
+    """The plan to undo: the one of this id, or (empty) the last of which anything was committed. ValueError when there is none.
+
+    log: what is recorded of an engine's plans, in its order.
+    """
+    plans: dict[str, MigrationPlanned] = {}
+    committed: list[str] = []
+    for entry in log:
+        if isinstance(entry, MigrationPlanned):
+            plans.setdefault(entry.plan, entry)
+        elif isinstance(entry, MigrationCommitted) and entry.plan in plans:
+            committed.append(entry.plan)
+    if not committed or (plan and plan not in committed):
+        known = ", ".join(dict.fromkeys(reversed(committed))) or "none"
+        raise ValueError(f"no plan {plan!r} of which anything was committed; there are: {known}" if plan else "no plan of this engine was ever committed")
+    return plans[plan or committed[-1]]
+
+
+def back(placement: Placement, goal: Placement, undoes: str, room: Room) -> Plan:
+    """The plan from what is served to what every rank held and served in `goal`, its split included. ValueError when that cannot be, or is so already."""
+    now, then = ((one.layers, one.experts, one.ranks, one.slots_per_rank) for one in (placement, goal))
+    if now != then:
+        raise ValueError(f"the placement before plan {undoes} had (layers, experts, ranks, slots per rank) {then}, the engine has {now}: it was restarted anew")
+    changes = between(placement.expert_of_slot, goal.expert_of_slot, placement.ranks)
+    end = made(placement.expert_of_slot, changes) if changes else placement.expert_of_slot
+    split = None if goal.even else _split_of(goal, end)
+    handovers = ordered(placement, changes if changes else NONE, room, split=split)
+    if not handovers:
+        raise ValueError(f"the engine serves what it served before plan {undoes} already")
+    return checked(placement, planned(placement, handovers, reason=f"back to epoch {goal.epoch}, before plan {undoes}"))
+
+
+def _split_of(goal: Placement, end: NDArray[np.int16]) -> Split:
+    """The split of `goal` in a table in which every rank holds the same, perhaps in other slots."""
+    per, rank = goal.slots_per_rank, np.arange(end.shape[1]) // goal.slots_per_rank
+    where = np.zeros((goal.layers, goal.ranks, goal.experts), np.intp)
+    layer, slot = np.nonzero(goal.expert_of_slot != EMPTY)
+    where[layer, slot // per, goal.expert_of_slot[layer, slot]] = slot
+    filled = end != EMPTY
+    found = where[np.arange(goal.layers)[:, None], rank, np.where(filled, end, 0)]
+    return Split(*(np.where(filled, np.take_along_axis(part, found, axis=1), 0).astype(np.uint16) for part in goal.split))

@@ -1,0 +1,119 @@
+"""Plans and figures in the words of a record. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from migration.model.cost_model import Figures
+from migration.model.plan import Plan, Step
+from migration.model.plan_record import Measures, MemoryPoint, StepRecord
+from migration.planning.evaluation import Appraised
+from migration.planning.problem import Situation
+from migration.planning.slots_vs_kv_cache import Point, best
+
+LEAST_HOME = 0.02
+"""A rank that is to get less of a cluster is not named as its home."""
+MOST_STEPS = 4096
+"""Steps that a record names; a plan may have more."""
+_KB, _MB, _GB = 1e3, 1e6, 1e9
+
+
+def measures(found: Situation, figures: Figures) -> Measures:
+    """A placement's figures as they are told."""
+    seconds = figures.seconds
+    return Measures(
+        balance_mean=figures.balance,
+        balance_min=figures.least_balance,
+        local_share=figures.local,
+        remote_ranks=figures.remote_ranks,
+        remote_nodes=figures.remote_nodes,
+        step_seconds=found.step_seconds(seconds),
+        expert_seconds=seconds.experts,
+        dispatch_seconds=seconds.dispatch,
+        memory_seconds=seconds.memory,
+    )
+
+
+def steps(plan: Plan) -> tuple[StepRecord, ...]:
+    """The first of a plan's steps."""
+    numbered = ((number, step) for number, handover in enumerate(plan.handovers, start=1) for step in handover.steps)
+    return tuple(_step(number, step, plan.slots_per_rank) for _, (number, step) in zip(range(MOST_STEPS), numbered, strict=False))
+
+
+def _step(number: int, step: Step, per: int) -> StepRecord:
+    return StepRecord(
+        number=number, kind=step.kind, layer=step.layer, copies=len(step.copies), bytes=step.bytes, gain_seconds=step.gain, what=_what(step, per), why=step.why
+    )
+
+
+def _what(step: Step, per: int) -> str:
+    """Which expert goes from which rank to which."""
+    if step.kind == "reweight" or step.slot is None:
+        return "new shares"
+    to = f"rank {step.slot // per}"
+    if step.kind == "drop":
+        return f"expert {step.expert} leaves {to}"
+    if step.kind == "swap" and step.other_slot is not None:
+        return f"expert {step.expert} of rank {step.other_slot // per} for {step.other_expert} of {to}"
+    instead = "" if step.evicted is None else f" instead of {step.evicted}"
+    source = next((copy.source for copy in step.copies if copy.slot == step.slot), None)
+    origin = "storage" if source is None else f"rank {source // per}"
+    return f"expert {step.expert} from {origin} to {to}{instead}" + (", where it leaves" if step.kind == "move" and source is not None else "")
+
+
+def outcome(found: Situation, way: Appraised) -> str:
+    """What one way of going about it would bring, in a sentence."""
+    figures, before, paid = way.after.figures, found.before.figures, way.payback
+    bytes_ = f"{way.copies} {'copy' if way.copies == 1 else 'copies'}, {amount(paid.bytes)}" if way.copies else "no bytes"
+    even = f"balance {before.balance:.3f} to {figures.balance:.3f}"
+    near = f"local {before.local:.1%} to {figures.local:.1%}"
+    worth = f"a step {duration(way.gain_seconds)} shorter" if way.gain_seconds >= 0 else f"a step {duration(-way.gain_seconds)} longer"
+    return f"{way.candidate.name}: {bytes_}; {even}, {near}, {worth}; {way.net_seconds:.3g} s to be gained in {paid.lifetime_seconds:.0f} s"
+
+
+def amount(count: float) -> str:
+    """Bytes for people; kB, MB and GB are powers of 1000."""
+    for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    return f"{1e3 * seconds:.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def memory(found: Situation, points: Sequence[Point]) -> tuple[MemoryPoint, ...]:
+    """The curve of redundant slots as it is told."""
+    chosen = best(points, found.config.least_gain)
+    return tuple(_point(found, point, point is chosen) for point in points)
+
+
+def _point(found: Situation, point: Point, chosen: bool) -> MemoryPoint:
+    return MemoryPoint(
+        slots_per_rank=point.slots_per_rank,
+        redundant_slots=point.slots_per_rank - found.fewest_slots,
+        bytes_per_rank=point.bytes_per_rank,
+        kv_blocks=point.kv_blocks,
+        balance=point.figures.balance,
+        local_share=point.figures.local,
+        step_seconds=point.step_seconds,
+        waiting_seconds=point.waiting_seconds,
+        total_seconds=point.total_seconds,
+        present=point.slots_per_rank == found.placement.slots_per_rank,
+        best=chosen,
+    )
+
+
+def named_homes(share: NDArray[np.float32]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """(cluster, its ranks, the most at home first) of shares [K, ranks], without clusters that have no home."""
+    order = np.argsort(-share, axis=1, kind="stable")
+    return tuple((cluster, tuple(rank for rank in order[cluster].tolist() if row[rank] >= LEAST_HOME)) for cluster, row in enumerate(share) if row.any())
+
+
+def listed(numbers: Iterable[int], most: int = 8) -> str:
+    """The first of them."""
+    all_of_them = list(numbers)
+    return ", ".join(map(str, all_of_them[:most])) + (f" and {len(all_of_them) - most} more" if len(all_of_them) > most else "")

@@ -1,0 +1,410 @@
+"""What to do with one engine, in the order in which things are worth trying: nothing, new shares, few copies, locality, everything anew. Pure.
+
+Every way is thought out on one window of demand and judged on the next, in seconds: what steps get shorter by, over the time that the demand is
+expected to last, less what carrying it out costs. A way that copies more must beat the best one so far by more than noise.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from fleet.placement import EMPTY, Placement
+from migration.config import MigrationConfig, Policy
+from migration.model.engine_view import Homes, View
+from migration.model.placement_changes import made, within
+from migration.model.plan import Plan, planned
+from migration.model.plan_record import MemoryPoint, PlanRecord
+from migration.planning.evaluation import Appraised, appraised, least_cost, most_gained
+from migration.planning.joint_homes import at_home, joint, lived_in, settled
+from migration.planning.locality_report import as_before, none, saved
+from migration.planning.plan_report import duration, listed, measures, memory, named_homes, outcome, steps
+from migration.planning.problem import Question, Situation, situation
+from migration.planning.rank_loss import recover
+from migration.planning.slots_vs_kv_cache import curve
+from migration.planning.staging_capacity import Unorderable
+from migration.planning.strategies import (
+    Candidate,
+    Foretold,
+    Maker,
+    anew,
+    anew_at_most,
+    anew_evenly,
+    copies,
+    copies_and_filling,
+    eplb,
+    eplb_by_node,
+    local,
+    shared,
+    shares,
+    uniform,
+)
+from migration.solvers.full_placement import bound
+
+_MARGIN = 0.005
+"""A step's expected balance that is so near to what chance leaves cannot be bettered noticeably."""
+AT_HOME = "requests are at home, and experts go where the homes are"
+NO_TRAVEL = "it would save next to nothing, as sending tokens takes this engine hardly any time"
+_DOUBT = 0.05
+"""Part of the seconds that placement decides which copying all experts must save beyond what copying none would: every copy follows the noise of its
+window a little. On the demo model's routings, traffic of one domain, whole re-placements were foretold to save up to 2.7 % of dispatch and saved 0.0 +- 1."""
+_SURE = 2.0
+"""standard deviations, of what the changed layers take between two windows, by which copying must outdo not copying"""
+_MOST_SLOTS = 12
+"""Further slots per rank that the memory curve looks at."""
+
+
+class Why(StrEnum):
+    """Why there is no plan."""
+
+    SHARDED = "sharded"
+    """experts are sharded over all ranks: no rank is nearer to them than another"""
+    DATA = "data"
+    """too little was seen"""
+    NOISE = "noise"
+    """nothing is to be gained beyond sampling noise"""
+    COST = "cost"
+    """what could be gained is not worth its cost"""
+    UNABLE = "unable"
+    """the policy cannot plan for this engine"""
+
+
+class Decided(NamedTuple):
+    """record: for people. plan: None where nothing is worth doing, and `why` says the reason in a word."""
+
+    record: PlanRecord
+    homes: Homes
+    """that hold with what is served now"""
+    plan: Plan | None = None
+    why: Why | None = None
+    homes_after: Homes | None = None
+    """that hold from the plan's last epoch on, whether or not it changes them; None: there is no plan"""
+
+
+WAYS: dict[Policy, tuple[Maker, ...]] = {
+    "roost": (shares, copies, copies_and_filling, local, joint, anew),
+    "replicate": (shares, copies, copies_and_filling),
+    "reweight": (shares,),
+    "uniform": (uniform, anew_evenly),
+    "full": (anew,),
+    "eplb": (eplb,),
+    "eplb_hierarchical": (eplb_by_node,),
+}
+"""What each policy tries, the least bytes first."""
+_AT_MOST: dict[Maker, tuple[str, Callable[[Situation], Placement]]] = {anew: ("all anew", anew_at_most)}
+"""Ways whose end is known long before the changes that lead there, which are dear to find: with nothing in the way, they lead here."""
+
+
+def decide(view: View, question: Question, config: MigrationConfig) -> Decided:
+    """A plan, or why there is none. Equal views give equal answers."""
+    if view.layout.attention == "tp" or view.layout.boundary >= view.shape.layers:
+        sentence = "experts are sharded over all ranks in this layout: no placement is better than another"
+        return _nothing(_record(view, question), none(view, sentence), Why.SHARDED, sentence)
+    seen, needed = float(view.demand.pairs.sum()), config.least_pairs * view.shape.experts
+    if not seen or seen < needed:
+        sentence = f"insufficient data: {seen:,.0f} pairs per layer of {needed:,.0f}"
+        homes = as_before(view, sentence) if question.policy == "roost" else none(view, sentence)
+        return _nothing(_record(view, question), homes, Why.DATA, sentence)
+    found = situation(view, question, config)
+    thoughts = _Thoughts(lived_in(found) if question.policy == "roost" else found)
+    return thoughts.recovery() if question.dead else thoughts.plan()
+
+
+class _Thoughts:
+    """The way to one decision, with a sentence for every step of it."""
+
+    def __init__(self, found: Situation) -> None:
+        self._found = found
+        self._reasons: list[str] = []
+        self._tables: set[bytes] = set()
+        """of the ways that were tried"""
+        self._most_gained = -np.inf
+        """by any way that was tried, seconds of a step; -inf: none could be tried"""
+        self._crumbs = False
+        """whether a way was left alone that gains little and copies much"""
+
+    def plan(self) -> Decided:
+        """The first of the policy's ways that no later one beats by more than noise."""
+        found, policy = self._found, self._found.question.policy
+        if found.view.later is None:
+            self._reasons.append("there is only one window of demand yet: ways are judged on the one they are made from, which flatters them")
+        if not found.terms.speed.expert_pair:
+            self._reasons.append("the engine says that pairs take its experts no time (expert_pair 0): evenly loaded ranks are worth nothing to it")
+        if (safe := self._safe()) is not None:
+            return self._at_home(safe)
+        if policy == "roost" and self._at_ceiling() and not self._may_move_nearer() and not self._may_go_home() and not self._may_fill():
+            return self._refused(Why.NOISE, "no gain beyond sampling noise: ranks are as evenly loaded as the chance of so few tokens lets a step be")
+        best = self._best(WAYS[policy])
+        if best is not None:
+            return self._at_home(self._decided(best), best)
+        if self._most_gained == -np.inf:
+            return self._refused(Why.UNABLE, f"the policy {policy} cannot plan for this engine")
+        if self._crumbs or self._worth(self._most_gained) < self._margin:
+            least = f"{found.config.least_gain:.2%} of a step"
+            return self._refused(Why.NOISE, f"no gain beyond sampling noise: no way makes a step shorter by {least}")
+        return self._refused(Why.COST, f"nothing pays for itself in the {found.config.lifetime_seconds:.0f} s that the demand is expected to last")
+
+    def recovery(self) -> Decided:
+        """How to go on without the ranks that are lost. It is not asked whether that pays."""
+        found, dead = self._found, ~np.asarray(self._found.limits.live, bool)
+        way = recover(found.placement, dead, found.load, found.node, found.limits.least_replicas, most_copies=found.limits.most_copies)
+        self._reasons.append(f"without {'rank' if len(found.question.dead) == 1 else 'ranks'} {listed(found.question.dead)}: {way.summary}")
+        try:
+            split = shared(found, way.table) if way.possible and found.question.policy == "roost" else way.split
+            chosen = appraised(found, Candidate("recovery", way.changes, split))
+        except Unorderable as error:
+            return self._refused(Why.UNABLE, str(error))
+        decided = self._decided(chosen)
+        return decided._replace(record=msgspec.structs.replace(decided.record, before=None, lost=way.summary))
+
+    def _safe(self) -> Decided | None:
+        """Second replicas for experts that are to survive the loss of any one rank: whatever that gains, and before anything else. None: all have them,
+        or may not get them."""
+        found = self._found
+        if found.limits.least_replicas is None or found.question.policy == "reweight":
+            return None
+        least = np.where(found.chosen[:, None], found.limits.least_replicas, 1)
+        if (found.placement.replicas_on_rank.sum(axis=1) >= np.minimum(least, found.ranks)).all():
+            return None
+        way = recover(found.placement, np.zeros(found.ranks, bool), found.load, found.node, least, frozen=found.limits.frozen)
+        changes = way.changes if found.limits.most_copies is None else within(way.changes, found.limits.most_copies)
+        if not changes:
+            return None
+        try:
+            split = None if found.question.policy == "uniform" else shared(found, made(found.table, changes))
+            chosen = appraised(found, Candidate("second replicas", changes, split))
+        except Unorderable as error:
+            self._reasons.append(f"experts that are to survive the loss of a rank do not all have a second replica: {error}")
+            return None
+        self._reasons.append(f"{found.config.critical_experts:.0%} of the experts, the most wanted, are to survive the loss of a rank")
+        return self._decided(chosen)
+
+    # Which way
+
+    def _best(self, ways: tuple[Maker, ...]) -> Appraised | None:
+        best: Appraised | None = None
+        for way in ways:
+            if (way is local and not self._may_move_nearer()) or (way is joint and not self._may_go_home()):
+                continue
+            tried = self._tried(way, best)
+            if tried is None or not tried.handovers or tried.net_seconds <= 0:
+                continue
+            beaten = 0.0 if best is None else best.net_seconds
+            if tried.net_seconds >= beaten + self._margin + self._doubt(tried, best):
+                best = tried
+            elif tried.net_seconds >= beaten + self._margin:
+                self._crumbs = True
+                self._reasons.append(f"{tried.candidate.name}: that is too little for so many copies")
+        return best
+
+    def _doubt(self, tried: Appraised, best: Appraised | None) -> float:
+        """Seconds that a way must gain further which copies so much more than the best one so far."""
+        found = self._found
+        if found.question.policy != "roost":
+            return 0.0
+        more = max(tried.copies - (0 if best is None else best.copies), 0) / max(self._cells, 1)
+        spent, layers = found.before.figures.seconds, tried.candidate.changes.layer
+        touched = 0.0 if not more else len(np.unique(layers)) / len(found.chosen)
+        return self._worth(max(_DOUBT * more * (spent.experts + spent.dispatch), _SURE * np.sqrt(touched) * found.noise_seconds))
+
+    @property
+    def _cells(self) -> int:
+        """Slots of the layers that may change."""
+        return int(self._found.chosen.sum()) * int(self._found.table.shape[1])
+
+    def _tried(self, way: Maker, best: Appraised | None) -> Appraised | None:
+        """One way carried through; None where it cannot be gone, or could not beat the best if it cost nothing."""
+        found = self._found
+        try:
+            if self._tables and way in _AT_MOST and self._cannot_win(best, *_AT_MOST[way]):
+                return None
+            candidate = way(found)
+            end = candidate.placement(found)
+            if (same := end.expert_of_slot.tobytes()) in self._tables and candidate.split is not None:
+                return None  # a way without anything of its own, in this case
+            self._tables.add(same)
+            after = candidate.situation(found).judge(end)
+            gain = float((candidate.before(found).seconds - after.seconds).sum())
+            self._most_gained = max(self._most_gained, gain)
+            if best is not None and (enough := self._enough(best, gain, least_cost(found, candidate))):
+                self._reasons.append(f"{candidate.name}: {enough}")
+                return None
+            tried = appraised(found, candidate, after)
+        except ValueError as error:
+            if str(error) not in self._reasons:
+                self._reasons.append(str(error))
+            return None
+        self._reasons.append(outcome(found, tried))
+        return tried
+
+    def _cannot_win(self, best: Appraised | None, name: str, at_most: Callable[[Situation], Placement]) -> bool:
+        """Whether a way would not be worth its changes even if nothing kept it from where it leads. Says so."""
+        gain = most_gained(self._found, at_most(self._found))
+        if best is not None:
+            said = self._enough(best, gain)
+        else:
+            said = f"gains at most {duration(gain)} per step within the budget" if self._worth(gain) < self._margin else ""
+        if said:
+            self._most_gained = max(self._most_gained, gain)
+            self._reasons.append(f"{name}: {said}")
+        return bool(said)
+
+    def _enough(self, best: Appraised, gain: float, cost_seconds: float = 0.0) -> str:
+        """Why a way that would gain so much per step, and cost so much at least, is not looked at further, beside one that copies less; empty: it is."""
+        target, name = self._found.limits.target, best.candidate.name
+        if self._worth(gain) < best.net_seconds + self._margin:
+            least = "" if gain <= best.gain_seconds else f": what lies between is less than {self._found.config.least_gain:.2%} of a step"
+            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}{least}"
+        if self._worth(gain) - cost_seconds < best.net_seconds + self._margin:
+            return f"gains {duration(gain)} per step, {name} {duration(best.gain_seconds)}: its copies take longer than that is worth"
+        if best.gain_seconds >= target * gain:
+            return f"not needed, {name} reaches {best.gain_seconds / gain:.1%} of what it would gain (enough is {target:.0%})"
+        return ""
+
+    def _worth(self, gain_seconds: float) -> float:
+        """Seconds that a step which is foretold to be shorter by so much saves while the demand lasts, as far as that is trusted."""
+        return gain_seconds * self._found.question.trust * self._found.steps_per_second * self._found.config.lifetime_seconds
+
+    @property
+    def _margin(self) -> float:
+        """Seconds by which one way must beat another, which copies less."""
+        return self._found.config.least_gain * self._found.even_step * self._found.steps_per_second * self._found.config.lifetime_seconds
+
+    def _at_ceiling(self) -> bool:
+        """Whether the balance that steps are expected to have is all that their few tokens allow, in every layer."""
+        even = self._found.before.figures.least_balance
+        chance = 1.0 / self._found.before.figures.step_ceiling - 1.0
+        return bool(1.0 / (1.0 + np.hypot(1.0 / even - 1.0, chance)) >= self._found.before.figures.step_ceiling - _MARGIN)
+
+    def _may_move_nearer(self) -> bool:
+        """Whether experts could go to where requests live without any home: tokens take time to travel, and ranks want different experts. Where homes hold,
+        the ranks differ by them, and experts go where the homes are. Says why not, or on what evidence, once."""
+        steered = not isinstance(self._found.steering, str) and self._found.steering.known is not None
+        reason = NO_TRAVEL if not self._travel_costs else AT_HOME if steered else self._found.gate.reason
+        self._say_once(f"locality: {reason}")
+        return self._travel_costs and not steered and self._found.gate.specialised
+
+    def _may_go_home(self) -> bool:
+        """Whether requests could be sent to where their experts are. Says why not, once."""
+        steering = self._found.steering
+        if not self._travel_costs or isinstance(steering, str):
+            self._say_once(f"homes: {steering if isinstance(steering, str) else NO_TRAVEL}")
+            return False
+        seen = "as was seen" if steering.followed.seen else "as is to be expected before it was seen"
+        self._say_once(f"homes: {steering.followed.part:.0%} of the requests live at home, {seen}")
+        return True
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._reasons:
+            self._reasons.append(sentence)
+
+    def _may_fill(self) -> bool:
+        """Whether there are empty slots, in which replicas could save tokens their way."""
+        found = self._found
+        return self._travel_costs and bool((found.table[found.chosen] == EMPTY).any())
+
+    @property
+    def _travel_costs(self) -> bool:
+        """Whether sending tokens takes a part of a step that is worth a thought."""
+        return self._found.before.figures.seconds.dispatch > self._found.config.least_gain * self._found.even_step
+
+    # What is said of it
+
+    def _decided(self, best: Appraised) -> Decided:
+        found, before, after, paid = self._found, self._found.before.figures, best.after.figures, best.payback
+        reason = f"{best.candidate.name} is the way that gains most for what it costs"
+        plan = planned(found.view.placement, best.handovers, before=before, after=after, payback=paid, reason=reason)
+        record = msgspec.structs.replace(
+            self._told(best.placement),
+            id=plan.id,
+            after=measures(found, after),
+            copies=best.copies,
+            copied_share=best.copies / max(self._cells, 1),
+            copied_bytes=paid.bytes,
+            handovers=len(plan.handovers),
+            gain_seconds=best.gain_seconds,
+            gain_per_second=paid.gain_per_second,
+            cost_seconds=paid.cost_seconds,
+            net_seconds=best.net_seconds,
+            payback_seconds=paid.after_seconds,
+            transfer_seconds=paid.transfer_seconds,
+            steps=steps(plan),
+        )
+        return Decided(record, none(found.view, ""), plan)
+
+    def _refused(self, why: Why, sentence: str) -> Decided:
+        return self._at_home(_nothing(self._told(self._found.placement), none(self._found.view, sentence), why, sentence))
+
+    def _at_home(self, decided: Decided, best: Appraised | None = None) -> Decided:
+        """The same with the homes of clusters: those that hold whether or not anything is moved now, and those that hold after the plan."""
+        now, after = self._homes(decided.plan, None if best is None else best.candidate.foretold)
+        told = now if after is None else after
+        named = () if told.share is None else named_homes(told.share)
+        return decided._replace(record=msgspec.structs.replace(decided.record, homes=named, homes_note=told.note), homes=now, homes_after=after)
+
+    def _homes(self, plan: Plan | None, foretold: Foretold | None) -> tuple[Homes, Homes | None]:
+        """(now, after the plan). While a plan leads to other homes, those that hold stay as they are."""
+        found = self._found
+        if found.question.policy != "roost":
+            now = none(found.view, f"the policy {found.question.policy} leaves requests where they are")
+        elif not self._travel_costs:
+            now = none(found.view, NO_TRAVEL)
+        elif foretold is not None:
+            known = None if isinstance(found.steering, str) else found.steering.known
+            now = at_home(found, known, "they stay until the plan's last handover")
+        else:
+            now = at_home(found, *settled(found))
+        if plan is None:
+            return now, None
+        last = found.view.placement.epoch + len(plan.handovers)
+        if foretold is not None:
+            return now, at_home(found, foretold.homes, "they go with the placement that the plan leads to", last)
+        return now, now._replace(epoch=last)
+
+    def _told(self, placement: Placement) -> PlanRecord:
+        """What is said whatever comes of it. placement: in the end."""
+        found = self._found
+        points = () if not found.question.memory else self._memory()
+        near = saved(found, placement) if found.question.bounds and self._travel_costs else (None, None)
+        return msgspec.structs.replace(
+            _record(found.view, found.question),
+            saved=near[0],
+            saved_bound=near[1],
+            reasons=tuple(self._reasons),
+            before=measures(found, found.before.figures),
+            balance_bound=float(bound(found.load, found.ranks, found.placement.slots_per_rank, found.limits.most_replicas).mean()),
+            step_ceiling=found.before.figures.step_ceiling,
+            specialisation=found.gate.divergence - found.gate.floor,
+            memory=points,
+        )
+
+    def _memory(self) -> tuple[MemoryPoint, ...]:
+        found, present = self._found, self._found.placement.slots_per_rank
+        if found.cache is None:
+            self._reasons.append("what further slots are worth is not known: the engine does not say how large its KV blocks are, or how many it uses")
+            return ()
+        slots = range(found.fewest_slots, max(present, found.fewest_slots) + _MOST_SLOTS + 1)
+        return memory(found, curve(found.judged, found.terms, found.cache, slots, present=present, expert_bytes=found.view.shape.expert_bytes))
+
+
+def _nothing(record: PlanRecord, homes: Homes, why: Why, sentence: str) -> Decided:
+    if homes.share is not None:
+        record = msgspec.structs.replace(record, homes=named_homes(homes.share), homes_note=homes.note)
+    return Decided(msgspec.structs.replace(record, refused=sentence), homes, why=why)
+
+
+def _record(view: View, question: Question) -> PlanRecord:
+    return PlanRecord(
+        engine=view.engine,
+        worker_id=str(view.worker_id),
+        model=view.model,
+        epoch=view.placement.epoch,
+        policy=question.policy,
+        trust=question.trust,
+        tokens_per_second=view.judged.tokens_per_second(view.shape.top_k),
+        pairs=float(view.demand.pairs.sum()),
+        judged_pairs=float(view.judged.pairs.sum()),
+        next_window=view.later is not None,
+    )

@@ -1,0 +1,255 @@
+"""A view made ready for planning: the numbers that every candidate is made from and judged by. Pure."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import FULL, Placement, Split, even_split
+from migration.config import MigrationConfig, Policy
+from migration.model.constraints import Limits
+from migration.model.cost_model import Judged, Links, Seconds, Terms, balance, judged
+from migration.model.engine_view import View
+from migration.model.move_history import counted
+from migration.model.placement_changes import Changes, Table
+from migration.model.sampling_noise import Noise, deviation, scatter
+from migration.planning.demand_forecast import REPEATS, Steering, steering
+from migration.planning.rank_loss import critical
+from migration.planning.slots_vs_kv_cache import Cache, memory_seconds
+from migration.planning.staging_capacity import Room
+from migration.solvers.full_placement import full
+from migration.solvers.rank_relabelling import relabelled
+from migration.solvers.specialisation_test import Gate, gate
+from migration.solvers.split_copies import weighted
+
+Rates = NDArray[np.float64]
+"""float64 [ranks, layers, experts], (token, k) pairs per second"""
+_MOST_SCATTER = 4 * REPEATS
+
+
+class Question(NamedTuple):
+    """What a plan is asked for."""
+
+    policy: Policy
+    budget_bytes: int
+    memory: bool = False
+    dead: tuple[int, ...] = ()
+    """ranks that count as lost"""
+    layers: tuple[int, ...] = ()
+    """only these may change; empty: all"""
+    bounds: bool = False
+    """also say how near locality comes to what is possible, which takes a linear programme"""
+    trust: float = 1.0
+    """from 0 on: what plans really gained lately, as a part of what was foretold of them; what is foretold counts for so much of it"""
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """One engine and one question. Layers below the layout's boundary are sharded over the ranks and are left out of everything here: layer 0
+    of these numbers is layer `first` of the model."""
+
+    view: View
+    question: Question
+    config: MigrationConfig
+    first: int
+    placement: Placement
+    """of the layers that hold whole experts"""
+    fit: Rates
+    """what plans are made from"""
+    judged: Rates
+    """what they are judged on"""
+    terms: Terms
+    limits: Limits
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def table(self) -> Table:
+        return self.placement.expert_of_slot
+
+    @property
+    def node(self) -> NDArray[np.intp]:
+        return self.view.node
+
+    @cached_property
+    def load(self) -> NDArray[np.float64]:
+        """float64 [layers, experts]: of `fit`, over all ranks."""
+        return np.asarray(self.fit.sum(axis=0))
+
+    @property
+    def pairs(self) -> float:
+        """Behind each layer of `fit`."""
+        return float(self.view.demand.pairs.sum())
+
+    @cached_property
+    def scatter(self) -> float:
+        """How many times fewer independent pairs there are than pairs, by how much the two windows differ: those of one text resemble each other. No
+        more than what is usual several times over: beyond that demand has changed, and that is no noise."""
+        later = self.view.later
+        if later is None:
+            return 1.0
+        first, last = (counted(window.rates[:, self.first :], window.pairs).sum(axis=0, dtype=np.float64) for window in (self.view.demand, later))
+        return min(scatter(first, last), _MOST_SCATTER)
+
+    @cached_property
+    def noise_seconds(self) -> float:
+        """Of a step, standard deviation between two windows of what the fullest ranks' experts take, under any one placement."""
+        replicas = self.placement.replicas_on_rank.sum(axis=1)
+        spread = deviation(self.load, replicas, self.ranks, self.pairs / max(REPEATS, self.scatter))
+        return float(self.before.figures.seconds.experts * np.sqrt((spread**2).mean() / len(spread)))
+
+    @cached_property
+    def chosen(self) -> NDArray[np.bool_]:
+        """bool [layers]: which may change."""
+        if not self.question.layers:
+            return np.ones(self.placement.layers, bool)
+        return np.isin(np.arange(self.first, self.first + self.placement.layers), self.question.layers)
+
+    @property
+    def steps_per_second(self) -> float:
+        return self.view.judged.tokens_per_second(self.terms.top_k) / self.terms.step_tokens
+
+    @property
+    def links(self) -> Links:
+        config = self.config
+        return Links(same_node=config.rank_bytes_per_second, cross_node=config.node_bytes_per_second, contention=config.contention)
+
+    @property
+    def room(self) -> Room:
+        return Room(node=self.node, expert_bytes=self.view.shape.expert_bytes)
+
+    @property
+    def fewest_slots(self) -> int:
+        """Per rank and layer, without any redundancy."""
+        return -(-self.placement.experts // self.ranks)
+
+    @cached_property
+    def cache(self) -> Cache | None:
+        """The KV cache of a rank in use; None: the engine says too little of it."""
+        said, running, waiting = self.view.cache, self.view.running, self.view.waiting
+        if said is None or running is None or not said.block_bytes:
+            return None
+        requests = float(running.mean()) + (0.0 if waiting is None else float(waiting.mean()))
+        return Cache(blocks=float(said.blocks), block_bytes=said.block_bytes, used=float(said.used.mean()), requests=requests)
+
+    def step_seconds(self, spent: Seconds) -> float:
+        """How long one step lasts at the present load, of a placement that takes this."""
+        said = self.view.cache
+        blocks = 0.0 if said is None else float(said.used.mean())
+        return self.terms.step_seconds(spent, self.placement.layers, blocks)
+
+    @cached_property
+    def even_step(self) -> float:
+        """Seconds of a step of evenly loaded ranks whose tokens travel for nothing: what a part of a step is measured by."""
+        return self.step_seconds(Seconds())
+
+    @cached_property
+    def anew(self) -> Table:
+        """int16 [layers, slots]: the best placement for balance from nothing, under the even split."""
+        limits, per = self.limits, self.placement.slots_per_rank
+        return full(
+            self.load, self.ranks, per, most_replicas=limits.most_replicas, least_replicas=limits.least_replicas, node=self.several_nodes, live=limits.live
+        )
+
+    @cached_property
+    def anew_at_home(self) -> Table:
+        """int16 [layers, slots]: the same, given to the ranks that hold most of it."""
+        return relabelled(self.table, self.anew, self.ranks, self.several_nodes)
+
+    @cached_property
+    def anew_balance(self) -> NDArray[np.float64]:
+        """float64 [layers]: of `anew`."""
+        return balance(self._even_loads(self.anew))
+
+    @cached_property
+    def few_copies(self) -> Changes:
+        """That bring the balance near to that of `anew`, where replicas share as they should."""
+        size, noise = (self.ranks, self.placement.experts), Noise(self.pairs)
+        return weighted(self.table, self.fit, *size, self.limits, goal=self.anew_balance, noise=noise, node=self.several_nodes).changes
+
+    def _even_loads(self, table: Table) -> NDArray[np.float64]:
+        """float64 [layers, ranks]: under the even split, wherever demand comes from."""
+        split = even_split(table, self.placement.experts)
+        part = np.where(table >= 0, np.take_along_axis(self.load, np.maximum(table, 0).astype(np.intp), axis=1), 0.0) * (split.spill / FULL)
+        return np.asarray(part.reshape(len(table), self.ranks, -1).sum(axis=2))
+
+    @cached_property
+    def gate(self) -> Gate:
+        """Whether ranks want different experts, beyond what chance explains."""
+        return gate(self.fit, self.view.demand.pairs, dispersion=max(REPEATS, self.scatter))
+
+    @cached_property
+    def steering(self) -> Steering | str:
+        """What can be said of sending requests home, or why nothing can."""
+        return steering(self.view, self.fit, self.judged)
+
+    @property
+    def several_nodes(self) -> NDArray[np.intp] | None:
+        return self.node if int(self.node.max()) else None
+
+    @cached_property
+    def before(self) -> Judged:
+        return self.judge(self.placement)
+
+    def judge(self, placement: Placement) -> Judged:
+        """A placement of these layers, under the demand that plans are judged on."""
+        return judged(placement, self.judged, self.terms, self._memory)
+
+    @cached_property
+    def _memory(self) -> float:
+        """What redundant slots take from the KV cache, in seconds of a step: whatever lies in them."""
+        if self.cache is None:
+            return 0.0
+        spare = (self.placement.slots_per_rank - self.fewest_slots) * self.view.placement.layers * self.view.shape.expert_bytes
+        return memory_seconds(self.cache, spare, self.even_step)
+
+
+def situation(view: View, question: Question, config: MigrationConfig) -> Situation:
+    """Make a view ready. The layout must hold whole experts in some layer, and something must be wanted."""
+    first = view.layout.boundary
+    placement = from_layer(view.placement, first)
+    fit, judged = (np.asarray(demand.rates[:, first:], np.float64) for demand in (view.demand, view.judged))
+    terms = Terms(speed=view.speed, node=view.node, top_k=view.shape.top_k, step_tokens=tokens_of_a_step(view), shape=view.shape)
+    limits = _limits(view, question, config, placement, fit.sum(axis=0), judged.sum(axis=0))
+    return Situation(view, question, config, first, placement, fit, judged, terms, limits)
+
+
+def _limits(view: View, question: Question, config: MigrationConfig, placement: Placement, load: NDArray[np.float64], later: NDArray[np.float64]) -> Limits:
+    layers, experts = load.shape
+    replicas = placement.replicas_on_rank.sum(axis=1) if config.critical_experts else None
+    resting = None if view.history is None else view.history.frozen(view.now, config.cooldown_seconds, config.layer_cooldown_seconds)
+    frozen = np.zeros(load.shape, bool) if resting is None else resting[view.layout.boundary :]
+    if question.layers:
+        frozen = frozen | ~np.isin(np.arange(layers) + view.layout.boundary, question.layers)[:, None]
+    live = ~np.isin(np.arange(len(view.node)), question.dead) if question.dead else None
+    return Limits(
+        most_copies=question.budget_bytes // view.shape.expert_bytes,
+        most_replicas=config.most_replicas,
+        frozen=frozen if frozen.any() else None,
+        live=live,
+        least_replicas=None if replicas is None else critical(load, round(config.critical_experts * experts), replicas, later),
+        target=config.target,
+    )
+
+
+def from_layer(placement: Placement, first: int) -> Placement:
+    """The layers of a placement from one on."""
+    if not first:
+        return placement
+    split = None if placement.even else Split(*(part[first:] for part in placement.split))
+    return Placement(placement.expert_of_slot[first:], experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
+
+
+def tokens_of_a_step(view: View) -> float:
+    """Tokens of one step of the engine, all ranks together: as many as sequences decode; where nobody says, or nothing decodes at the moment, as
+    many as come in while a step lasts, which grows with them: t = T * (step + decode_sequence * t / ranks)."""
+    running = 0.0 if view.running is None else float(view.running.sum())
+    if running >= 1.0:
+        return running
+    come, ranks = view.judged.tokens_per_second(view.shape.top_k), len(view.node)
+    busy = min(come * view.speed.decode_sequence / ranks, 0.9)
+    return max(1.0, come * view.speed.step / (1.0 - busy))

@@ -1,0 +1,272 @@
+"""What to do when ranks are lost: which experts survive where, which must be loaded from storage, and into which slots. Pure.
+
+In this order, layer by layer: what survives is shared out among the survivors at once, which costs no bytes; lost experts are loaded, the most
+wanted first, into empty slots or those of the cheapest spare replicas; then experts that must have several live holders get them back, on
+other nodes where there are any; then few copies that even out the survivors (`migration.solvers.even_split_copies`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY, Placement, Split, even_split
+from migration.model.constraints import Limits
+from migration.model.cost_model import balance
+from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, joined, made
+from migration.solvers.even_split_copies import few
+from migration.solvers.full_placement import full
+from migration.solvers.table_diff import shortened
+
+Floats = NDArray[np.float64]
+Held = NDArray[np.bool_]
+_CLEARLY = 1.25
+"""times as much an expert must be wanted as one that has a second holder already, to need one in its place"""
+
+
+class Recovery(NamedTuple):
+    """How an engine goes on without some of its ranks."""
+
+    lost: NDArray[np.intp]
+    """int [n, 2]: (layer, expert) without a live holder; ascending"""
+    missing: NDArray[np.intp]
+    """int [layers]: slots by which the survivors fall short of one for every expert; so many lost experts stay lost"""
+    short: NDArray[np.intp]
+    """int [m, 2]: (layer, expert) that have a live holder in the end, but fewer than they must"""
+    changes: Changes
+    """drops of what dead ranks held, moves of lost experts out of their slots (to be read from storage), replicas, what evens out. gain: in mean loads
+    of a live rank; of an expert that is brought back, its load"""
+    table: Table
+    """int16 [layers, slots] in the end: dead ranks are empty, but for what could not be saved"""
+    split: Split
+    """in the end: even"""
+
+    @property
+    def possible(self) -> bool:
+        """Whether every expert can be served again."""
+        return not self.missing.any()
+
+    @property
+    def summary(self) -> str:
+        """In a sentence or two."""
+        lost, worst = len(self.lost), int(self.missing.argmax())
+        parts = [f"{lost} experts of {len(np.unique(self.lost[:, 0]))} layers have no live holder" if lost else "every expert has a live holder"]
+        if self.missing.any():
+            parts.append(f"the survivors have {self.missing.sum()} slots too few, {self.missing[worst]} of them in layer {worst}")
+            parts.append("bring ranks back, or give them more slots")
+        elif lost:
+            parts.append("all of them are loaded from storage")
+        if len(self.short):
+            parts.append(f"{len(self.short)} have fewer holders than they must")
+        return "; ".join(parts)
+
+
+def critical(load: NDArray[Any], count: int, replicas: NDArray[Any] | None = None, later: NDArray[Any] | None = None) -> NDArray[np.int64]:
+    """int64 [layers, experts], for `Limits.least_replicas`: 2 for the `count` most wanted experts of each layer, load [layers, experts], 1 for the others.
+
+    replicas: int [layers, experts], those that there are: an expert that has several makes room only for one that is wanted clearly more, so that noise
+    moves nothing. later: another window's load; then it must be so in both. ValueError when there are not so many experts.
+    """
+    layers, experts = load.shape
+    if not 0 <= count <= experts:
+        raise ValueError(f"recovery: {count} critical experts of {experts}; choose 0 to {experts}")
+    least, wanted = np.ones((layers, experts), np.int64), _parts(load)
+    if replicas is not None:
+        others = wanted if later is None else _parts(later)
+        wanted = np.where(replicas > 1, _CLEARLY * np.maximum(wanted, others), np.minimum(wanted, others))
+    np.put_along_axis(least, np.argsort(-wanted, axis=1, kind="stable")[:, :count], 2, axis=1)
+    return least
+
+
+def _parts(load: NDArray[Any]) -> Floats:
+    """[layers, experts]: of a layer's whole load."""
+    return np.asarray(load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300), np.float64)
+
+
+def recover(
+    placement: Placement,
+    dead: NDArray[np.bool_],
+    load: NDArray[Any],
+    node: NDArray[np.intp],
+    least_replicas: NDArray[Any] | None = None,
+    *,
+    most_copies: int | None = None,
+    frozen: NDArray[np.bool_] | None = None,
+) -> Recovery:
+    """dead: bool [ranks]; load: [layers, experts], any unit; node: [ranks], numbers from 0; least_replicas: int [layers, experts], live holders wanted.
+
+    most_copies: for balance alone, in layers that change anyway, beside what must be brought back; None: as many as it takes. frozen: bool [layers,
+    experts], whose replicas stay where they are: they neither give way to a second holder nor move for balance; lost experts come before that.
+
+    A second holder of an expert that must have two is given up where a lost expert finds no other slot; so the changes are ordered under
+    `Limits(live=~dead)` alone. ValueError when no rank is left, or the arrays do not fit the placement.
+    """
+    shape = (placement.layers, placement.experts)
+    if dead.shape != (placement.ranks,) or node.shape != dead.shape or load.shape != shape:
+        raise ValueError(f"recovery: dead {dead.shape}, node {node.shape}, load {load.shape}; the placement has {placement.ranks} ranks and {shape}")
+    if dead.all():
+        raise ValueError("recovery: all ranks are dead; start the engine anew")
+    least = np.ones(shape, np.int64) if least_replicas is None else np.asarray(least_replicas, np.int64)
+    state = _Survivors.of(placement, dead, np.asarray(load, np.float64), node, frozen)
+    lost = state.count == 0
+    changes = [state.give_up_dead()]
+    changes += state.reload(lost, least)
+    changes += state.restore(least)
+    gone, changed = (state.count == 0).sum(axis=1), (state.table != placement.expert_of_slot).any(axis=1)
+    changes.append(state.even_out(np.flatnonzero((gone == 0) & changed), least, most_copies))
+    return Recovery(
+        lost=np.argwhere(lost),
+        missing=gone,
+        short=np.argwhere((state.count > 0) & (state.count < least)),
+        changes=joined([part for part in changes if part]),
+        table=state.table,
+        split=even_split(state.table, placement.experts),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Survivors:
+    """The layers, all worked on at once. A *seat* is a slot of a live rank."""
+
+    table: Table
+    count: NDArray[np.int64]
+    """[layers, experts]: live holders"""
+    held: Held
+    """[layers, ranks, experts], of live ranks"""
+    load: Floats
+    ranks: int
+    dead: NDArray[np.bool_]
+    node: NDArray[np.intp]
+    frozen: NDArray[np.bool_]
+    """[layers, experts]"""
+
+    @classmethod
+    def of(cls, placement: Placement, dead: NDArray[np.bool_], load: Floats, node: NDArray[np.intp], frozen: NDArray[np.bool_] | None) -> "_Survivors":
+        held = (placement.replicas_on_rank > 0) & ~dead[:, None]
+        table, resting = placement.expert_of_slot.copy(), np.zeros(load.shape, bool) if frozen is None else frozen
+        return cls(table, held.sum(axis=1), held, load, placement.ranks, dead, node, resting)
+
+    @property
+    def per(self) -> int:
+        return int(self.table.shape[1]) // self.ranks
+
+    @property
+    def mean(self) -> Floats:
+        """[layers]: mean load of a live rank."""
+        return np.asarray(np.maximum(self.load.sum(axis=1), 1e-300) / max(int((~self.dead).sum()), 1))
+
+    @property
+    def rank_of_slot(self) -> NDArray[np.intp]:
+        return np.arange(self.table.shape[1]) // self.per
+
+    def give_up_dead(self) -> Changes:
+        """Dead ranks' replicas, but for one of each expert that survives nowhere: the table must name a holder until it has another."""
+        layer, slot = np.nonzero((self.table != EMPTY) & self.dead[self.rank_of_slot])
+        expert = self.table[layer, slot]
+        first = np.full(self.count.shape, self.table.shape[1])
+        np.minimum.at(first, (layer, expert), slot)
+        goes = (self.count[layer, expert] > 0) | (first[layer, expert] != slot)
+        layer, slot = layer[goes], slot[goes]
+        self.table[layer, slot] = EMPTY
+        return _changes(Kind.DROP, layer, slot, np.full(len(layer), EMPTY), None, np.zeros(len(layer)))
+
+    def reload(self, lost: Held, least: NDArray[np.int64]) -> list[Changes]:
+        """Lost experts, the most wanted first: one of each layer in each round. Each leaves its slot on a dead rank."""
+        rounds = list[Changes]()
+        for _ in range(int(lost.sum(axis=1).max(initial=0))):
+            expert = np.where(self.count == 0, self.load, -1.0).argmax(axis=1)
+            layer = np.flatnonzero((self.count == 0).any(axis=1))
+            slot = self._seat(layer, expert[layer], least, at_need=True)
+            layer, slot = layer[slot != NOWHERE], slot[slot != NOWHERE]
+            if len(layer):
+                rounds.append(self._bring(layer, slot, expert[layer], from_dead=True))
+        return rounds
+
+    def restore(self, least: NDArray[np.int64]) -> list[Changes]:
+        """Further holders of what must have several, the most wanted first; what finds no place is left as it is."""
+        rounds = list[Changes]()
+        tried = self.count == 0
+        while True:
+            wanting = (self.count < least) & ~tried
+            layer = np.flatnonzero(wanting.any(axis=1))
+            if not len(layer):
+                return rounds
+            expert = np.where(wanting, self.load, -1.0).argmax(axis=1)[layer]
+            slot = self._seat(layer, expert, least, at_need=False)
+            tried[layer[slot == NOWHERE], expert[slot == NOWHERE]] = True
+            layer, expert, slot = (part[slot != NOWHERE] for part in (layer, expert, slot))
+            if len(layer):
+                rounds.append(self._bring(layer, slot, expert, from_dead=False))
+
+    def even_out(self, layers: NDArray[np.intp], least: NDArray[np.int64], most_copies: int | None) -> Changes:
+        """Few copies for the balance of the survivors, in these layers."""
+        live, load = ~self.dead, self.load[layers]
+        if not len(layers) or live.sum() < 2 or most_copies == 0:
+            return NONE
+        goal = full(load, self.ranks, self.per, live=live)
+        each = load / np.maximum((goal[:, :, None] == np.arange(load.shape[1])).sum(axis=1), 1)
+        served = np.where(goal == EMPTY, 0.0, np.take_along_axis(each, np.where(goal == EMPTY, 0, goal).astype(np.intp), axis=1))
+        reach = balance(served.reshape(len(layers), self.ranks, -1).sum(axis=2)[:, live])
+        limits = Limits(most_copies, frozen=self.frozen[layers], live=live, least_replicas=least[layers])
+        found = shortened(self.table[layers], few(self.table[layers], load, self.ranks, limits, goal=reach, node=self.node), self.ranks)
+        found = found._replace(layer=layers[found.layer].astype(np.int32))
+        self.table = made(self.table, found)
+        self.count[layers] = (self.table[layers][:, :, None] == np.arange(load.shape[1])).sum(axis=1)
+        return found
+
+    def _seat(self, layer: NDArray[np.intp], expert: NDArray[np.intp], least: NDArray[np.int64], *, at_need: bool) -> NDArray[np.intp]:
+        """int [n]: the slot for an expert in each of these layers; NOWHERE: there is none.
+
+        On a live rank that lacks it, empty or of a spare replica that may give way; `at_need` of one that its expert should keep, too, but not the last.
+        On a node that lacks it rather than on one that has it; where the rank, and those who take over from what gives way, then carry least; and the
+        least wanted gives way.
+        """
+        table, rank = self.table[layer], self.rank_of_slot
+        lacks = ~np.take_along_axis(self.held[layer], expert[:, None, None], axis=2)[:, :, 0]
+        on_node = np.zeros((len(layer), int(self.node.max()) + 1), bool)
+        at, where = np.nonzero(~lacks)
+        on_node[at, self.node[where]] = True
+        count = self._of_slot(self.count)[layer]
+        empty, spare = table == EMPTY, (count > self._of_slot(least)[layer]) & ~self._of_slot(self.frozen)[layer].astype(bool)
+        open_to = (lacks & ~self.dead)[:, rank] & (empty | spare | (at_need & (count > 1)))
+        each = self.load / np.maximum(self.count, 1)
+        carried = np.stack([(each * self.held[:, one]).sum(axis=1) for one in range(self.ranks)], axis=1)[layer][:, rank]
+        leaves = self._of_slot(each)[layer]
+        shifted = carried - leaves + leaves / np.maximum(count - 1, 1)
+        first = np.lexsort((leaves, shifted, on_node[:, self.node][:, rank], ~(empty | spare), ~open_to), axis=1)[:, 0]
+        return np.where(open_to[np.arange(len(layer)), first], first, NOWHERE)
+
+    def _bring(self, layer: NDArray[np.intp], slot: NDArray[np.intp], expert: NDArray[np.intp], *, from_dead: bool) -> Changes:
+        other = None
+        rank, found = slot // self.per, self.table[layer, slot].astype(np.intp)
+        gone = found != EMPTY
+        self.count[layer[gone], found[gone]] -= 1
+        self.held[layer[gone], rank[gone], found[gone]] = False
+        if from_dead:
+            other = (self.table[layer] == expert[:, None]).argmax(axis=1)
+            self.table[layer, other] = EMPTY
+        self.table[layer, slot] = expert
+        self.count[layer, expert] += 1
+        self.held[layer, rank, expert] = True
+        return _changes(Kind.MOVE if from_dead else Kind.REPLICATE, layer, slot, expert, other, self.load[layer, expert] / self.mean[layer])
+
+    def _of_slot(self, by_expert: NDArray[Any]) -> NDArray[Any]:
+        """[layers, slots] of [layers, experts]; 0 in empty slots."""
+        filled = self.table != EMPTY
+        return np.where(filled, np.take_along_axis(by_expert, np.where(filled, self.table, 0).astype(np.intp), axis=1), 0)
+
+
+def _changes(kind: Kind, layer: NDArray[Any], slot: NDArray[Any], expert: NDArray[Any], other: NDArray[Any] | None, gain: Floats) -> Changes:
+    count = len(layer)
+    if not count:
+        return NONE
+    return Changes(
+        np.full(count, kind, np.uint8),
+        layer.astype(np.int32),
+        slot.astype(np.int32),
+        expert.astype(np.int16),
+        np.full(count, NOWHERE, np.int32) if other is None else other.astype(np.int32),
+        np.full(count, EMPTY, np.int16),
+        gain,
+    )

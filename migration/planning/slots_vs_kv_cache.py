@@ -1,0 +1,136 @@
+"""How many redundant slots are worth the KV blocks they take. Pure.
+
+More slots even out the ranks and bring experts nearer, which shortens every step. They take KV blocks from every rank, and requests wait for
+blocks the longer, the fewer there are. Both are seconds of a step here, so they can be added.
+
+How long requests wait: a rank's cache is a queue whose servers are the room for one request each. Offered are a = the requests that would run if
+nobody waited (Little 1961); there is room for c of them. What they hold varies with variance a * b^2 * (1 + v): Poisson arrivals of requests of
+b blocks, with squared coefficient of variation v. The room left over is beta standard deviations of that, and a request finds none with
+probability 1 / (1 + beta * Phi(beta) / phi(beta)) (Halfin and Whitt 1981, "Heavy-traffic limits for queues with many exponential servers",
+theorem 1); it then waits (1 + v) / 2 / (c - a) times as long as it will run (Allen and Cunneen's correction, exact for v = 1). A request that
+runs for n steps and waits for w seconds has waited w / n per step.
+"""
+
+from collections.abc import Sequence
+from math import erfc, exp, inf, isfinite, pi, sqrt
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import Placement
+from migration.model.cost_model import Figures, Terms, figures
+from migration.solvers.full_placement import full
+
+
+class Cache(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache of an engine, mean over its ranks. ValueError names what is out of range."""
+
+    blocks: float
+    """of a rank"""
+    block_bytes: int
+    used: float
+    """blocks in use"""
+    requests: float
+    """that run, and those that wait for room"""
+    variation: float = 1.0
+    """squared coefficient of variation of the blocks that a request takes"""
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "used", "requests", "variation"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"cache: {name} must be finite and not negative, not {getattr(self, name)}")
+        if self.block_bytes < 1:
+            raise ValueError(f"cache: block_bytes must be at least 1, not {self.block_bytes}; without it slots cannot be weighed against blocks")
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """What so many slots per rank and layer would be worth."""
+
+    slots_per_rank: int
+    bytes_per_rank: int
+    """of redundant slots' weights, over all layers"""
+    kv_blocks: int
+    """left per rank"""
+    figures: Figures
+    """of a placement made for these slots"""
+    step_seconds: float
+    waiting_seconds: float | None
+    """per step, for KV blocks; None: more requests come than the cache can ever serve"""
+    total_seconds: float | None
+
+
+def waiting_seconds(cache: Cache, blocks: float, step_seconds: float, growth: float = 1.0) -> float:
+    """Seconds per step that requests wait for KV blocks, were there so many per rank; infinite where more come than can ever be served.
+
+    growth: how much longer they run than they do at present, as steps take longer: so many times as many are there at once.
+    """
+    offered, used = cache.requests * growth, cache.used * growth
+    if not used or not offered:
+        return 0.0
+    if blocks <= used:
+        return inf
+    beta = (blocks - used) / (used * sqrt((1.0 + cache.variation) / offered))
+    if beta > _FAR:
+        return 0.0
+    finds_none = 1.0 / (1.0 + beta * (1.0 - 0.5 * erfc(beta / sqrt(2.0))) * sqrt(2.0 * pi) * exp(0.5 * beta * beta))
+    room = offered * (blocks / used - 1.0)
+    return step_seconds * finds_none * 0.5 * (1.0 + cache.variation) / room
+
+
+_FAR = 30.0
+"""standard deviations beyond which nobody waits; the density there is still a number"""
+
+
+def memory_seconds(cache: Cache, redundant_bytes: float, step_seconds: float) -> float:
+    """What replicas take from the cache, in seconds of a step, for `figures`: by so much longer do requests wait than without them.
+
+    redundant_bytes: of replicas, on a rank. Never more than a step: a request waits at most as long as it runs, or nobody knows for how long.
+    """
+    with_them, without = (waiting_seconds(cache, blocks, step_seconds) for blocks in (cache.blocks, cache.blocks + redundant_bytes / cache.block_bytes))
+    return max(min(with_them, step_seconds) - min(without, step_seconds), 0.0)
+
+
+def curve(demand: NDArray[Any], terms: Terms, cache: Cache, slots: Sequence[int], *, present: int, expert_bytes: int) -> tuple[Point, ...]:
+    """What each number of slots per rank and layer would be worth, by a full placement into them.
+
+    demand: [ranks, layers, experts], as of `figures`. present: slots per rank and layer at the moment, beside which the cache has `cache.blocks`.
+    expert_bytes: of one expert of one layer. Numbers that leave no KV block, or have no room for all experts, are left out; more slots than
+    experts are of no use. Steps last what the speeds say for the present load, so a step that gets shorter also empties the cache.
+    """
+    ranks, layers, experts = demand.shape
+    load, fewest = demand.sum(axis=0, dtype=np.float64), -(-experts // ranks)
+    slot_blocks = layers * expert_bytes / cache.block_bytes
+    wanted = sorted({number for number in slots if fewest <= number <= experts} | {min(present, experts)})
+    made = {number: figures(Placement(full(load, ranks, number, node=terms.node), experts=experts, ranks=ranks), demand, terms) for number in wanted}
+    lasts = {number: terms.step_seconds(found.seconds, layers, cache.used) for number, found in made.items()}
+    points = []
+    for number in wanted:
+        blocks = cache.blocks - (number - present) * slot_blocks
+        if blocks >= 1 and (number in slots or number == present):
+            waits = waiting_seconds(cache, blocks, lasts[number], lasts[number] / lasts[min(present, experts)])
+            points.append(_point(number, blocks, made[number], lasts[number], waits, (number - fewest) * layers * expert_bytes))
+    return tuple(points)
+
+
+def best(points: Sequence[Point], within: float = 0.0) -> Point | None:
+    """The one of fewest slots among those whose seconds are the least, or exceed them by no more than this share; None where the cache cannot serve
+    what comes with any of them."""
+    served = [(point.total_seconds, point) for point in points if point.total_seconds is not None]
+    least = min((seconds for seconds, _ in served), default=0.0)
+    near = [point for seconds, point in served if seconds <= least * (1.0 + within)]
+    return min(near, key=lambda point: point.slots_per_rank, default=None)
+
+
+def _point(number: int, blocks: float, found: Figures, step: float, waits: float, taken: int) -> Point:
+    waiting = waits if isfinite(waits) else None
+    return Point(
+        slots_per_rank=number,
+        bytes_per_rank=taken,
+        kv_blocks=int(blocks),
+        figures=found,
+        step_seconds=step,
+        waiting_seconds=waiting,
+        total_seconds=None if waiting is None else step + waiting,
+    )

@@ -1,0 +1,109 @@
+"""Answers whoever wants experts moved: makes a plan of what is asked for, has it carried out, and says so; or says why not."""
+
+import asyncio
+from collections.abc import Sequence
+
+from bus import Bus, BusError, Message
+from bus.subjects import Subjects
+from fleet.events import (
+    ApplyPlan,
+    HandoverDescribed,
+    MigrateExpert,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    Origin,
+    PlacementCommitted,
+    RequestRefused,
+    RollBack,
+)
+from fleet.placement import Placement
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Ledger
+from migration.execution.executor import Conductor
+from migration.execution.handover_driver import Unfit
+from migration.model.plan import Plan
+from migration.planning.operator_plans import back, one_expert, read, undone
+from migration.planning.staging_capacity import Room
+
+ASK_SECONDS = 2.0
+"""How long a rank may not answer before a request is refused for that."""
+
+
+class NoRoom(ValueError):
+    """A rank has no free cell to bring an expert into; it may have one later."""
+
+
+class Requests:
+    """Used on one event loop, while leading."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, ledger: Ledger, watch: Watch, conductor: Conductor) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._ledger = ledger
+        self._watch = watch
+        self._conductor = conductor
+
+    async def answer(self, message: Message) -> Message:
+        """What is asked over the bus."""
+        if not isinstance(message, MigrateExpert | ApplyPlan | RollBack):
+            wanted = ", ".join(kind.__name__ for kind in (MigrateExpert, ApplyPlan, RollBack))
+            return RequestRefused(reason=f"a {type(message).__name__} is no request for this subject; send one of {wanted}")
+        try:
+            entry = self.movable(message.engine)
+            self._conductor.refuse_second(entry.engine)
+            told = await self._conductor.survey(entry, ASK_SECONDS)
+            plan, origin = await self._plan(entry, message, told)
+            return await self._conductor.accept(entry, plan, origin)
+        except (ValueError, Unfit, BusError) as error:
+            return RequestRefused(reason=str(error))
+
+    def movable(self, engine: str) -> Entry:
+        """An engine whose experts can be moved. ValueError when there is none of this name."""
+        entry = self._ledger.engines().get(engine)
+        if entry is None:
+            raise ValueError(f"no engine {engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
+        if not entry.layout.targets_are_ranks or entry.layout.boundary:
+            raise ValueError(f"engine {engine!r} holds experts sharded over its ranks ({entry.layout}); they can move under expert parallelism only")
+        return entry
+
+    async def _plan(self, entry: Entry, asked: MigrateExpert | ApplyPlan | RollBack, told: Sequence[HandoverDescribed]) -> tuple[Plan, Origin]:
+        """ValueError says why there is none."""
+        match asked:
+            case MigrateExpert():
+                wanted = self._watch.wanted(entry.worker_id)
+                return await asyncio.to_thread(one_expert, entry.placement, asked, self._room(entry, told), wanted), "operator"
+            case ApplyPlan():
+                return await asyncio.to_thread(read, asked.plan, entry.placement), "operator"
+        planned = undone(await self._log(entry.engine), asked.plan)
+        return await self.undoing(entry, planned, await self.before(planned), told), "rollback"
+
+    async def undoing(self, entry: Entry, planned: MigrationPlanned, goal: Placement, told: Sequence[HandoverDescribed]) -> Plan:
+        """The plan that brings an engine back to the placement before another plan. ValueError when there is none."""
+        return await asyncio.to_thread(back, entry.placement, goal, planned.plan, self._room(entry, told))
+
+    def _room(self, entry: Entry, told: Sequence[HandoverDescribed]) -> Room:
+        """NoRoom when a rank has none to bring anything in; ValueError when nobody knows."""
+        machines = self._watch.machines(entry.worker_id)
+        if machines is None:
+            raise ValueError(f"engine {entry.engine!r} is not watched: its demand takes more than planner.most_cells allows; raise it")
+        shape, node = machines
+        least = min(told, key=lambda said: said.free)
+        if least.free < 1:
+            held = f"{least.quarantined} are in quarantine, {least.draining} drain"
+            raise NoRoom(f"rank {least.rank} has no free cell to bring an expert into: {held}; wait until they settle, or restart the engine")
+        return Room(node=node, expert_bytes=shape.expert_bytes, staging=least.free)
+
+    async def _log(self, engine: str) -> list[Message]:
+        """What is recorded of an engine's plans."""
+        kinds = MigrationPlanned | MigrationStaged | MigrationCommitted | MigrationAborted
+        return [received.message async for received in self._bus.replay(self._subjects.migrations(engine), follow=False) if isinstance(received.message, kinds)]
+
+    async def before(self, planned: MigrationPlanned) -> Placement:
+        """The placement that a plan started from. BusError when the log cannot be read; ValueError when the log does not reach back so far."""
+        async for received in self._bus.replay(self._subjects.placements(planned.engine), follow=False):
+            said = received.message
+            if isinstance(said, PlacementCommitted) and (said.worker_id, said.placement.epoch) == (planned.worker_id, planned.base_epoch):
+                return Placement.from_record(said.placement)
+        raise ValueError(f"epoch {planned.base_epoch} of engine {planned.engine!r}, before plan {planned.plan}, is not stored any more")

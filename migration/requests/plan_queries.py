@@ -1,0 +1,118 @@
+"""Thinks over what to do with engines, off the event loop, one at a time; and answers whoever asks for a plan."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import msgspec
+
+from bus import Message
+from fleet.events import DescribePlan, PlanDescribed, RequestRefused
+from fleet.placement import Placement
+from migration.config import POLICIES, MigrationConfig
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Ledger, Refused
+from migration.planning.counterfactual import Regret, regret
+from migration.planning.planner import Decided, decide
+from migration.planning.problem import Question
+from migration.telemetry.metrics import MigrationMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class Inquiries:
+    """Made and used on one event loop. A thread of its own does the thinking, on values that never change.
+
+    clock: seconds that never go back. trust: what is taken of gains that are foretold of an engine, by its name. thinking: runs functions one at a time;
+    None: a thread of its own, ended by `close`.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        watch: Watch,
+        config: MigrationConfig,
+        metrics: MigrationMetrics,
+        clock: Callable[[], float],
+        trust: Callable[[str], float],
+        thinking: Executor | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self._watch = watch
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._trust = trust
+        self._own = thinking is None
+        self._thinking = thinking or ThreadPoolExecutor(1, "plans")
+        self._waiting = 0
+
+    def reconfigure(self, config: MigrationConfig) -> None:
+        """Other settings for what is thought over from now on."""
+        self._config = config
+
+    def close(self) -> None:
+        """End the thread, without waiting for what it is at."""
+        if self._own:
+            self._thinking.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, message: Message) -> Message:
+        """What is asked over the bus."""
+        if not isinstance(message, DescribePlan):
+            return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {DescribePlan.__name__}")
+        try:
+            entry, question = self._asked_for(message)
+            self._waiting += 1
+            try:
+                decided = await self.decide(entry, question)
+            finally:
+                self._waiting -= 1
+        except ValueError as error:
+            return RequestRefused(reason=str(error))
+        plan = b"" if decided.plan is None or decided.plan.refused else await asyncio.to_thread(msgspec.json.encode, decided.plan)
+        return PlanDescribed(engine=entry.engine, worker_id=entry.worker_id, record=msgspec.json.encode(decided.record), plan=plan)
+
+    async def decide(self, entry: Entry, question: Question) -> Decided:
+        """What to do with one engine. Refused when too little is known to say anything."""
+        try:
+            view = self._watch.view(entry, self._clock())
+        except Refused as refusal:
+            self._metrics.unknown(refusal.fault.value)
+            raise
+        began = self._clock()
+        decided = await asyncio.get_running_loop().run_in_executor(self._thinking, decide, view, question, self._config)
+        taken = self._clock() - began
+        self._metrics.thought(None if decided.why is None else decided.why.value, taken)
+        return decided._replace(record=msgspec.structs.replace(decided.record, plan_seconds=taken))
+
+    async def regret(self, entry: Entry, placement: Placement) -> Regret:
+        """What would be different under another placement of an engine. Refused when too little is known to say anything."""
+        view = self._watch.view(entry, self._clock())
+        return await asyncio.get_running_loop().run_in_executor(self._thinking, regret, view, placement, self._config)
+
+    def _asked_for(self, asked: DescribePlan) -> tuple[Entry, Question]:
+        """ValueError names what cannot be asked, or that too much is asked at once."""
+        entry = self._ledger.engines().get(asked.engine)
+        if entry is None:
+            raise ValueError(f"no engine {asked.engine!r} with experts is present; there are: {', '.join(sorted(self._ledger.engines())) or 'none'}")
+        if self._waiting >= self._config.most_questions:
+            raise ValueError(f"{self._waiting} plans are being thought over already; ask again later, or raise planner.most_questions")
+        return entry, _question(asked, entry, self._config, self._trust(asked.engine))
+
+
+def _question(asked: DescribePlan, entry: Entry, config: MigrationConfig, trust: float) -> Question:
+    """ValueError names what cannot be asked."""
+    policy = next((policy for policy in POLICIES if policy == (asked.policy or config.policy)), None)
+    if policy is None:
+        raise ValueError(f"no policy {asked.policy!r}; there are: {', '.join(POLICIES)}")
+    if asked.budget_bytes is not None and asked.budget_bytes < 0:
+        raise ValueError(f"a budget of {asked.budget_bytes} bytes; use 0 or more")
+    for what, numbers, most in (("rank", asked.dead, entry.placement.ranks), ("layer", asked.layers, entry.placement.layers)):
+        outside = [number for number in numbers if not 0 <= number < most]
+        if outside:
+            raise ValueError(f"engine {asked.engine!r} has no {what} {outside[0]}; they run from 0 to {most - 1}")
+    if len(set(asked.dead)) == entry.placement.ranks:
+        raise ValueError("all ranks are named as dead; nothing would be left to plan for")
+    budget = config.budget_bytes if asked.budget_bytes is None else asked.budget_bytes
+    return Question(policy, budget, asked.memory, tuple(sorted(set(asked.dead))), tuple(sorted(set(asked.layers))), bounds=True, trust=trust)

@@ -1,0 +1,362 @@
+"""Few copies: from a placement that demand has drifted away from, the changes that win back most balance for the fewest copies. Pure.
+
+Of each layer the most loaded ranks are relieved, again and again, until none exceeds the cap at which the wanted part of a full re-placement's gain is
+reached. Three changes carry load from a rank to another: swap two experts (two copies), replicate one over a spare replica or into an empty slot (one), move
+one there (one). The fourth, giving up a spare replica, costs nothing, and what moves into the slot that it leaves costs one where a swap costs two. What
+these changes themselves have brought to a rank and take away again need never be copied (`migration.solvers.table_diff.shortened` leaves it out).
+`migration.solvers.swap_search` says which change is best, `migration.solvers.search_state` by what.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY
+from migration.model.constraints import UNLIMITED, Limits
+from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, taken, within
+from migration.model.sampling_noise import Noise, changed, deviations, expected_max, expected_most, freedom
+from migration.solvers.search_state import ENDLESS, Array, Flags, Index, State
+from migration.solvers.swap_search import Choice, Pace, best
+
+PAIRS = 24_000
+"""of slots that are looked at in a round, for all layers together"""
+PATIENCE = 2
+"""rounds in which a layer may find nothing before it is given up"""
+BRISKLY, CAREFULLY = Pace(4, 2), Pace(2, 12)
+"""where ranks are few, and where they are many"""
+OF = 4
+"""of so many live ranks at most one is relieved in a round"""
+MANY, FAR = 32, 2.0
+"""ranks that are few still; load of the most loaded one, mean over layers, from which as many are relieved in a round as where ranks are few"""
+LEAST = 1e-7
+"""a fall of the penalty below this is rounding"""
+MARGIN = 0.15
+"""standard deviations between windows by which more is aimed at than is wanted: the sample that is planned on flatters what is fitted to it"""
+BEHIND = 0.013
+"""most by which a layer's most loaded rank may stay above a full re-placement's, as a part of it, whatever part of the gain that is"""
+REPLICATE, SWAP, MOVE, DROP = (int(kind) for kind in Kind)
+CROWD = 0.85
+"""done layers are dropped when no more than this part of them is left"""
+HOPE = 0.8
+"""standard deviations between windows by which a cap may at first lie above what a flat placement could afford: not all ranks come to lie at the cap"""
+IDLE = 0.25
+"""standard deviations between windows above the mean load, below which it is idle to press loads"""
+LONG, LAST = 8, 0.03
+"""rounds after which so small a part of the layers is left as it then is: each round costs them all alike"""
+ROUNDS = 200
+"""never more than these"""
+FELT = 0.002
+"""part of a step's expected longest rank below which an improvement is none"""
+FINE = 1e-4
+"""by how much a cap is lowered at least where it proves too high"""
+
+
+def few(
+    table: Table, load: NDArray[Any], ranks: int, limits: Limits = UNLIMITED, *, goal: NDArray[Any], noise: Noise | None = None, node: Index | None = None
+) -> Changes:
+    """The changes, layers interleaved, each layer's in their order; `gain` is by how much the layer's most loaded rank falls, in mean rank loads.
+
+    table: legal, [layers, slots]; load: [layers, experts], any unit; goal: [layers], balance of a full re-placement under this load.
+    noise: None: the load is exact. With it, layers whose imbalance the sample explains are left alone, and the others are brought to the wanted part of
+    the gain that is left of a full re-placement's on the next window; with the pairs of a step, too, layers are left alone whose imbalance drowns in the
+    noise of single steps. node: [ranks]; where there are several, experts that must keep more than one
+    replica keep those where they are. ValueError names what does not fit together.
+    """
+    layers, slots = table.shape
+    if ranks < 1 or slots % ranks:
+        raise ValueError(f"few: {slots} slots do not divide into {ranks} ranks")
+    if len(load) != layers or np.shape(goal) != (layers,):
+        raise ValueError(f"few: load is {load.shape} and goal {np.shape(goal)}; expected [{layers}, experts] and [{layers}]")
+    state = _state(table, load, ranks, limits, node)
+    live = ranks - int(state.away.sum())
+    if live < 2:
+        return NONE
+    aims, wanted = _aims(state, np.asarray(goal, np.float64), limits.target, noise)
+    search = _Search(state.taken(wanted), aims)
+    search.go(_pace(live, search.most_loaded))
+    found = search.changes()
+    return found if limits.most_copies is None else within(found, limits.most_copies)
+
+
+def _pace(live: int, most: float) -> Pace:
+    """most: load of the most loaded rank, mean over layers."""
+    if live <= MANY:
+        return BRISKLY._replace(most=max(1, min(BRISKLY.most, live // OF)))
+    return CAREFULLY if most < FAR else CAREFULLY._replace(most=BRISKLY.most)
+
+
+def _state(table: Table, load: NDArray[Any], ranks: int, limits: Limits, node: Index | None) -> State:
+    """The table as it is; caps are 0."""
+    layers, slots = table.shape
+    experts = load.shape[1]
+    away = np.zeros(ranks, bool) if limits.live is None else ~np.asarray(limits.live, bool)
+    expert = np.where((table == EMPTY) | np.repeat(away, slots // ranks), experts, table).astype(np.intp)
+    held = np.zeros((layers, experts + 1, ranks), bool)
+    held[np.arange(layers)[:, None], expert, np.arange(slots) // (slots // ranks)] = True
+    replicas = np.bincount((expert + np.arange(layers)[:, None] * (experts + 1)).ravel(), minlength=layers * (experts + 1)).reshape(layers, -1)[:, :-1]
+    wanted = np.where(replicas > 0, load, 0.0)
+    mean = np.maximum(wanted.sum(axis=1, keepdims=True), 1e-300) / max(int((~away).sum()), 1)
+    least = np.ones((layers, experts)) if limits.least_replicas is None else np.maximum(limits.least_replicas, 1)
+    fixed = np.zeros((layers, experts), bool) if limits.frozen is None else np.asarray(limits.frozen, bool)
+    if node is not None and len(np.unique(node)) > 1:
+        fixed = fixed | (least > 1)
+    count, relative = _wider(np.maximum(replicas, 1), ENDLESS), _wider(wanted / mean, 0.0)
+    state = State(
+        ranks,
+        slots // ranks,
+        ENDLESS if limits.most_replicas is None else limits.most_replicas,
+        away,
+        layer=np.arange(layers),
+        expert=expert,
+        load=relative,
+        replicas=count,
+        least=_wider(least, 0.0),
+        fixed=_wider(fixed, 0.0) > 0.0,
+        cap=np.zeros(layers),
+        first=expert.copy(),
+        fresh=np.zeros((layers, slots), bool),
+        inviting=np.zeros((layers, ranks), bool),
+        held=held,
+        each=relative / count,
+        over=np.empty((layers, ranks)),
+        pays=np.empty((layers, ranks)),
+    )
+    state.measure()
+    return state
+
+
+def _wider(values: NDArray[Any], empty: float) -> Array:
+    """[layers, experts + 1]: with the value of an empty slot."""
+    return np.pad(values.astype(np.float64), ((0, 0), (0, 1)), constant_values=empty)
+
+
+class _Aims:
+    """What is wanted of the next window."""
+
+    def __init__(self, most: Array, spread: Array) -> None:
+        self.most = most
+        """[layers]: most load of a rank that may be expected there"""
+        self.spread = spread
+        """[layers]: standard deviation of a rank's load between windows"""
+
+
+def _aims(state: State, goal: Array, target: float, noise: Noise | None) -> tuple[_Aims, Flags]:
+    """Sets each layer's cap; what is wanted, and, [layers], of which layers anything is."""
+    alive = state.over[:, ~state.away]
+    most = np.maximum(alive.max(axis=1), 1e-9)
+    least = 1.0 / np.clip(goal, 1e-9, 1.0)
+    wanted, spread = most > least, np.zeros(len(goal))
+    if noise is not None:
+        each = _deviations(state, noise.window)
+        free = freedom(state.load[:, :-1], state.replicas[:, :-1], alive.shape[1])
+        wanted, spread = changed(alive, goal, each, free), np.sqrt((each**2).mean(axis=1))
+    blur = expected_most(alive.shape[1]) * spread
+    aim = np.minimum(1.0 / (target / (least + blur) + (1.0 - target) / most), least * (1.0 + BEHIND) + blur) - MARGIN * spread
+    state.cap = np.maximum(aim - blur + HOPE * spread, np.maximum(least, 1.0 + IDLE * spread))
+    if noise is not None and noise.step is not None:
+        wanted &= _felt(state, alive, least, noise.step)
+    state.measure()
+    wanted &= most > np.maximum(state.cap, least + blur)
+    return _Aims(aim, spread), wanted
+
+
+def _felt(state: State, loads: Array, least: Array, step: float | NDArray[Any]) -> Flags:
+    """[layers]: where a re-placement, whose most loaded rank carries `least`, would shorten single steps: they have noise enough of their own."""
+    blur = np.sqrt((_deviations(state, step) ** 2).mean(axis=1) / 2.0)  # of one step, not between two
+    flat = least + expected_most(loads.shape[1]) * blur
+    return np.asarray(expected_max(loads, blur) > flat * (1.0 + FELT))
+
+
+def _deviations(state: State, pairs: float | NDArray[Any]) -> Array:
+    """[layers, live ranks], between two counts of so many pairs."""
+    at = np.arange(len(state.layer))[:, None]
+    shape = (len(at), state.ranks, state.per)
+    shares, replicas = (values[at, state.expert].reshape(shape)[:, ~state.away] for values in (state.each, state.replicas))
+    return deviations(shares, replicas, pairs)
+
+
+class _Search:
+    """Change after change, until no layer has one left."""
+
+    def __init__(self, state: State, aims: _Aims) -> None:
+        self._state = state
+        self._aims = aims
+        self._made: list[_Change] = []
+        self._gains: list[Array] = []
+        self._layers: list[Index] = []
+
+    @property
+    def most_loaded(self) -> float:
+        """Load of the most loaded rank, mean over layers; 0 where there are none."""
+        loads = self._state.over.max(axis=1) + self._state.cap
+        return float(loads.mean()) if len(loads) else 0.0
+
+    def go(self, pace: Pace) -> None:
+        """Until every layer has reached what is wanted, or found nothing time and again, as each round looks at other slots."""
+        layers = len(self._state.layer)
+        going, idle, turn, few_left = np.ones(layers, bool), np.zeros(layers, np.intp), 0, LAST * layers
+        while going.any() and turn < ROUNDS and (turn < LONG or going.sum() > few_left):
+            if going.mean() < CROWD:
+                self._state, idle, going = self._state.taken(going), idle[going], np.ones(int(going.sum()), bool)
+            made = self._make(best(self._state, going, pace, PAIRS, turn))
+            idle = np.where(made, 0, idle + 1)
+            going &= (idle < PATIENCE) & ~self._reached(made)
+            turn += 1
+
+    def _reached(self, which: Flags) -> Flags:
+        """[layers]: whose next window may be expected to show no more than wanted. Lowers the caps of those that keep theirs and miss that."""
+        state = self._state
+        rows = np.flatnonzero(which & (state.over.max(axis=1) <= 0.0))
+        reached = np.zeros(len(which), bool)
+        if len(rows):
+            of = state.layer[rows]
+            loads = state.over[rows][:, ~state.away] + state.cap[rows, None]
+            missed = expected_max(loads, self._aims.spread[of]) - self._aims.most[of]
+            floor = 1.0 + np.maximum(FINE, IDLE * self._aims.spread[of])
+            done = (missed <= FINE) | (state.cap[rows] <= floor)
+            reached[rows[done]] = True
+            again = rows[~done]
+            state.lower(again, np.maximum(missed[~done], FINE - state.over[again].max(axis=1)))
+        return reached
+
+    def _make(self, choice: Choice) -> Flags:
+        """Makes the changes of a round, as far as they lower a layer's penalty; [layers]: where any was."""
+        state = self._state
+        before, most = state.penalty, state.over.max(axis=1)
+        change = _Change.of(state, choice)
+        change.make(state)
+        state.measure()
+        for first in (False, True):  # several of a layer can do harm together, and one to ranks that hold both its experts
+            worse = (state.penalty > before - LEAST)[change.layer]
+            back = worse & (change.first == first) if worse.any() else worse
+            if back.any():
+                change.taken(back).undo(state)
+                state.measure()
+                change = change.taken(~back)
+        self._made.append(change)
+        self._gains.append(change.gains(most, state.over.max(axis=1)))
+        self._layers.append(state.layer[change.layer])
+        made = np.zeros(len(state.layer), bool)
+        made[change.layer] = True
+        return made
+
+    def changes(self) -> Changes:
+        """What was made, of each layer as far as its most loaded rank's load fell: what came later served other ranks in vain."""
+        kind, hot, cold, at_hot, at_cold = (
+            np.concatenate([np.empty(0, np.intp), *(getattr(change, name) for change in self._made)]) for name in ("kind", "hot", "cold", "at_hot", "at_cold")
+        )
+        drop, swap = kind == Kind.DROP, kind == Kind.SWAP
+        gone = np.where(swap, cold, self._state.empty)
+        written, other = (np.where(expert == self._state.empty, EMPTY, expert).astype(np.int16) for expert in (np.where(drop, self._state.empty, hot), gone))
+        layer = np.concatenate([np.empty(0, np.int32), *self._layers]).astype(np.int32)
+        gain = np.concatenate([np.empty(0), *self._gains])
+        everything = Changes(
+            kind.astype(np.uint8),
+            layer,
+            np.where(drop, at_hot, at_cold).astype(np.int32),
+            written,
+            np.where(swap | (kind == Kind.MOVE), at_hot, NOWHERE).astype(np.int32),
+            other,
+            gain,
+        )
+        turn = np.arange(len(self._made)).repeat([len(change.layer) for change in self._made])
+        return taken(everything, _paying(layer, turn, gain))
+
+
+def _paying(layer: NDArray[np.int32], turn: Index, gain: Array) -> Flags:
+    """[n]: which changes come no later than the round (turn) after which their layer's gains so far add up to most."""
+    if not len(layer):
+        return np.zeros(0, bool)
+    order = layer.argsort(kind="stable")
+    layer, turn, total = layer[order], turn[order], gain[order].cumsum()
+    first = np.flatnonzero(np.diff(layer, prepend=-1))
+    which = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(layer))))
+    total -= (total[first] - gain[order][first])[which]
+    ends = (np.diff(layer, append=-1) != 0) | (np.diff(turn, append=-1) != 0)
+    total = np.where(ends, total, -np.inf)
+    best = np.maximum.reduceat(total, first)
+    until = np.minimum.reduceat(np.where(total >= best[which] - LEAST, turn, ENDLESS), first)
+    kept = np.empty(len(order), bool)
+    kept[order] = (turn <= until[which]) & (best[which] > LEAST)
+    return kept
+
+
+class _Change(NamedTuple):
+    """Changes of a round, those of a layer one after another and with other ranks and experts: arrays [n]."""
+
+    layer: Index
+    """row of the state"""
+    kind: Index
+    at_hot: Index
+    """slot"""
+    at_cold: Index
+    hot: Index
+    """expert that is there"""
+    cold: Index
+    level: NDArray[np.float32]
+    """load of the rank that is relieved"""
+
+    @classmethod
+    def of(cls, state: State, choice: Choice) -> "_Change":
+        """What is worth it; of those of a layer that touch the same expert only the first."""
+        some = (choice.worth > LEAST).nonzero()[0]
+        layer, kind, at_hot, at_cold = choice.layer[some], choice.kind[some], choice.hot[some], choice.cold[some]
+        hot = state.expert[layer, at_hot]
+        cold = np.where(kind == DROP, hot, state.expert[layer, at_cold])
+        change = cls(layer, kind, at_hot, at_cold, hot, cold, choice.level[some])
+        if change.first.all():
+            return change
+        touched = np.stack([hot, cold], axis=1) + (layer * (state.empty + 1))[:, None]
+        by = np.zeros(state.load.size, np.intp)
+        by[touched[::-1]] = np.arange(len(some))[::-1, None]  # the first comes last, and stays
+        free = ((by[touched] == np.arange(len(some))[:, None]) | (touched % (state.empty + 1) == state.empty)).all(axis=1)
+        return change if free.all() else change.taken(free)
+
+    def taken(self, which: Flags) -> "_Change":
+        """Some of them."""
+        return _Change._make(part[which] for part in self)
+
+    @property
+    def first(self) -> Flags:
+        """[n]: the first of its layer"""
+        first = np.ones(len(self.layer), bool)
+        np.not_equal(self.layer[1:], self.layer[:-1], out=first[1:])
+        return first
+
+    def make(self, state: State) -> None:
+        """`measure` is to follow."""
+        to_hot = np.where(self.kind == SWAP, self.cold, np.where(self.kind == REPLICATE, self.hot, state.empty))
+        self._write(state, to_hot, self.hot, 1.0)
+
+    def undo(self, state: State) -> None:
+        """`measure` is to follow."""
+        self._write(state, self.hot, self.cold, -1.0)
+
+    def _write(self, state: State, to_hot: Index, to_cold: Index, sign: float) -> None:
+        two = (self.kind != DROP).nonzero()[0]
+        state.put(_joined(self.layer, self.layer[two]), _joined(self.at_hot, self.at_cold[two]), _joined(to_hot, to_cold[two]))
+        one = ((self.kind == REPLICATE) | (self.kind == DROP)).nonzero()[0]
+        two = (((self.kind == REPLICATE) | (self.kind == MOVE)) & (self.cold != state.empty)).nonzero()[0]
+        more = np.where(self.kind[one] == DROP, -sign, sign)
+        state.count(_joined(self.layer[one], self.layer[two]), _joined(self.hot[one], self.cold[two]), _joined(more, np.full(len(two), -sign)))
+
+    def gains(self, before: Array, after: Array) -> Array:
+        """[n]: by how much the most loaded rank falls. before, after: [layers], of a round, in which each in turn relieves the most loaded rank."""
+        starts, first = np.maximum(self.level, after[self.layer]), self.first
+        starts[first] = before[self.layer[first]]
+        ends = np.empty(len(starts))
+        ends[:-1] = starts[1:]
+        last = _before_each(first)
+        ends[last] = after[self.layer[last]]
+        return np.asarray(starts - ends)
+
+
+def _joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([one, other])
+
+
+def _before_each(first: Flags) -> Index:
+    """Where runs end, given where they begin."""
+    begins = first.nonzero()[0]
+    return np.concatenate([begins[1:] - 1, [len(first) - 1]]) if len(begins) else begins

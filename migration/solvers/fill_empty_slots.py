@@ -1,0 +1,53 @@
+"""What to put into slots that are empty: replicas of what each rank's own requests want most of what it does not hold. Pure.
+
+An empty slot is paid for already. A replica there serves its rank's own tokens without sending them anywhere, and gives the shares of its expert
+more room. Ranks take turns, one slot each, so that limits on replicas are spread over all of them.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY
+from migration.model.constraints import UNLIMITED, Limits
+from migration.model.placement_changes import NOWHERE, Changes, Kind, Table, joined
+from migration.solvers.load_cap import held_of
+
+
+def filled(table: Table, demand: NDArray[Any], ranks: int, limits: Limits = UNLIMITED) -> Changes:
+    """Replications into empty slots. table: int16 [layers, slots]; demand: [ranks, layers, experts], any unit; gain: the part of its layer's pairs that
+    becomes local. The budget is the caller's affair. ValueError when shapes contradict each other."""
+    layers, slots = table.shape
+    if demand.shape[:2] != (ranks, layers) or slots % ranks:
+        raise ValueError(f"filling: a table of {table.shape} and demand {demand.shape} are not of {ranks} ranks")
+    held = held_of(table, ranks, demand.shape[2])
+    share = demand / np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), 1e-300)[None, :, None]
+    open_to = np.ones(held.shape[::2], bool) if limits.frozen is None else ~limits.frozen
+    count, most, per = held.sum(axis=1), limits.most_replicas or ranks, slots // ranks
+    parts: list[Changes] = []
+    for slot in sorted(range(slots), key=lambda slot: (slot % per, slot)):
+        rank = slot // per
+        if limits.live is not None and not limits.live[rank]:
+            continue
+        worth = np.where(open_to & ~held[:, rank] & (count < most), share[rank], 0.0)
+        layer = np.flatnonzero((table[:, slot] == EMPTY) & (worth.max(axis=1) > 0))
+        if len(layer):
+            expert = worth[layer].argmax(axis=1)
+            held[layer, rank, expert] = True
+            count[layer, expert] += 1
+            parts.append(_replications(layer, slot, expert, worth[layer, expert]))
+    return joined(parts)
+
+
+def _replications(layer: NDArray[np.intp], slot: int, expert: NDArray[np.intp], gain: NDArray[np.float64]) -> Changes:
+    count = len(layer)
+    return Changes(
+        kind=np.full(count, Kind.REPLICATE, np.uint8),
+        layer=layer.astype(np.int32),
+        slot=np.full(count, slot, np.int32),
+        expert=expert.astype(np.int16),
+        other_slot=np.full(count, NOWHERE, np.int32),
+        other_expert=np.full(count, EMPTY, np.int16),
+        gain=gain,
+    )

@@ -1,0 +1,344 @@
+"""A placement from nothing, for balance alone: how many replicas each expert gets, and which ranks hold them. Pure.
+
+Load is shared evenly among an expert's replicas. Layers know nothing of each other and are worked on all at once. In three movements:
+
+1. Counts (`migration.solvers.replica_counts`), by the divisor rule that makes the heaviest replica lightest. Where there are few slots per rank that is not all
+   that matters: of any k * ranks + 1 replicas some rank holds k + 1. Layers that do not come near their bound are tried once more with a signpost
+   below 0, which gives the most wanted fewer replicas and those of middling load more.
+2. Dealing. Replicas from the heaviest to the lightest, in rounds of one for each rank, each round's heaviest to the rank that has least. Ranks that
+   are full with their first one get the lightest of all beside it.
+3. Trading. Heavy ranks are paired with light ones, each round otherwise, and exchange what brings the two nearest to each other: one
+   expert for one, or two for two.
+
+Small engines are polished slot by slot after that (`migration.solvers.local_search`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY
+from migration.solvers.local_search import cells, fullest, polished
+from migration.solvers.replica_counts import Bounds, Counts, Floats, floor, pigeonhole, replica_counts, replicas
+
+Weights = NDArray[np.float32]
+Table = NDArray[np.int16]
+SPARING = -0.3
+"""signpost of the second attempt"""
+NEAR = 0.004
+"""a layer whose fullest rank is further above the bound than this is tried once more"""
+CLOSE = 1e-4
+"""a layer whose fullest rank is so near to what is possible is left alone"""
+ALONE = 1 << 16
+ROUNDS = ((2, 8), (8, 12), (ALONE, 40))
+"""of trading: one part in so many of the ranks, the heaviest, trade so many times; in the end the heaviest alone, with one of the others after another"""
+MOST_TWOS = 500
+"""ways to exchange two for two that are looked at, per pair of ranks; with more, ranks have so many experts that single ones do"""
+SMALL, EMPTIES = 1 << 16, 3
+"""layers are polished where one step looks at no more numbers than this; also with so many slots left empty"""
+_NEVER = (np.float32(np.inf), np.float32(-np.inf))
+"""weights, out and back, of what must not be exchanged"""
+_TIE = 1e-12
+"""added per rank where equal loads are ordered: all keys differ, so a fast, unstable sort gives the same order everywhere"""
+_LEAST = 1e-6
+"""a change of load, as a part of a rank's, that is none"""
+
+
+def full(
+    load: NDArray[Any],
+    ranks: int,
+    slots_per_rank: int,
+    *,
+    most_replicas: int | None = None,
+    least_replicas: NDArray[np.integer[Any]] | None = None,
+    node: NDArray[np.intp] | None = None,
+    live: NDArray[np.bool_] | None = None,
+) -> Table:
+    """int16 [layers, ranks * slots_per_rank]: the placement of best balance that could be found for load [layers, experts] (any unit).
+
+    No rank holds an expert twice; no expert has more replicas than `most_replicas` (None: one per rank), and slots beyond that stay empty.
+    least_replicas: int [layers, experts], 1 where None. node: int [ranks], from 0: which ranks lie on which node; an expert's replicas are spread over
+    nodes as far as that costs no balance. live: bool [ranks], the slots of the others stay empty; None: all. ValueError when the experts do not fit, or
+    a load is negative or not finite.
+    """
+    if live is not None and not live.all():
+        seats = np.flatnonzero(live)
+        nodes = None if node is None else np.unique(node[seats], return_inverse=True)[1]
+        return _seated(full(load, len(seats), slots_per_rank, most_replicas=most_replicas, least_replicas=least_replicas, node=nodes), seats, ranks)
+    wanted = _checked(load, ranks, slots_per_rank)
+    bounds = Bounds.of(wanted, ranks, slots_per_rank, most_replicas, least_replicas)
+    even = replica_counts(wanted, bounds)
+    packing, lowest = _packed(wanted, even, ranks, slots_per_rank), floor(wanted, even, ranks, slots_per_rank)
+    table, most = _table(packing, wanted.shape[1]), packing.fullest
+    again = np.flatnonzero(most > (1.0 + NEAR) * lowest)
+    if len(again):
+        other = _packed(wanted[again], replica_counts(wanted[again], bounds.of_layers(again), SPARING), ranks, slots_per_rank)
+        better = other.fullest < most[again]
+        table[again[better]] = _table(other, wanted.shape[1])[better]
+        most[again[better]] = other.fullest[better]
+    short = np.flatnonzero(most > (1.0 + CLOSE) * lowest)
+    if len(short) and cells(table[short], wanted.shape[1], ranks) <= SMALL:
+        table[short] = _tried(table[short], wanted[short], bounds.of_layers(short), ranks)
+    return table if node is None else _spread(table, wanted, np.asarray(node))
+
+
+def _seated(placed: Table, seats: NDArray[np.intp], ranks: int) -> Table:
+    """A table of `seats` ranks, as one of all."""
+    layers = len(placed)
+    table = np.full((layers, ranks, placed.shape[1] // len(seats)), EMPTY, np.int16)
+    table[:, seats] = placed.reshape(layers, len(seats), -1)
+    return table.reshape(layers, -1)
+
+
+def bound(load: NDArray[Any], ranks: int, slots_per_rank: int, most_replicas: int | None = None) -> Floats:
+    """float64 [layers]: no placement into these slots has a better balance under the even split, however finely it could be cut.
+
+    Some rank carries at least the mean; and at least the heaviest replica, which is lightest under the divisor rule of s = 0, with what
+    must lie beside it: the lightest of the experts that the other ranks have no slots for.
+    """
+    wanted = _checked(load, ranks, slots_per_rank)
+    even = replica_counts(wanted, Bounds.of(wanted, ranks, slots_per_rank, most_replicas, None))
+    return np.asarray(wanted.sum(axis=1) / ranks / floor(wanted, even, ranks, slots_per_rank))
+
+
+def _checked(load: NDArray[Any], ranks: int, slots_per_rank: int) -> Floats:
+    """The load, positive everywhere: what nobody has asked for yet shares the replicas that are left over."""
+    wanted = np.asarray(load, np.float64)
+    if wanted.ndim != 2 or not wanted.size:
+        raise ValueError(f"placing: load has shape {wanted.shape}; expected [layers, experts]")
+    if ranks < 1 or wanted.shape[1] > ranks * slots_per_rank:
+        raise ValueError(f"placing: {wanted.shape[1]} experts do not fit into {slots_per_rank} slots on each of {ranks} ranks; give them more slots")
+    if not (np.isfinite(wanted).all() and (wanted >= 0).all()):
+        raise ValueError("placing: a load is negative or not finite; give counts or rates")
+    total = wanted.sum(axis=1, keepdims=True)
+    return np.asarray(wanted + np.where(total > 0, 1e-12 * total, 1.0))
+
+
+# Dealing and trading
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Which rank holds what. A *place* is a rank in a layer, place = layer * ranks + rank. Nobody is number `experts`, of weight 0."""
+
+    unit: Floats
+    """[layers]: what the fullest rank carries at least, given the counts; weights and loads are parts of it"""
+    expert: NDArray[np.int64]
+    """[layers, ranks, slots_per_rank]"""
+    weight: Weights
+    """[places, slots_per_rank]: single precision, as many are compared"""
+    loads: Floats
+    """[places]"""
+    held: NDArray[np.bool_]
+    """[places, experts + 1]: whether it is there; never nobody"""
+
+    @property
+    def by_layer(self) -> Floats:
+        return self.loads.reshape(len(self.unit), -1)
+
+    @property
+    def fullest(self) -> Floats:
+        """float64 [layers]: in units of the load"""
+        return np.asarray(self.by_layer.max(axis=1) * self.unit)
+
+
+def _packed(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
+    packing = _dealt(load, counts, ranks, per_rank)
+    twos = 4 <= per_rank and (per_rank * (per_rank - 1) // 2) ** 2 <= MOST_TWOS
+    rounds = [max(1, ranks // part) for part, times in ROUNDS for _ in range(times if ranks > 1 else 0)]
+    for turn, count in enumerate(rounds):
+        layers = np.flatnonzero(packing.by_layer.max(axis=1) > 1.0 + CLOSE)
+        if not len(layers):
+            break
+        _trade(packing, *_pairs(packing.by_layer, layers, count, turn), twos and count < ranks // 2)
+    return packing
+
+
+def _dealt(load: Floats, counts: Counts, ranks: int, per_rank: int) -> _Packing:
+    layers, experts = load.shape
+    unit = np.maximum(load.sum(axis=1) / ranks, pigeonhole(load, counts, ranks, per_rank))
+    replica, heavy = replicas(load / counts / unit[:, None], counts, ranks * per_rank)
+    full_up = _full_up(heavy, ranks)
+    expert = np.empty((layers, ranks, per_rank), np.int64)
+    while True:
+        place = _rounds(full_up, ranks, per_rank)
+        weight, loads = _deal(expert, np.take_along_axis(replica, place, axis=1), np.take_along_axis(heavy, place, axis=1), full_up, experts)
+        held = np.zeros((layers * ranks, experts + 1), bool)
+        np.put_along_axis(held, expert.reshape(-1, per_rank), True, axis=1)
+        held[:, experts] = False
+        twice = np.flatnonzero((full_up > 0) & (held.reshape(layers, -1).sum(axis=1) < counts.sum(axis=1)))
+        if not len(twice):
+            return _Packing(unit, expert, weight.reshape(-1, per_rank).astype(np.float32), loads.ravel(), held)
+        full_up[twice] = 0  # light experts with several replicas: dealt in the plain order no rank gets one twice
+
+
+def _full_up(heavy: Floats, ranks: int) -> Counts:
+    """int64 [layers]: how many of the heaviest replicas each make a rank as full as any other, though only the lightest come with them (S - 1 for each in
+    turn, where a rank has S slots). heavy: [layers, slots], falling."""
+    layers = len(heavy)
+    together = heavy[:, :ranks] + heavy[:, ranks:][:, ::-1].reshape(layers, ranks, -1).sum(axis=2)
+    left = heavy.sum(axis=1, keepdims=True) - together.cumsum(axis=1) + together
+    return np.asarray(np.logical_and.accumulate(together >= left / (ranks - np.arange(ranks)), axis=1).sum(axis=1) % ranks)
+
+
+def _rounds(full_up: Counts, ranks: int, per_rank: int) -> Counts:
+    """[layers, slots]: which replica, of those sorted by weight, is dealt when. Last in each round after the first come the lightest of all, for the
+    ranks that are full with their first one: the lightest for the fullest."""
+    last, at = full_up[:, None, None], np.arange(ranks)
+    turn = np.arange(per_rank)[:, None]
+    usual = ranks + (turn - 1) * (ranks - last) + at
+    light = ranks * per_rank - 1 - (ranks - 1 - at) * (per_rank - 1) - (turn - 1)
+    later = np.where(at < ranks - last, usual, light)
+    return np.where(turn == 0, at, later).reshape(len(full_up), -1)
+
+
+def _deal(expert: Counts, replica: Counts, heavy: Floats, full_up: Counts, experts: int) -> tuple[Floats, Floats]:
+    """Replicas and their weights, [layers, slots] as they are dealt, given out into `expert`; weights there, and loads of ranks."""
+    layers, ranks, per_rank = expert.shape
+    replica, heavy = replica.reshape(layers, per_rank, ranks), heavy.reshape(layers, per_rank, ranks)
+    weight, loads = np.empty(expert.shape), np.zeros((layers, ranks))
+    rows = np.arange(layers)[:, None]
+    last = 1e3 * np.maximum(full_up[:, None] - np.arange(ranks), 0)  # the first round goes to ranks in their order
+    for at in range(per_rank):
+        first = replica[:, at, :1]
+        taken = (expert[:, :, at - 1] == first) & (first < experts) if at else np.zeros((layers, ranks), bool)
+        order = _turns(loads + last * (at > 0), taken, (replica[:, at] == first).sum(axis=1, keepdims=True))
+        expert[rows, order, at] = replica[:, at]
+        weight[rows, order, at] = heavy[:, at]
+        loads[rows, order] += heavy[:, at]
+    return weight, loads
+
+
+def _turns(loads: Floats, taken: NDArray[np.bool_], run: Counts) -> NDArray[np.intp]:
+    """[layers, ranks]: ranks in the order in which they are dealt to, least load first; but where some have `taken` the first expert of the
+    round in the last round already, the `run` replicas that are left of it go to others."""
+    if not taken.any():
+        return np.argsort(loads, axis=1, kind="stable")
+    free = np.argsort(np.where(taken, np.inf, loads), axis=1, kind="stable")
+    ahead = np.zeros(loads.shape, bool)
+    np.put_along_axis(ahead, free, (np.arange(loads.shape[1]) < run) & taken.any(axis=1, keepdims=True), axis=1)
+    return np.lexsort((loads, ~ahead), axis=1)
+
+
+def _pairs(loads: Floats, layers: NDArray[np.intp], count: int, turn: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Places [n]: the `count` heaviest ranks of each of these layers, and for each of them one of the others, the lightest first and another every turn;
+    for a single one the next heaviest first."""
+    ranks = loads.shape[1]
+    order = np.argsort(np.arange(ranks) * _TIE - loads[layers], axis=1)
+    partner = 1 + turn % (ranks - 1) if count == 1 else ranks - 1 - (np.arange(count) + turn) % (ranks - count)
+    place = layers[:, None] * ranks
+    return (place + order[:, :count]).ravel(), (place + order[:, np.atleast_1d(partner)]).ravel()
+
+
+def _trade(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], twos: bool) -> None:
+    """Each pair of places makes the exchange after which their loads are nearest to each other, if any brings them nearer."""
+    per_rank = packing.weight.shape[1]
+    expert = packing.expert.reshape(-1, per_rank)
+    wide = packing.held.shape[1]
+    barred = (packing.held.take(other[:, None] * wide + expert[own]) for own, other in ((heavy, light), (light, heavy)))
+    out, back = (np.where(bar, bad, packing.weight[own]) for bar, bad, own in zip(barred, _NEVER, (heavy, light), strict=True))
+    aim = (0.5 * (packing.loads[heavy] - packing.loads[light])).astype(np.float32)
+    best, missed = _nearest(out, back, aim)
+    one = np.flatnonzero(missed < aim - _LEAST)
+    if twos:
+        first, second = np.triu_indices(per_rank, 1)
+        best_two, missed_two = _nearest(out[:, first] + out[:, second], back[:, first] + back[:, second], aim)
+        one, two = np.flatnonzero((missed < aim - _LEAST) & (missed <= missed_two)), np.flatnonzero(missed_two < np.minimum(aim - _LEAST, missed))
+        for side in (first, second):
+            _exchange(packing, heavy[two], light[two], *(side[at] for at in np.divmod(best_two[two], len(first))))
+    _exchange(packing, heavy[one], light[one], *np.divmod(best[one], per_rank))
+
+
+def _nearest(out: Weights, back: Weights, aim: Weights) -> tuple[NDArray[np.intp], Weights]:
+    """[n]: which exchange of weights out [n, gone] against back [n, come] comes nearest to the change aimed at [n], and by how much it misses it."""
+    off = (out - aim[:, None])[:, :, None] - back[:, None, :]
+    missed = np.abs(off, out=off).reshape(len(aim), -1)
+    best = missed.argmin(axis=1)
+    return best, missed[np.arange(len(best)), best]
+
+
+def _exchange(packing: _Packing, heavy: NDArray[np.intp], light: NDArray[np.intp], gone: NDArray[np.intp], come: NDArray[np.intp]) -> None:
+    """Places `heavy` and `light`, each place once, exchange what lies in their slots `gone` and `come`."""
+    expert, nobody = packing.expert.reshape(-1, packing.weight.shape[1]), packing.held.shape[1] - 1
+    leaving, coming = expert[heavy, gone], expert[light, come]
+    change = packing.weight[heavy, gone] - packing.weight[light, come]
+    expert[heavy, gone], expert[light, come] = coming, leaving
+    packing.weight[heavy, gone] -= change
+    packing.weight[light, come] += change
+    packing.loads[heavy] -= change
+    packing.loads[light] += change
+    packing.held[heavy, leaving] = packing.held[light, coming] = False
+    packing.held[heavy, coming] = coming != nobody
+    packing.held[light, leaving] = leaving != nobody
+
+
+# Small engines
+
+
+def _table(packing: _Packing, nobody: int) -> Table:
+    return np.where(packing.expert == nobody, EMPTY, packing.expert).reshape(len(packing.unit), -1).astype(np.int16)
+
+
+def _tried(table: Table, load: Floats, bounds: Bounds, ranks: int) -> Table:
+    """The best of this placement and of those that leave one slot empty, two, or three, each polished: where slots are few, a replica that no
+    rank has room for does harm."""
+    layers, slots = table.shape
+    experts = load.shape[1]
+    totals = range(max(int(bounds.least.sum(axis=1).max()), slots - EMPTIES), slots)
+    counts = [replica_counts(load, bounds._replace(slots=total)) for total in totals]
+    starts = np.concatenate([table, *(_table(_packed(load, count, ranks, slots // ranks), experts) for count in counts)])
+    loads = np.tile(load, (len(counts) + 1, 1))
+    found = polished(starts, loads, ranks, np.tile(bounds.least, (len(counts) + 1, 1)), bounds.most)
+    best = fullest(found, loads, ranks).reshape(-1, layers).argmin(axis=0)
+    return np.asarray(found.reshape(-1, layers, slots)[best, np.arange(layers)])
+
+
+# Nodes
+
+
+def _spread(table: Table, load: Floats, node: NDArray[np.intp]) -> Table:
+    """The same sets of experts, one per rank, dealt to ranks such that an expert's replicas lie on different nodes.
+
+    A rank's set, those of the most shared load first, goes to the node with room whose ranks have least of it already. Layers where nothing is won
+    that way stay as they are.
+    """
+    layers, ranks = len(table), len(node)
+    sets = table.reshape(layers, ranks, -1)
+    rows = np.arange(layers)
+    shared = _shared(sets, load)
+    order = np.argsort(-shared.sum(axis=2), axis=1, kind="stable")
+    room = np.tile(np.bincount(node), (layers, 1))
+    there = np.zeros((layers, room.shape[1], load.shape[1] + 1))
+    home = np.empty((layers, ranks), np.intp)
+    for nth in range(ranks):
+        of = order[:, nth]
+        experts = sets[rows, of]
+        overlap = (np.take_along_axis(there, experts[:, None, :].astype(np.intp), axis=2) * shared[rows, of][:, None, :]).sum(axis=2)
+        chosen = np.where(room > 0, overlap, np.inf).argmin(axis=1)
+        home[rows, of] = chosen
+        room[rows, chosen] -= 1
+        there[rows[:, None], chosen[:, None], experts] = 1.0
+    source = np.empty((layers, ranks), np.intp)
+    source[:, np.argsort(node, kind="stable")] = np.argsort(home, axis=1, kind="stable")
+    spread = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(table.shape)
+    better = _reach(spread, load, node) > _reach(table, load, node)
+    return np.where(better[:, None], spread, table)
+
+
+def _reach(table: Table, load: Floats, node: NDArray[np.intp]) -> Floats:
+    """float64 [layers]: load that finds its expert on a node, summed over nodes."""
+    layers, experts = load.shape
+    there = np.zeros((layers, int(node.max()) + 1, experts + 1), bool)
+    there[np.arange(layers)[:, None], node[np.arange(table.shape[1]) * len(node) // table.shape[1]], table] = True
+    return np.asarray((there[:, :, :experts].sum(axis=1) * load).sum(axis=1))
+
+
+def _shared(table: Table, load: Floats) -> Floats:
+    """float64 [layers, ranks, slots_per_rank]: the load of the expert in each slot, 0 where it has no other replica."""
+    layers, experts = load.shape
+    place = np.arange(layers)[:, None, None] * experts + table
+    counts = np.bincount(place[table != EMPTY], minlength=load.size)
+    several = (table != EMPTY) & (counts[place] > 1)
+    return np.where(several, load.ravel()[place], 0.0)

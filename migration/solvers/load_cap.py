@@ -1,0 +1,297 @@
+"""A placement made for locality, brought under a cap of rank load: the fullest rank exchanges or shares out what costs least locality. Pure.
+
+New weights come first (`migration.solvers.split_weights`, nothing moves for them). Where they do not suffice, the fullest rank of a layer either exchanges an
+expert with another rank, or another rank takes a replica of one of its experts in place of a spare one; of all such exchanges the one that
+loses least worth per load it takes from the fullest rank, again and again until the cap is kept or nothing helps.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY, Split
+from migration.solvers.holder_value import Held, Worth
+from migration.solvers.split_weights import ROUNDS, Shared, Wants, diffused, shared, split_of
+
+Table = NDArray[np.int16]
+Values = NDArray[np.float64]
+_STEPS = 8
+"""exchanges of a layer between two looks at the weights"""
+_LOOKS = 40
+_PARTNERS = 16
+"""emptiest ranks that the fullest exchanges with"""
+_PATIENCE = 6
+"""looks that found no fullest rank less full before a layer is given up"""
+_TINY = 1e-9
+_PACE = 0.6
+"""share of a rank's excess that flows off in a round, of each pool"""
+_LITTLE = 0.3
+"""of the most that any exchange could take off the fullest rank"""
+
+
+def table_of(held: Held, slots: int) -> Table:
+    """int16 [layers, ranks * slots]: experts of each rank in ascending order, then empty slots."""
+    layers, ranks, experts = held.shape
+    order = np.argsort(~held, axis=2, kind="stable")[:, :, : min(slots, experts)]
+    table = np.full((layers, ranks, slots), EMPTY, np.int16)
+    table[:, :, : order.shape[2]] = np.where(np.take_along_axis(held, order, 2), order, EMPTY)
+    return table.reshape(layers, ranks * slots)
+
+
+def held_of(table: Table, ranks: int, experts: int) -> Held:
+    """bool [layers, ranks, experts]."""
+    layers, slots = table.shape
+    held = np.zeros((layers, ranks, experts), bool)
+    layer, slot = np.nonzero(table != EMPTY)
+    held[layer, slot // (slots // ranks), table[layer, slot]] = True
+    return held
+
+
+class Level(NamedTuple):
+    """What replicas serve once weights have levelled ranks as far as they can while every node serves what it can of its own. Flat, as in `Shared`."""
+
+    wants: Wants
+    parts: Shared
+    home: Values
+    """[n]: of what a slot serves, the part that is its own rank's or node's"""
+    each: Values
+    """[n]"""
+
+    @property
+    def load(self) -> Values:
+        """[layers, ranks], in units of the layer's mean."""
+        return self.parts.of_rank(self.each).reshape(-1, self.wants.ranks)
+
+    def slots(self, table: Table) -> Values:
+        """[layers, slots]: what each slot serves, replicas or not."""
+        each = np.where(table == EMPTY, 0.0, np.take_along_axis(self.wants.load, np.where(table == EMPTY, 0, table).astype(np.intp), 1)).reshape(-1)
+        each[self.parts.slot] = self.each
+        return each.reshape(table.shape)
+
+
+def level(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp]) -> Level:
+    """By diffusion, as in `migration.solvers.split_weights`, in two pools: a node's own flow among its replicas, what is left among all.
+
+    demand: [ranks, layers, experts].
+    """
+    wants = Wants(demand, ranks, node, None)
+    parts = shared(table, wants.load, ranks)
+    own = wants.own(parts)
+    near, cell, cells = np.zeros_like(own), parts.group, parts.groups
+    if wants.node is not None:
+        nodes = int(node.max()) + 1
+        cell, cells = wants.node[parts.rank % ranks] * parts.groups + parts.group, nodes * parts.groups
+        wanted = wants.of_nodes(parts).reshape(-1)
+        near = (np.maximum(wanted - np.bincount(cell, own, cells), 0.0) / np.maximum(np.bincount(cell, minlength=cells), 1))[cell]
+    far = np.maximum(parts.whole - parts.of_group(own + near), 0.0) / parts.replicas
+    width = _PACE / np.maximum(np.bincount(parts.rank, minlength=len(parts.alone)), 1)[parts.rank]
+    for _ in range(ROUNDS):
+        height = parts.of_rank(own + near + far)[parts.rank]
+        far = _flowed(far, height, width, parts.group, parts.groups)
+        if wants.node is not None:
+            near = _flowed(near, height, width, cell, cells)
+    return Level(wants, parts, own + near, own + near + far)
+
+
+def _flowed(pool: Values, height: Values, width: Values, group: NDArray[np.intp], groups: int) -> Values:
+    """From where it stands higher than its group's mean to where it stands lower; each group keeps its sum."""
+    total = np.bincount(group, pool, groups)
+    mean = np.bincount(group, pool * height, groups) / np.maximum(total, _TINY)
+    flowed = np.maximum(pool + width * (mean[group] - height), 0.0)
+    return np.asarray(flowed * (total / np.maximum(np.bincount(group, flowed, groups), _TINY))[group])
+
+
+def split_under(table: Table, demand: NDArray[Any], ranks: int, node: NDArray[np.intp], cap: float) -> Split:
+    """The split that levels ranks at home first; ranks that stay above `cap` times the mean give away what they could serve at home."""
+    found = level(table, demand, ranks, node)
+    each = diffused(found.parts, found.each, own=np.minimum(found.home, found.each), enough=cap)
+    return split_of(table, found.parts, each, found.wants)
+
+
+class _Layers(NamedTuple):
+    """Layers that are worked on, all arrays by them first; changed in place."""
+
+    table: Table
+    held: Held
+    near: NDArray[np.int64]
+    """[layers, nodes, experts] replicas on each node"""
+    replicas: NDArray[np.int64]
+    """[layers, experts]"""
+    each: Values
+    """[layers, slots]: load that slots serve"""
+    load: Values
+    """[layers, ranks]"""
+    demand: Values
+    """[layers, ranks, experts] in units of the mean rank load, as are the loads"""
+
+    def put(self, layer: int, slot: int, expert: int, worth: Worth) -> None:
+        """An expert, or none, takes the place of what was in a slot."""
+        rank = slot * self.held.shape[1] // self.table.shape[1]
+        for which, there in ((int(self.table[layer, slot]), False), (expert, True)):
+            if which != EMPTY:
+                self.held[layer, rank, which] = there
+                self.near[layer, 0 if worth.flat else worth.node[rank], which] += 1 if there else -1
+                self.replicas[layer, which] += 1 if there else -1
+        self.table[layer, slot] = expert
+
+
+def levelled(table: Table, demand: NDArray[Any], worth: Worth, cap: float, most: int, home: Held | None = None) -> Table:
+    """The table after exchanges that bring every layer's fullest rank to at most `cap` times the mean where they can; the argument is left as it was.
+
+    demand: [ranks, layers, experts]. most: replicas of an expert. home: bool [layers, ranks, experts] where one replica must stay; None: anywhere.
+    """
+    table, ranks = table.copy(), len(worth.node)
+    busy, least = np.arange(len(table)), np.full(len(table), np.inf)
+    failed = np.zeros(len(table), int)
+    best = table.copy()
+    for _ in range(_LOOKS):
+        found = level(table[busy], demand[:, busy], ranks, worth.node)
+        each, load = found.slots(table[busy]), found.load
+        fullest = load.max(axis=1)
+        better = fullest < least[busy] - _TINY
+        best[busy[better]], least[busy[better]] = table[busy[better]], fullest[better]
+        failed[busy] = np.where(better, 0, failed[busy] + 1)
+        going = (fullest > cap) & (failed[busy] < _PATIENCE)
+        busy, each, load = busy[going], each[going], load[going]
+        if not len(busy):
+            break
+        allowed = np.where(failed[busy] % 2 == 1, 1, most)  # what further replicas take over is a guess: where it was wrong, they are not what helps
+        table[busy] = _exchanged(table[busy], each, load, demand[:, busy], worth.at(busy), cap, allowed, None if home is None else home[busy])
+    return best
+
+
+def _exchanged(table: Table, each: Values, load: Values, demand: NDArray[Any], worth: Worth, cap: float, most: NDArray[np.intp], home: Held | None) -> Table:
+    """After a few exchanges in each of these layers; loads are carried along as if weights stayed as they are."""
+    wanted = demand.transpose(1, 0, 2) / np.maximum(demand.sum(axis=(0, 2)) / len(demand), _TINY)[:, None, None]
+    held = held_of(table, len(worth.node), wanted.shape[2])
+    state = _Layers(table.copy(), held, worth.near(held), held.sum(axis=1), each.copy(), load.copy(), wanted)
+    for _ in range(_STEPS):
+        rows = np.flatnonzero(state.load.max(axis=1) > cap)
+        if not len(rows):
+            break
+        pairs = _pairs(state, rows)
+        _make(state, worth, rows, pairs, _swaps(state, worth, pairs, cap, home), _copies(state, worth, pairs, cap, most, home))
+    return state.table
+
+
+class _Pairs(NamedTuple):
+    """Slots of each layer's fullest rank, against those of the emptiest ranks. All broadcast to [rows, slots here, slots there]."""
+
+    here: NDArray[np.intp]
+    """[rows, slots here] slots"""
+    there: NDArray[np.intp]
+    """[rows, slots there] slots"""
+    row: NDArray[np.intp]
+    source: NDArray[np.intp]
+    """the fullest rank"""
+    target: NDArray[np.intp]
+    """the other"""
+    mine: NDArray[np.intp]
+    theirs: NDArray[np.intp]
+    sent: Values
+    """what the two slots serve"""
+    back: Values
+    top: Values
+    """load of the two ranks"""
+    other: Values
+    apart: NDArray[np.bool_]
+    """another rank, which does not hold the expert"""
+    free: NDArray[np.bool_]
+    """nothing is there"""
+
+
+def _pairs(state: _Layers, rows: NDArray[np.intp]) -> _Pairs:
+    loads, per = state.load[rows], state.table.shape[1] // state.load.shape[1]
+    full = loads.argmax(axis=1)
+    ranks = np.sort(np.argsort(loads, axis=1, kind="stable")[:, :_PARTNERS], axis=1)
+    here = full[:, None] * per + np.arange(per)
+    there = (ranks[:, :, None] * per + np.arange(per)).reshape(len(rows), -1)
+    at, row, source, target = rows[:, None], rows[:, None, None], full[:, None, None], (there // per)[:, None, :]
+    mine, theirs = state.table[at, here].astype(np.intp)[:, :, None], state.table[at, there].astype(np.intp)[:, None, :]
+    apart = (target != source) & (mine != EMPTY) & ~state.held[row, target, mine]
+    sent, back = state.each[at, here][:, :, None], state.each[at, there][:, None, :]
+    return _Pairs(here, there, row, source, target, mine, theirs, sent, back, state.load[row, source], state.load[row, target], apart, theirs == EMPTY)
+
+
+def _swaps(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, home: Held | None) -> Values:
+    """Cost of exchanging two slots. Of an expert with several replicas, another part is of its new rank's own requests."""
+    row, source, target, mine, theirs, free = pairs.row, pairs.source, pairs.target, pairs.mine, pairs.theirs, pairs.free
+    may = pairs.apart & (free | ~state.held[row, source, theirs])
+    if home is not None:
+        may &= (~home[row, source, mine] | home[row, target, mine]) & (free | ~home[row, target, theirs] | home[row, source, theirs])
+    pull = (state.demand[row, target, mine] - state.demand[row, source, mine]) * (state.replicas[row, mine] > 1)
+    drag = (state.demand[row, source, theirs] - state.demand[row, target, theirs]) * (state.replicas[row, theirs] > 1)
+    sent, back = np.maximum(pairs.sent + 0.5 * pull, 0.0), np.where(free, 0.0, np.maximum(pairs.back + 0.5 * drag, 0.0))
+    relief = pairs.top - np.maximum(pairs.top - pairs.sent + back, pairs.other - pairs.back + sent)
+    won = _moved(state, worth, row, target, source, mine) + np.where(free, 0.0, _moved(state, worth, row, source, target, theirs))
+    return _cost(-won, relief, pairs.top - cap, may)
+
+
+def _copies(state: _Layers, worth: Worth, pairs: _Pairs, cap: float, most: NDArray[np.intp], home: Held | None) -> Values:
+    """Cost of a further replica in the place of a spare one; it is supposed to take over half of the difference. One that serves as much as that
+    stays: its load would come back somewhere."""
+    row, target, mine, theirs, free = pairs.row, pairs.target, pairs.mine, pairs.theirs, pairs.free
+    spare = free | (state.replicas[row, theirs] > 1)
+    if home is not None:
+        spare &= free | ~home[row, target, theirs] | ((state.held & home).sum(axis=1)[row, theirs] > 1)
+    may = pairs.apart & spare & (state.replicas[row, mine] < most[row])
+    taken_over = np.clip(0.5 * (pairs.top - (pairs.other - pairs.back)), 0.0, pairs.sent)
+    may &= pairs.back < taken_over
+    relief = pairs.top - np.maximum(pairs.top - taken_over, pairs.other - pairs.back + taken_over)
+    lost = np.where(free, 0.0, _alone(state, worth, row, target, theirs, 1)) - _alone(state, worth, row, target, mine, 0)
+    return _cost(lost, relief, pairs.top - cap, may)
+
+
+def _cost(lost: Values, relief: Values, wanted: Values, may: NDArray[np.bool_]) -> Values:
+    """Worth lost per load taken off the fullest rank, as far as it is wanted; infinite where it takes little of it off, or may not be.
+
+    Little: else equal ranks hand each other crumbs for nothing, and what must leave them all never does.
+    """
+    useful = np.where(may, np.minimum(relief, wanted), 0.0)
+    enough = np.maximum(_LITTLE * useful.max(axis=(1, 2), keepdims=True), _TINY)
+    return np.where(useful >= enough, (np.maximum(lost, 0.0) + _TINY) / np.maximum(useful, _TINY), np.inf)
+
+
+def _moved(state: _Layers, worth: Worth, row: Any, to: Any, origin: Any, expert: Any) -> Values:
+    """Worth won when an expert's replica moves from a rank to another."""
+    own = worth.own[row, to, expert] - worth.own[row, origin, expert]
+    if worth.flat:
+        return np.asarray(own)
+    here, there = worth.node[origin], worth.node[to]
+    last, first = state.near[row, here, expert] == 1, state.near[row, there, expert] == 0
+    return np.asarray(own + np.where(here == there, 0.0, worth.shared[row, there, expert] * first - worth.shared[row, here, expert] * last))
+
+
+def _alone(state: _Layers, worth: Worth, row: Any, rank: Any, expert: Any, beside: int) -> Values:
+    """Worth of one replica more, or less, on a rank whose node has so many (`beside`: 0 before one more, 1 before one less) when it counts for all of it."""
+    own = worth.own[row, rank, expert]
+    if worth.flat:
+        return np.asarray(own)
+    at = worth.node[rank]
+    return np.asarray(own + worth.shared[row, at, expert] * (state.near[row, at, expert] == beside))
+
+
+def _make(state: _Layers, worth: Worth, rows: NDArray[np.intp], pairs: _Pairs, swap: Values, copy: Values) -> None:
+    """The cheaper of the best exchange and the best replica, per layer; loads are carried along."""
+    per, width = pairs.here.shape[1], pairs.there.shape[1]
+    for at, row in enumerate(rows.tolist()):
+        swapped, copied = int(swap[at].argmin()), int(copy[at].argmin())
+        exchange = bool(swap[at].flat[swapped] <= copy[at].flat[copied])
+        which = swapped if exchange else copied
+        if not np.isfinite((swap if exchange else copy)[at].flat[which]):
+            state.load[row] = 0.0  # nothing helps here before weights are looked at again
+            continue
+        mine, theirs = int(pairs.here[at, which // width]), int(pairs.there[at, which % width])
+        rank, other, expert = mine // per, theirs // per, int(state.table[row, mine])
+        sent, returned = state.each[row, mine], state.each[row, theirs]
+        if exchange:
+            state.put(row, mine, int(state.table[row, theirs]), worth)
+            moved, state.each[row, mine], state.each[row, theirs] = sent - returned, returned, sent
+        else:
+            moved = min(max(0.5 * (state.load[row, rank] - state.load[row, other] + returned), 0.0), sent)
+            state.each[row, mine], state.each[row, theirs] = sent - moved, moved
+            state.load[row, other] -= returned
+        state.put(row, theirs, expert, worth)
+        state.load[row, rank] -= moved
+        state.load[row, other] += moved

@@ -1,0 +1,206 @@
+"""A placement by where tokens come from: as many of them as can be are served on their own rank, or at least on their own node, under a cap of load. Pure.
+
+Demand that is the same on every rank leaves 1 - 1/ranks of it remote wherever experts are, unless there are replicas; it pays only where ranks
+differ (`migration.solvers.specialisation_test`) and dispatch serves local replicas first (`fleet.dispatch`). Without the cap, each layer is a transportation
+problem
+(totally unimodular: the linear programme is the optimum). Here it is solved by exchanges, to within a few thousandths, and then levelled.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, vstack
+
+from fleet.dispatch import flows, loads
+from fleet.placement import Placement, Split
+from fleet.timing import EngineSpeed
+from migration.solvers.holder_value import Held, Worth, filled, held_by_worth
+from migration.solvers.load_cap import Table, held_of, levelled, split_under, table_of
+from migration.solvers.pairwise_exchange import bettered
+
+Values = NDArray[np.float64]
+BALANCE = 0.955
+"""mean rank load / fullest rank load of every layer, where weights and exchanges can bring it there; a little more than is held to, as the next
+window is another sample"""
+_TINY = 1e-12
+
+
+class Prices(NamedTuple):
+    """What a (token, k) pair costs, in any unit, when it is served elsewhere."""
+
+    rank: float = 1.0
+    """on another rank"""
+    node: float = 0.0
+    """added on another node"""
+
+    @classmethod
+    def of(cls, speed: EngineSpeed, top_k: int, node: NDArray[np.intp]) -> "Prices":
+        """Seconds that a pair saves by staying, node: [ranks]. A token's k pairs share what is sent to a destination of mass m: it is reached
+        with probability 1 - (1 - m)^k, so a pair that stays saves k (1 - m)^(k - 1) of a destination's share of its k pairs. Only
+        ranks count where an engine says that sending costs nothing."""
+        nodes = int(node.max()) + 1
+        ranks, machines = ((1.0 - 1.0 / count) ** (top_k - 1) for count in (len(node), nodes))
+        found = cls(speed.dispatch * ranks, speed.dispatch_node * machines if nodes > 1 else 0.0)
+        return found if sum(found) > 0 else cls()
+
+
+ONE_NODE = Prices()
+"""only ranks count"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """What there is to place on, and at which prices. ValueError names what is out of range."""
+
+    node: NDArray[np.intp]
+    """[ranks], numbers from 0"""
+    slots: int
+    """of a rank"""
+    prices: Prices = ONE_NODE
+    most: int | None = None
+    """replicas of an expert; None: one per rank"""
+    balance: float = BALANCE
+    home: Held | None = None
+    """bool [layers, ranks, experts]: where an expert must have one of its replicas; None: anywhere"""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"locality: a rank needs at least one slot, not {self.slots}")
+        if self.most is not None and self.most < 1:
+            raise ValueError(f"locality: an expert needs at least one replica, not {self.most}")
+        if not 0 < self.balance <= 1:
+            raise ValueError(f"locality: balance must be above 0 and at most 1, not {self.balance}")
+        if min(self.prices) < 0 or sum(self.prices) <= 0:
+            raise ValueError(f"locality: prices must not be negative, and one above 0, not {self.prices}")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.node)
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks if self.most is None else min(self.most, self.ranks)
+
+
+class Located(NamedTuple):
+    """A placement and what it makes of the demand. Arrays of floats are [layers]."""
+
+    table: Table
+    split: Split
+    local: Values
+    """share of the pairs that their own rank keeps"""
+    near: Values
+    """share that their own node serves, with the former; 1 where there is one node"""
+    balance: Values
+    """mean rank load / fullest"""
+    saved: Values
+    """part of what dispatch would cost were all pairs served on other nodes (ranks, where there is one node), at the prices given"""
+
+
+def worth_of(demand: NDArray[Any], room: Room) -> Worth:
+    """What replicas are worth, as parts of what dispatch would cost were nothing local. demand: [ranks, layers, experts] pairs."""
+    total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)[:, None, None]
+    rank, node = (price / sum(room.prices) for price in room.prices)
+    share = np.ascontiguousarray(demand.transpose(1, 0, 2), np.float64) / total
+    if node == 0.0 or int(room.node.max()) == 0:
+        return Worth(share * (rank if rank > 0 else 1.0), np.zeros((len(share), 1, share.shape[2])), room.node)
+    of_nodes = np.stack([share[:, room.node == at].sum(axis=1) for at in range(int(room.node.max()) + 1)], axis=1)
+    return Worth(rank * share, node * of_nodes, room.node)
+
+
+def located(demand: NDArray[Any], room: Room, present: Table | None = None, stay: float = 0.05) -> Located:
+    """The placement that saves most dispatch at the balance asked for.
+
+    demand: [ranks, layers, experts] pairs by the rank their requests live on. present: int16 [layers, ranks * slots], the placement there is:
+    a replica that is there already counts as worth so much more (`stay`, relative), so that what is as good elsewhere stays. ValueError when
+    the experts do not fit.
+    """
+    ranks, _, experts = demand.shape
+    if ranks != room.ranks or experts > ranks * room.slots:
+        raise ValueError(f"locality: {experts} experts of {ranks} ranks do not fit on {room.ranks} ranks of {room.slots} slots")
+    worth, start = worth_of(demand, room), None
+    if present is not None:
+        start = held_of(present, ranks, experts)
+        worth = worth._replace(own=worth.own * (1.0 + stay * start))
+    held = placed(worth, room, start=start)
+    table = levelled(table_of(held, room.slots), demand, worth, 1.0 / room.balance, room.replicas, room.home)
+    return _told(table, demand, room)
+
+
+def placed(worth: Worth, room: Room, rounds: int = 32, start: Held | None = None) -> Held:
+    """bool [layers, ranks, experts]: by worth alone, whatever the load of ranks. start: a placement to better; None: from nothing."""
+    if start is None or start.sum(axis=2).max() > room.slots or start.sum(axis=1).max() > room.replicas or not _at_home(start, room):
+        held = held_by_worth(worth, room.slots, room.replicas, room.home)
+    else:
+        held = filled(worth, start, room.slots, room.replicas, room.home, passes=1)
+    held = bettered(worth, held, room.slots, room.replicas, room.home, rounds)
+    return filled(worth, held, room.slots, room.replicas, room.home, passes=1)
+
+
+def _at_home(held: Held, room: Room) -> bool:
+    """Every expert is somewhere, and where it must be."""
+    return bool((held if room.home is None else held & room.home).any(axis=1).all())
+
+
+def measured(table: Table, split: Split | None, demand: NDArray[Any], room: Room) -> Located:
+    """Any placement, as `located` tells of its own. split: None: the one that levels it best."""
+    return _told(table, demand, room) if split is None else _figures(table, split, demand, room)
+
+
+def _told(table: Table, demand: NDArray[Any], room: Room) -> Located:
+    return _figures(table, split_under(table, demand, room.ranks, room.node, 1.0 / room.balance), demand, room)
+
+
+def _figures(table: Table, split: Split, demand: NDArray[Any], room: Room) -> Located:
+    placement = Placement(table, experts=demand.shape[2], ranks=room.ranks, split=split)
+    sent = flows(placement, demand, room.node)
+    total = np.maximum(demand.sum(axis=(0, 2), dtype=np.float64), _TINY)
+    load = sent.served.reshape(len(table), room.ranks, -1).sum(axis=2)
+    balance = np.where(load.max(axis=1) > 0, load.mean(axis=1) / np.maximum(load.max(axis=1), _TINY), 1.0)
+    local = sent.kept.sum(axis=1) / total
+    near = _on_own_node(placement, demand, room) / total
+    rank, node = room.prices if int(room.node.max()) > 0 else (1.0, 0.0)
+    return Located(table, split, local, near, balance, (rank * local + node * near) / (rank + node))
+
+
+def _on_own_node(placement: Placement, demand: NDArray[Any], room: Room) -> Values:
+    """[layers]: pairs that their own node serves: flows add up, so each node's are followed alone."""
+    nodes = int(room.node.max()) + 1
+    if nodes == 1:
+        return np.asarray(demand.sum(axis=(0, 2), dtype=np.float64))
+    found = np.zeros(placement.layers)
+    for at in range(nodes):
+        here = room.node == at
+        found += loads(placement, demand * here[:, None, None], room.node)[:, here].sum(axis=1)
+    return found
+
+
+def bound(demand: NDArray[Any], room: Room, most_layers: int = 8) -> tuple[NDArray[np.intp], Values]:
+    """(layers, saved): the most that any placement can save of a layer's dispatch (`Located.saved`), whatever its balance: the optimum of its linear
+    programme, of so many layers, evenly spaced. About 10 ms a layer of 256 experts at 8 ranks, 70 ms at 64."""
+    layers = np.unique(np.linspace(0, demand.shape[1] - 1, min(most_layers, demand.shape[1])).round().astype(np.intp))
+    worth = worth_of(demand[:, layers], room)
+    return layers, np.array([_optimum(own, shared, room) for own, shared in zip(worth.own, worth.shared, strict=True)])
+
+
+def _optimum(own: Values, shared: Values, room: Room) -> float:
+    """max sum own x + sum shared y, x [ranks, experts] replicas, y [nodes, experts] nodes that have one, over the fractional ones."""
+    (ranks, experts), nodes = own.shape, len(shared)
+    cells, places = ranks * experts, nodes * experts
+    at = np.arange(cells)
+    rank, expert = at // experts, at % experts
+    one, minus = np.ones(cells), -np.ones(cells)
+    full = coo_array((one, (rank, at)), (ranks, cells + places))
+    replicas = coo_array((one, (expert, at)), (experts, cells + places))
+    node = np.arange(places)
+    first = coo_array(
+        (np.r_[np.ones(places), minus], (np.r_[node, room.node[rank] * (nodes > 1) * experts + expert], np.r_[cells + node, at])), (places, cells + places)
+    )
+    limits = np.r_[np.full(ranks, room.slots), np.full(experts, room.replicas), -np.ones(experts), np.zeros(places)]
+    found = linprog(-np.r_[own.ravel(), shared.ravel()], A_ub=vstack([full, replicas, -replicas, first]), b_ub=limits, bounds=(0.0, 1.0), method="highs")
+    if found.status != 0:
+        raise ValueError(f"locality: no bound for {experts} experts on {ranks} ranks of {room.slots} slots: {found.message}")
+    return float(-found.fun)

@@ -1,0 +1,238 @@
+"""From the placement there is towards one that is wanted, the copies first that bring most tokens home. Pure.
+
+Changes of a layer build on one another: a rank takes up what it wants most in an empty slot, or in place of what it wants least of what the
+target does not have there and others hold too. Where nobody can give anything up, two ranks exchange. Every state between is legal, so any
+beginning of it may be all that is done; it is cut where nothing more is won, at the budget, and where a rank would become too full.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY
+from migration.model.constraints import UNLIMITED, Limits
+from migration.model.placement_changes import NONE, NOWHERE, Changes, Kind, Table, made, taken, within
+from migration.solvers.holder_value import Held
+from migration.solvers.load_cap import held_of, level
+from migration.solvers.locality_placement import Room
+
+_WHOLE = 0.98
+"""of the most that a layer's series wins; what comes after that levels ranks, and is kept"""
+_LOOK = 4
+"""experts of a rank that are looked at for an exchange"""
+_Row = tuple[int, int, int, int, int]
+"""kind, slot, expert, other slot, other expert"""
+_Option = tuple[float, int, int | None]
+"""gain, expert, and the one that makes room for it; None: a slot is free"""
+
+
+def toward(table: Table, target: Table, demand: NDArray[Any], room: Room, limits: Limits = UNLIMITED) -> Changes:
+    """The changes, layer by layer, best first; all of them together lead to the target as far as limits let them and it pays.
+
+    table, target: int16 [layers, ranks * slots]. demand: [ranks, layers, experts] pairs per second by the rank their requests live on. gain: pairs per
+    second that become local, times `room.prices` (1 where there is one node, and by default). A layer's fullest rank may become as full as
+    `room.balance` allows, or as it was. ValueError when shapes contradict each other.
+    """
+    if table.shape != target.shape or table.shape[1] != room.ranks * room.slots or demand.shape[:2] != (room.ranks, len(table)):
+        raise ValueError(f"toward: tables {table.shape} and {target.shape} and demand {demand.shape} are not of {room.ranks} ranks of {room.slots} slots")
+    wanted, extra = _apart(table, target, demand.shape[2], room, limits)
+    found: list[tuple[int, float, _Row]] = []
+    for layer in np.flatnonzero(wanted.any(axis=(1, 2))).tolist():
+        least = 1 if limits.least_replicas is None else limits.least_replicas[layer]
+        state = _Layer(table[layer], _Value(demand[:, layer], room), wanted[layer], extra[layer], np.broadcast_to(least, demand.shape[2:]), limits.live)
+        rows = state.rows()
+        reached = np.cumsum([0.0, *(gain for gain, _ in rows)])
+        end = int(np.flatnonzero(reached >= reached.max() * _WHOLE)[-1])
+        found += [(layer, gain, row) for gain, row in rows[:end]]
+    changes = _changes(found)
+    return _levelled(table, changes if limits.most_copies is None else within(changes, limits.most_copies), demand, room)
+
+
+def _apart(table: Table, target: Table, experts: int, room: Room, limits: Limits) -> tuple[Held, Held]:
+    """(wanted, extra), bool [layers, ranks, experts]: what the target has and the table has not, and the other way round."""
+    have, want = held_of(table, room.ranks, experts), held_of(target, room.ranks, experts)
+    wanted, extra = want & ~have, have & ~want
+    if limits.frozen is not None:
+        wanted, extra = wanted & ~limits.frozen[:, None], extra & ~limits.frozen[:, None]
+    if limits.live is not None:
+        wanted, extra = wanted & limits.live[:, None], extra & limits.live[:, None]
+    return wanted, extra
+
+
+class _Value:
+    """What replicas are worth in one layer. demand: [ranks, experts]."""
+
+    def __init__(self, demand: NDArray[Any], room: Room) -> None:
+        nodes = int(room.node.max()) + 1
+        rank, node = room.prices if nodes > 1 else (1.0, 0.0)
+        self._own: list[list[float]] = (rank * np.asarray(demand, np.float64)).tolist()
+        self._shared: list[list[float]] = [(node * demand[room.node == at].sum(axis=0, dtype=np.float64)).tolist() for at in range(nodes)]
+        self._node: list[int] = room.node.tolist()
+        self._near = [[0] * demand.shape[1] for _ in range(nodes)]
+
+    def count(self, rank: int, expert: int, by: int) -> None:
+        """A replica came, or went."""
+        self._near[self._node[rank]][expert] += by
+
+    def win(self, rank: int, expert: int) -> float:
+        """Of one more replica."""
+        at = self._node[rank]
+        return self._own[rank][expert] + (0.0 if self._near[at][expert] else self._shared[at][expert])
+
+    def lose(self, rank: int, expert: int) -> float:
+        """Of the one that is there."""
+        at = self._node[rank]
+        return self._own[rank][expert] + (self._shared[at][expert] if self._near[at][expert] == 1 else 0.0)
+
+
+class _Rank(NamedTuple):
+    """One rank's part of a layer."""
+
+    free: list[int]
+    """empty slots"""
+    wanted: list[int]
+    """experts to be taken up, most wanted last"""
+    extra: list[int]
+    """experts that may go, least wanted first"""
+
+
+class _Layer:
+    """One layer on its way."""
+
+    def __init__(self, row: Table, value: _Value, wanted: Held, extra: Held, least: NDArray[Any], live: NDArray[np.bool_] | None) -> None:
+        ranks = len(wanted)
+        per = len(row) // ranks
+        self._value, self._least = value, least.tolist()
+        self._slot = {(slot // per, expert): slot for slot, expert in enumerate(row.tolist()) if expert != EMPTY}
+        self._count = [0] * wanted.shape[1]
+        for rank, expert in self._slot:
+            value.count(rank, expert, 1)
+            self._count[expert] += live is None or bool(live[rank])
+        self._ranks = [self._rank(row, per, rank, wanted[rank], extra[rank]) for rank in range(ranks)]
+        self._extra_on: dict[int, set[int]] = {}
+        for rank, part in enumerate(self._ranks):
+            for expert in part.extra:
+                self._extra_on.setdefault(expert, set()).add(rank)
+
+    def _rank(self, row: Table, per: int, rank: int, wanted: Held, extra: Held) -> _Rank:
+        free = [slot for slot in range(rank * per, (rank + 1) * per) if row[slot] == EMPTY]
+        take = sorted(np.flatnonzero(wanted).tolist(), key=lambda expert: (self._value.win(rank, expert), -expert))
+        return _Rank(free[::-1], take, sorted(np.flatnonzero(extra).tolist(), key=lambda expert: (self._value.lose(rank, expert), -expert)))
+
+    def rows(self) -> list[tuple[float, _Row]]:
+        """(gain, change) in order."""
+        rows: list[tuple[float, _Row]] = []
+        options = {rank: option for rank in range(len(self._ranks)) if (option := self._option(rank)) is not None}
+        while True:
+            if options:
+                rank = max(options, key=lambda at: (options[at][0], -at))
+                row, touched = self._taken_up(rank, options[rank])
+            else:
+                exchanged = self._exchanged()
+                if exchanged is None:
+                    return rows
+                row, touched = exchanged
+            rows.append(row)
+            for rank in touched:
+                option = self._option(rank)
+                if option is None:
+                    options.pop(rank, None)
+                else:
+                    options[rank] = option
+
+    def _option(self, rank: int) -> _Option | None:
+        """What a rank would take up next, and for what."""
+        part = self._ranks[rank]
+        if not part.wanted:
+            return None
+        expert = part.wanted[-1]
+        worth = self._value.win(rank, expert)
+        if part.free:
+            return worth, expert, None
+        for other in part.extra:
+            if self._count[other] > self._least[other]:
+                return worth - self._value.lose(rank, other), expert, other
+        return None
+
+    def _taken_up(self, rank: int, option: _Option) -> tuple[tuple[float, _Row], set[int]]:
+        _, expert, other = option
+        part = self._ranks[rank]
+        gain = self._value.win(rank, expert) - (0.0 if other is None else self._value.lose(rank, other))
+        part.wanted.pop()
+        slot = part.free.pop() if other is None else self._gone(rank, other)
+        self._come(rank, expert, slot)
+        touched = {rank} | self._extra_on.get(expert, set()) | (set() if other is None else self._extra_on.get(other, set()))
+        return (gain, (int(Kind.REPLICATE), slot, expert, NOWHERE, EMPTY)), touched
+
+    def _come(self, rank: int, expert: int, slot: int) -> None:
+        self._slot[rank, expert] = slot
+        self._count[expert] += 1
+        self._value.count(rank, expert, 1)
+
+    def _gone(self, rank: int, expert: int) -> int:
+        self._ranks[rank].extra.remove(expert)
+        self._extra_on[expert].discard(rank)
+        self._count[expert] -= 1
+        self._value.count(rank, expert, -1)
+        return self._slot.pop((rank, expert))
+
+    def _exchanged(self) -> tuple[tuple[float, _Row], set[int]] | None:
+        """The best exchange of two extras, one of which is wanted by the other's rank: of the few most and least wanted there."""
+        value, best = self._value, None
+        for rank, part in enumerate(self._ranks):
+            for expert in part.wanted[-_LOOK:]:
+                for other in sorted(self._extra_on.get(expert, ())):
+                    wanted = self._ranks[other].wanted
+                    backs = [back for back in part.extra if back in wanted][-_LOOK:] or [back for back in part.extra if (other, back) not in self._slot][:_LOOK]
+                    for back in backs:
+                        gain = value.win(rank, expert) + value.win(other, back) - value.lose(rank, back) - value.lose(other, expert)
+                        if best is None or gain > best[0]:
+                            best = gain, rank, expert, other, back
+        if best is None:
+            return None
+        gain, rank, expert, other, back = best
+        slot, theirs = self._gone(rank, back), self._gone(other, expert)
+        self._come(rank, expert, slot)
+        self._come(other, back, theirs)
+        self._ranks[rank].wanted.remove(expert)
+        if back in self._ranks[other].wanted:
+            self._ranks[other].wanted.remove(back)
+        else:
+            self._ranks[other].extra.append(back)
+            self._extra_on[back].add(other)
+        return (gain, (int(Kind.SWAP), slot, expert, theirs, back)), {rank, other}
+
+
+def _changes(found: list[tuple[int, float, _Row]]) -> Changes:
+    if not found:
+        return NONE
+    rows = np.array([row for *_, row in found])
+    kind, slot, expert, other_slot, other_expert = rows.T
+    return Changes(
+        kind.astype(np.uint8),
+        np.array([layer for layer, *_ in found], np.int32),
+        slot.astype(np.int32),
+        expert.astype(np.int16),
+        other_slot.astype(np.int32),
+        other_expert.astype(np.int16),
+        np.array([gain for _, gain, _ in found]),
+    )
+
+
+def _levelled(table: Table, changes: Changes, demand: NDArray[Any], room: Room) -> Changes:
+    """Without the ends of layers' series that make a rank too full, whatever weights do: cut by a quarter until they do not."""
+    cap = 1.0 / room.balance
+    while changes:
+        layers = np.unique(changes.layer)
+        before, after = table[layers], made(table, changes)[layers]
+        fullest = [level(one, demand[:, layers], room.ranks, room.node).load.max(axis=1) for one in (before, after)]
+        over = layers[fullest[1] > np.maximum(cap, fullest[0]) * (1.0 + 1e-3)]
+        if not len(over):
+            break
+        keep = np.ones(len(changes.kind), bool)
+        for layer in over.tolist():
+            members = np.flatnonzero(changes.layer == layer)
+            keep[members[3 * len(members) // 4 :]] = False
+        changes = taken(changes, keep)
+    return changes

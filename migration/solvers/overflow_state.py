@@ -1,0 +1,222 @@
+"""Layers in which load is stuck, as arrays: who serves what, and how far a further replica would help. Pure.
+
+`migration.solvers.overflow_copies` searches with it. Loads are in units of their layer's mean rank load.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from fleet.placement import EMPTY
+from migration.model.constraints import Limits
+from migration.model.placement_changes import NOWHERE, Table
+from migration.solvers.split_weights import Places, Shared, Values
+
+HOMELESS = 0.2
+"""what a unit of load costs, in units of excess, that must flow on from the ranks which a replica that gives way leaves it to"""
+Flags = NDArray[np.bool_]
+_STILL = 1e-4
+"""what a slot serves at most, in mean rank loads, where nothing can flow off through it"""
+
+
+@dataclass(slots=True)
+class Crowds:
+    """The layers still worked on, a of them. An *element* is a slot whose expert has several replicas, or an empty one; up to m of a layer.
+
+    Rank number `ranks` and expert number `experts` are nobody: unused elements belong to them, and empty slots to that expert.
+    """
+
+    dead: Flags
+    """[ranks + 1]: of no layer; nobody is dead"""
+    layer: Places
+    origin: Table
+    """[a, slots]: as it was; an expert does not come back to a rank that it has been taken from"""
+    table: Table
+    """[a, slots]"""
+    load: Values
+    """[a, experts + 1], in mean rank loads"""
+    cap: Values
+    """[a]"""
+    replicas: NDArray[np.int64]
+    """[a, experts + 1]: live holders"""
+    least: NDArray[np.int64]
+    """[a, experts + 1]: an expert with no more live holders keeps them"""
+    most: NDArray[np.int64]
+    """[a, experts + 1]: and with so many gets no more"""
+    alone: Values
+    """[a, ranks + 1]: load of experts that are in no element"""
+    slot: Places
+    """[a, m]; NOWHERE: unused"""
+    rank: Places
+    """[a, m]"""
+    expert: Places
+    """[a, m]"""
+    served: Values
+    """[a, m]"""
+    new: Flags
+    """[a, m]: brought by this plan"""
+    harm: Values
+    """[a, m]: by how much copies into the slot have fallen short of what they promised, half forgotten with each copy of the layer"""
+    fails: Places
+    """[a]: rounds in vain since the last copy"""
+
+    def taken(self, which: Flags) -> "Crowds":
+        """Some of the layers."""
+        return self if which.all() else Crowds(self.dead, *(getattr(self, part.name)[which] for part in fields(self)[1:]))
+
+    def loads(self) -> Values:
+        """[a, ranks + 1]"""
+        return np.asarray(self.alone + summed(self.served, self.rank, len(self.dead)))
+
+    def excess(self) -> Values:
+        """[a]: what stands above the cap."""
+        return np.asarray(over(self.loads(), self.cap, self.dead).sum(axis=1))
+
+
+def over(loads: Values, cap: Values, dead: Flags) -> Values:
+    """[a, ranks + 1]: load above the cap."""
+    return np.asarray(np.where(dead, 0.0, np.maximum(loads - cap[:, None], 0.0)))
+
+
+def summed(values: Values, place: Places, places: int) -> Values:
+    """[a, places]: values [a, m] added up by place [a, m]."""
+    rows = len(values)
+    return np.asarray(np.bincount((place + places * np.arange(rows)[:, None]).ravel(), values.ravel(), rows * places).reshape(rows, places), np.float64)
+
+
+def crowds_of(table: Table, load: Values, parts: Shared, served: Values, cap: Values, limits: Limits, node: NDArray[np.intp] | None) -> Crowds:
+    layers, slots = table.shape
+    experts, ranks = load.shape[1], len(parts.alone) // layers
+    rank = np.arange(slots) // (slots // ranks)
+    dead = np.append(np.zeros(ranks, bool) if limits.live is None else ~limits.live, True)
+    free = np.flatnonzero((table == EMPTY) & ~dead[rank])
+    position = np.sort(np.concatenate([parts.slot, free]))
+    layer, slot = np.divmod(position, slots)
+    column = np.arange(len(position)) - np.searchsorted(layer, np.arange(layers))[layer]
+    width = int(column.max(initial=-1)) + 1
+    shape = (layers, width)
+    flat = np.zeros(table.size)
+    flat[parts.slot] = served
+    slots_at, ranks_at, experts_at, served_at = np.full(shape, NOWHERE, np.intp), np.full(shape, ranks), np.full(shape, experts), np.zeros(shape)
+    slots_at[layer, column] = slot
+    ranks_at[layer, column] = rank[slot]
+    experts_at[layer, column] = np.where(table[layer, slot] == EMPTY, experts, table[layer, slot])
+    served_at[layer, column] = flat[position]
+    held = (table != EMPTY) & ~dead[rank]
+    replicas = np.bincount((np.arange(layers)[:, None] * (experts + 1) + table)[held], minlength=layers * (experts + 1)).reshape(layers, experts + 1)
+    least, most = _bounds(replicas, ranks - int(dead[:-1].sum()), limits, node)
+    padded = np.pad(load, ((0, 0), (0, 1)))
+    alone = np.pad(parts.alone.reshape(layers, ranks), ((0, 0), (0, 1)))
+    new, harm, fails = np.zeros(shape, bool), np.zeros(shape), np.zeros(layers, np.intp)
+    return Crowds(
+        dead, np.arange(layers), table, table.copy(), padded, cap, replicas, least, most, alone, slots_at, ranks_at, experts_at, served_at, new, harm, fails
+    )
+
+
+def _bounds(replicas: NDArray[np.int64], ranks: int, limits: Limits, node: NDArray[np.intp] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(least, most) live holders [layers, experts + 1]; for nobody 0 and 0: an empty slot gives way at once, and nothing is copied into it as such.
+
+    Where there are several nodes, replicas of experts that must keep more than one stay where they are: they may be spread on purpose.
+    """
+    least, most = np.ones_like(replicas), np.full_like(replicas, ranks if limits.most_replicas is None else min(ranks, limits.most_replicas))
+    if limits.least_replicas is not None:
+        spread = node is not None and int(node.max()) > 0
+        least[:, :-1] = np.where(spread & (limits.least_replicas > 1), replicas[:, :-1], np.maximum(limits.least_replicas, 1))
+    if limits.frozen is not None:
+        least[:, :-1] = np.where(limits.frozen, replicas[:, :-1], least[:, :-1])
+        most[:, :-1] = np.where(limits.frozen, 0, most[:, :-1])
+    least[:, -1], most[:, -1] = -1, 0
+    return least, most
+
+
+class Sight(NamedTuple):
+    """What the layers look like: [a, m] of elements, [a, ranks + 1] of ranks, in mean rank loads."""
+
+    loads: Values
+    leaving: Values
+    """[a, ranks + 1]: excess of a rank, and of those that load can flow to and fro with"""
+    out: Values
+    """[a, experts + 1]: excess that could leave through a further replica"""
+    space: Values
+    """[a, m]: room of the element's rank without it, and of ranks that this can push load to, less what comes back from the expert's other holder"""
+    stranded: Values
+    """[a, m]: what a replica that gives way leaves without a place, and a part of what must flow on"""
+    other: Places
+    """[a, m]: the element of the expert's other holder, where two hold it; else the element itself"""
+    parallel: Values
+    """[a, m]: what that holder can push back to the element's rank through other experts that both hold"""
+
+
+def sight_of(crowds: Crowds) -> Sight:
+    ranks, experts = len(crowds.dead), crowds.load.shape[1]
+    rows = np.arange(len(crowds.layer))[:, None]
+    loads, y = crowds.loads(), crowds.served
+    high = over(loads, crowds.cap, crowds.dead)
+    signed = np.where(crowds.dead, 0.0, crowds.cap[:, None] - loads)
+    room = np.maximum(signed, 0.0)[rows, crowds.rank]
+    leaving = pooled(crowds, high)
+    out = np.minimum(crowds.load, summed(np.minimum(y, leaving[rows, crowds.rank]), crowds.expert, experts))
+    elsewhere = summed(room, crowds.expert, experts)[rows, crowds.expert] - room
+    passing = np.where(crowds.expert < experts - 1, np.minimum(y, elsewhere), 0.0)
+    onward = summed(passing, crowds.rank, ranks)[rows, crowds.rank]
+    further = summed(onward - passing, crowds.expert, experts)[rows, crowds.expert] - onward + passing
+    space = np.maximum(signed[rows, crowds.rank] + y + onward - passing, 0.0)
+    other, parallel = _pairs(crowds)
+    homeless = np.maximum(y - elsewhere, 0.0)
+    left = np.maximum(homeless - further, 0.0)
+    back = np.minimum(left, np.maximum(parallel, 0.0))
+    return Sight(loads, leaving, out, np.maximum(space - back, 0.0), left - back + HOMELESS * homeless, other, parallel)
+
+
+def pooled(crowds: Crowds, high: Values) -> Values:
+    """[a, ranks + 1]: excess so shaped, added up over the crowded ranks that load can flow between to and fro."""
+    ranks, experts = len(crowds.dead), crowds.load.shape[1]
+    rows = np.arange(len(high))[:, None]
+    flowing = (crowds.served > _STILL) & (crowds.expert < experts - 1) & (high > 0)[rows, crowds.rank]
+    rank, expert = (crowds.rank + ranks * rows)[flowing], (crowds.expert + experts * rows + high.size)[flowing]
+    nodes = high.size + len(high) * experts
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=nodes))])
+    pipes = csr_array((np.ones(len(rank)), expert[np.argsort(rank, kind="stable")].astype(np.int32), starts.astype(np.int32)), shape=(nodes, nodes))
+    pool = connected_components(pipes, directed=False)[1][: high.size]
+    return np.asarray(np.bincount(pool, high.ravel())[pool].reshape(high.shape))
+
+
+def _pairs(crowds: Crowds) -> tuple[Places, Values]:
+    """(`Sight.other`, `Sight.parallel`)."""
+    a, m = crowds.rank.shape
+    rows, ranks, experts = np.arange(a)[:, None], len(crowds.dead), crowds.load.shape[1]
+    column = np.broadcast_to(np.arange(m, dtype=np.float64), (a, m))
+    two = crowds.replicas[rows, crowds.expert] == 2
+    other = np.where(two, summed(column, crowds.expert, experts)[rows, crowds.expert] - column, column).astype(np.intp)
+    there = crowds.rank[rows, other]
+    between = summed(np.where(two, crowds.served, 0.0), crowds.rank * ranks + there, ranks * ranks)
+    return other, np.where(two, between[rows, there * ranks + crowds.rank] - crowds.served[rows, other], 0.0)
+
+
+def admit(crowds: Crowds, row: Places, expert: Places) -> None:
+    """Makes elements of the slots of experts that have had one holder until now; there is a column left for them."""
+    new = (crowds.replicas[row, expert] == 1) & ~(crowds.expert[row] == expert[:, None]).any(axis=1)
+    row, expert = row[new], expert[new]
+    column = (crowds.slot[row] != NOWHERE).sum(axis=1)
+    rank_of = np.arange(crowds.table.shape[1]) // (crowds.table.shape[1] // (len(crowds.dead) - 1))
+    slot = ((crowds.table[row] == expert[:, None]) & ~crowds.dead[rank_of]).argmax(axis=1)
+    rank = rank_of[slot]
+    load = crowds.load[row, expert]
+    crowds.slot[row, column], crowds.rank[row, column], crowds.expert[row, column], crowds.served[row, column] = slot, rank, expert, load
+    crowds.alone[row, rank] -= load
+
+
+def widen(crowds: Crowds, room: int) -> None:
+    """Columns for so many further elements in every layer."""
+    used = int((crowds.slot != NOWHERE).sum(axis=1).max())
+    more = used + room - crowds.slot.shape[1]
+    if more <= 0:
+        return
+    nobody = {"slot": NOWHERE, "rank": len(crowds.dead) - 1, "expert": crowds.load.shape[1] - 1, "served": 0.0, "new": False, "harm": 0.0}
+    for name, value in nobody.items():
+        part = getattr(crowds, name)
+        setattr(crowds, name, np.concatenate([part, np.full((len(part), more + room), value, part.dtype)], axis=1))

@@ -1,0 +1,91 @@
+"""A new placement given to ranks and slots such that the least is copied. Pure.
+
+Under the even split all ranks of an engine are alike, so which rank takes which set of experts of a layer is free: an assignment problem per layer
+(Jonker and Volgenant 1987, as scipy solves it) over how many experts a rank would already hold. Where nodes matter, sets stay together as they were
+made (an expert's replicas may have been spread over nodes on purpose): nodes are assigned first, by what then need not cross between them, and ranks
+within nodes after that. With demand by source rank, ranks are not alike; then only slots are arranged.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from fleet.placement import EMPTY
+from migration.model.placement_changes import Table
+
+Held = NDArray[np.float32]
+"""1 where an expert is held: [layers, ranks, experts]; float for the matrix product"""
+
+
+def relabelled(before: Table, after: Table, ranks: int, node: NDArray[np.intp] | None = None) -> Table:
+    """int16 as `after`: its sets of experts, given to the ranks that hold most of them before; what a rank keeps lies in the slot where it was.
+
+    node: int [ranks], from 0; sets whose ranks share a node in `after` share one in the result. ValueError when the tables cannot be compared, or
+    `after` puts as many ranks on a node as no other node has.
+    """
+    _check(before, after, ranks)
+    layers = np.flatnonzero((before != after).any(axis=1))
+    if not len(layers) or ranks == 1:
+        return arranged(before, after, ranks)
+    old, new = (_held(table[layers], ranks, int(max(before.max(), after.max())) + 1) for table in (before, after))
+    source = np.stack([_assigned(one) for one in old @ new.swapaxes(1, 2)]) if node is None else _by_node(old, new, np.asarray(node))
+    result = after.copy()
+    sets = after[layers].reshape(len(layers), ranks, -1)
+    result[layers] = np.take_along_axis(sets, source[:, :, None], axis=1).reshape(len(layers), -1)
+    return arranged(before, result, ranks)
+
+
+def arranged(before: Table, after: Table, ranks: int) -> Table:
+    """int16 as `after`: every rank with the same experts; those it holds before in the slots where they were, the others in the free ones in order."""
+    _check(before, after, ranks)
+    layers, slots = after.shape
+    places, per = layers * ranks, slots // ranks
+    old, new = before.reshape(places, per), after.reshape(places, per)
+    slot_of = np.full((places, int(max(before.max(), after.max())) + 2), -1, np.intp)
+    np.put_along_axis(slot_of, old.astype(np.intp), np.arange(per)[None, :], axis=1)
+    slot_of[:, -1] = -1  # where EMPTY was put
+    at = np.take_along_axis(slot_of, new.astype(np.intp), axis=1)
+    result = np.full((places, per), EMPTY, np.int16)
+    place, nth = np.nonzero(at >= 0)
+    result[place, at[place, nth]] = new[place, nth]
+    free = np.ones((places, per), bool)
+    free[place, at[place, nth]] = False
+    coming = np.where(at < 0, new, EMPTY)
+    first = np.argsort(coming == EMPTY, axis=1, kind="stable")
+    counts = (coming != EMPTY).sum(axis=1, keepdims=True)
+    open_ = np.argsort(~free, axis=1, kind="stable")
+    place, nth = np.nonzero(np.arange(per) < counts)
+    result[place, open_[place, nth]] = coming[place, first[place, nth]]
+    return result.reshape(after.shape)
+
+
+def _check(before: Table, after: Table, ranks: int) -> None:
+    if before.shape != after.shape or ranks < 1 or before.shape[1] % ranks:
+        raise ValueError(f"relabel: tables of shapes {before.shape} and {after.shape} on {ranks} ranks cannot be compared")
+
+
+def _held(table: Table, ranks: int, experts: int) -> Held:
+    layers = len(table)
+    held = np.zeros((layers, ranks, experts + 1), np.float32)
+    np.put_along_axis(held, table.reshape(layers, ranks, -1).astype(np.intp), np.float32(1.0), axis=2)
+    return held[:, :, :experts]
+
+
+def _assigned(common: NDArray[np.float32]) -> NDArray[np.intp]:
+    """For each row the column that it gets, for the greatest sum of common [rows, columns]."""
+    return np.asarray(linear_sum_assignment(common, maximize=True)[1], np.intp)
+
+
+def _by_node(old: Held, new: Held, node: NDArray[np.intp]) -> NDArray[np.intp]:
+    """[layers, ranks]: the rank whose new set each rank takes; nodes are exchanged as wholes, for those with as many ranks."""
+    members = [np.flatnonzero(node == at) for at in range(int(node.max()) + 1)]
+    sizes = np.array([len(ranks) for ranks in members])
+    there = [np.stack([held[:, ranks].max(axis=1, initial=0.0) for ranks in members], axis=1) for held in (old, new)]
+    fits = np.where(sizes[:, None] == sizes, 0.0, -1e9).astype(np.float32)
+    common = old @ new.swapaxes(1, 2)
+    source = np.empty((len(old), len(node)), np.intp)
+    for layer, shared in enumerate(there[0] @ there[1].swapaxes(1, 2) + fits):
+        for here, other in enumerate(_assigned(shared).tolist()):
+            mine, theirs = members[here], members[other]
+            source[layer, mine] = theirs[_assigned(common[layer][np.ix_(mine, theirs)])]
+    return source

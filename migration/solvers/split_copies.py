@@ -1,0 +1,112 @@
+"""Few copies with split weights: what new weights alone cannot balance, as few copies as possible do. Pure.
+
+The search for copies is `migration.solvers.overflow_copies`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.placement import EMPTY, Split
+from migration.model.constraints import UNLIMITED, Limits
+from migration.model.placement_changes import NONE, Changes, Table, made, within
+from migration.model.sampling_noise import Noise, changed, deviation, expected_most
+from migration.solvers.overflow_copies import NEAR_CAP, outlets
+from migration.solvers.split_weights import ROUNDS, SLACK, Values, Wants, check, diffused, reweight, shared
+
+NEARBY = 0.02
+"""however much there is to gain, the fullest rank is to be no further above a full re-placement's, in mean rank loads: steps are to feel no difference"""
+_CERTAIN = 5e-3
+"""of what is missing, so much may be owed to weights that still flow"""
+_TINY = 1e-9
+
+
+class Weighted(NamedTuple):
+    """A plan: a placement and its split, and the copies that lead to it."""
+
+    table: Table
+    split: Split
+    changes: Changes
+    """replications, each with the fall of its layer's most loaded rank, in mean rank loads, once weights have flowed"""
+
+
+def weighted(
+    table: Table,
+    demand: NDArray[Any],
+    ranks: int,
+    experts: int,
+    limits: Limits = UNLIMITED,
+    *,
+    goal: NDArray[Any] | None = None,
+    noise: Noise | None = None,
+    node: NDArray[np.intp] | None = None,
+    slack: float = SLACK,
+) -> Weighted:
+    """The few copies, and the weights, that reach `limits.target` of what a full re-placement would gain over the even split of `table`.
+
+    table: legal, int16 [layers, slots]; demand: [layers, experts] or [ranks, layers, experts] (see `reweight`); goal: [layers], balance of a full
+    re-placement under this demand; None: 1. noise: how many pairs the demand was counted from; None: it is exact. With it, layers whose imbalance the
+    sample explains get no copies. node: int [ranks]; slack: as of `reweight`. ValueError when shapes contradict each other.
+    """
+    check(table, demand, ranks, experts)
+    wants = Wants(demand, ranks, node, limits.live)
+    if goal is not None and np.shape(goal) != (len(table),):
+        raise ValueError(f"split: goal has shape {np.shape(goal)}; expected one balance for each of {len(table)} layers")
+    aim = np.ones(len(table)) if goal is None else np.clip(np.asarray(goal, np.float64), _TINY, 1.0)
+    parts = shared(table, wants.load, ranks, limits.live)
+    changes = NONE
+    if len(parts.slot) or (table == EMPTY).any():
+        served = parts.whole / parts.replicas
+        cap, open_layers = _caps(table, wants.load, parts.of_rank(served).reshape(len(table), ranks), aim, limits, noise)
+        served = diffused(parts, served, ROUNDS // 2)  # the search goes on with them
+        above = _alive(parts.of_rank(served).reshape(len(table), ranks), limits).max(axis=1) > cap + NEAR_CAP
+        changes = outlets(table, wants.load, parts, served, cap, open_layers & above, limits, node)
+        changes = changes if limits.most_copies is None else within(changes, limits.most_copies)
+    after = made(table, changes)
+    pairs = None if noise is None else noise.window
+    return Weighted(after, reweight(after, demand, ranks, experts, node, pairs=pairs, live=limits.live, slack=slack), changes)
+
+
+def _alive(loads: Values, limits: Limits) -> Values:
+    """[layers, live ranks]."""
+    return loads if limits.live is None else np.asarray(loads[:, limits.live])
+
+
+def _caps(table: Table, load: Values, even: Values, goal: Values, limits: Limits, noise: Noise | None) -> tuple[Values, NDArray[np.bool_]]:
+    """([layers] load of the fullest rank that is good enough, [layers] whether demand has changed). even: [layers, ranks] under the even split.
+
+    With noise, loads of the next window stand above those of this by as much as a sample blurs: the wanted part is of the gain that is left of it.
+    """
+    alive = _alive(even, limits)
+    most, least = np.maximum(alive.max(axis=1, initial=0.0), 1.0), 1.0 / goal
+    part = limits.target
+    if noise is None:
+        return np.minimum(1.0 / (part / least + (1.0 - part) / most), least + NEARBY), np.ones(len(even), bool)
+    held = table != EMPTY
+    place = (np.arange(len(table))[:, None] * load.shape[1] + table)[held]
+    spread = deviation(load, np.bincount(place, minlength=load.size).reshape(load.shape), alive.shape[1], noise.window)
+    blur = expected_most(alive.shape[1]) * spread
+    cap = np.clip(1.0 / (part / (least + blur) + (1.0 - part) / most) - blur, least, least + NEARBY)
+    return cap, changed(alive, goal, spread)
+
+
+def least_copies(table: Table, load: NDArray[Any], ranks: int, cap: NDArray[Any]) -> NDArray[np.int64]:
+    """int64 [layers]: with fewer copies no rank load stays below `cap` [layers] (in mean rank loads), however load is shared out. Not always enough.
+
+    Two bounds, the larger counts. A rank serves at most `cap`, so an expert of load x needs x / cap holders. And a copy adds at most `cap` to
+    what flows from experts into ranks of that capacity, all copies of an expert at most x, while without copies the excess is missing.
+    """
+    check(table, load, ranks, load.shape[1])
+    wants = Wants(load, ranks, None, None)
+    parts = shared(table, wants.load, ranks)
+    even = parts.whole / parts.replicas
+    loads = parts.of_rank(diffused(parts, even, 10 * ROUNDS)).reshape(len(table), ranks)
+    missing = np.maximum(loads - cap[:, None], 0.0).sum(axis=1)
+    layer, slot = np.nonzero(table != EMPTY)
+    holders = np.bincount(layer * load.shape[1] + table[layer, slot], minlength=load.size).reshape(load.shape)
+    needed = np.maximum(np.ceil(wants.load / cap[:, None] - 1e-6) - holders, 0.0).sum(axis=1)
+    each = np.clip(wants.load[:, :, None] - cap[:, None, None] * np.arange(ranks), 0.0, cap[:, None, None])
+    most = np.cumsum(np.sort(each.reshape(len(table), -1), axis=1)[:, ::-1], axis=1)
+    enough = np.where(missing > _CERTAIN, (most < missing[:, None] - _CERTAIN).sum(axis=1) + 1, 0)
+    return np.asarray(np.maximum(needed, enough), np.int64)

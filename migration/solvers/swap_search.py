@@ -1,0 +1,323 @@
+"""Which change of a placement relieves the most loaded ranks best, for many layers at once. Pure.
+
+A change is judged by the fall of the layer's penalty per copy; where the number of an expert's replicas changes, all its holders feel it. Several ranks of
+a layer are relieved in one round, each with other ranks: with r of them, the n-th least loaded rank deals with the (n mod r)-th. Loads called `level` are
+above the cap. What is looked at in large numbers is float32.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from migration.solvers.search_state import Array, Flags, Index, State, penalty
+
+Loads = NDArray[np.float32]
+INVITING = 0.02
+"""a rank with room that has been brought an expert already counts as so much less loaded: what it gives again costs less"""
+FREE = 2.0
+"""times that a change counts for more for each replica it takes away where this plan has put it, and a drop, as it copies nothing"""
+LOOKS = 160
+"""pairs of slots that are looked at at least for one rank"""
+BARRED = 1e6
+"""penalty of what may not be"""
+
+
+class Pace(NamedTuple):
+    """How many ranks of a layer are relieved in a round: the more, the less choice each has."""
+
+    most: int
+    of: int
+    """one of so many that are above the cap: the last ones need the best fit"""
+
+
+class Choice(NamedTuple):
+    """Changes, at most one for each rank that is relieved, of a layer the most loaded rank's first: arrays [r]."""
+
+    layer: Index
+    """row of the state"""
+    kind: Index
+    worth: Loads
+    """fall of the penalty per copy"""
+    hot: Index
+    """slot of the rank that is relieved"""
+    cold: Index
+    """slot of another rank; any for a drop"""
+    level: Loads
+    """load of the rank"""
+
+
+def best(state: State, going: Flags, pace: Pace, pairs: int, turn: int) -> Choice:
+    """For each layer that is going, and each of its most loaded ranks above the cap, as many as `pace` allows, the change worth most.
+
+    pairs: how many pairs of slots, one of the rank that is relieved and one of another, are looked at about, for swaps and for other changes; at least
+    LOOKS for each rank. Where not all are, the least loaded ranks count for swaps, and of many slots some, others with each `turn`.
+    """
+    rows = _rows(state, going, pace)
+    looks = max(LOOKS, pairs // max(len(rows.layer), 1))
+    hot = _hot(state, rows, int(looks**0.5), turn)
+    many = _replicated(state)
+    replicate, move = _one_copy(state, rows, hot, _spare(state, rows, many, max(LOOKS, looks) // hot.slot.shape[1], turn), many)
+    options = (replicate, _swap(state, rows, hot, looks, turn), move, _drop(state, rows, hot, many))  # by Kind
+    worth, hot_slot, cold_slot = (np.array(parts) for parts in zip(*options, strict=True))
+    worth[0] += _bar(hot.has_giant & (worth[0] > 0.0))
+    kind, at = worth.argmax(axis=0), np.arange(len(rows.layer))
+    return Choice(rows.layer, kind, worth[kind, at], hot_slot[kind, at], cold_slot[kind, at], hot.level[:, 0])
+
+
+class _Rows(NamedTuple):
+    """The r ranks that are to be relieved, and who deals with them."""
+
+    layer: Index
+    """[r]"""
+    rank: Index
+    """[r]"""
+    turn: Index
+    """[r]: how many of its layer come before it"""
+    width: Index
+    """[r]: how many of its layer there are"""
+    cold: Index
+    """[layers, others]: the other ranks, least loaded first"""
+    dealing: Index
+    """[layers, ranks]: which of the r it deals with, -1: none, it is dead or one of them"""
+
+
+def _rows(state: State, going: Flags, pace: Pace) -> _Rows:
+    away = int(state.away.sum())
+    key = state.over - INVITING * (state.inviting & (state.over < 0.0))
+    if away:
+        key[:, state.away] = -np.inf
+    order = key.argsort(axis=1)
+    hot, cold = order[:, ::-1][:, : pace.most], order[:, away : state.ranks - pace.most]
+    layers = np.arange(len(going))[:, None]
+    allowed = -(-(state.over > 0.0).sum(axis=1) // pace.of) * going
+    above = (state.over[layers, hot] > 0.0) & (np.arange(hot.shape[1]) < allowed[:, None])
+    layer, turn = above.nonzero()
+    width = above.sum(axis=1)
+    begin = width.cumsum() - width
+    dealing = np.full(state.over.shape, -1, np.intp)
+    dealing[layers, cold] = begin[:, None] + np.arange(cold.shape[1]) % np.maximum(width, 1)[:, None]
+    dealing[width == 0] = -1
+    return _Rows(layer, hot[layer, turn], turn, width[layer], cold, dealing)
+
+
+class _Hot(NamedTuple):
+    """Slots of the ranks that are to be relieved: arrays [r, h] unless said otherwise."""
+
+    slot: Index
+    expert: Index
+    """in a flat [layers, experts + 1]"""
+    each: Loads
+    """what a slot serves"""
+    replicas: Loads
+    weight: Loads
+    """how many times more a change counts for that takes it away"""
+    barred: Loads
+    """BARRED where nothing may be done with it"""
+    level: Loads
+    """[r, 1]: load of the rank"""
+    pays: Loads
+    """[r, 1]: its penalty"""
+    lighter: Loads
+    """what leaves a slot when its expert gets one more replica"""
+    without: Loads
+    """penalty of the rank without it"""
+    shared: Loads
+    """with one more replica of it elsewhere"""
+    giant: Flags
+    """it alone exceeds the cap: sooner or later its expert must get another replica"""
+
+    @property
+    def has_giant(self) -> Flags:
+        """[r]"""
+        return np.asarray(self.giant.any(axis=1))
+
+
+def _hot(state: State, rows: _Rows, most: int, turn: int) -> _Hot:
+    slot = (rows.rank * state.per)[:, None] + _some(state.per, most, turn)
+    at = slot + (rows.layer * state.expert.shape[1])[:, None]
+    first = (rows.layer * state.load.shape[1])[:, None]
+    expert = state.expert.take(at) + first
+    each = state.each.take(expert).astype(np.float32)
+    rank = (rows.layer * state.ranks + rows.rank)[:, None]
+    level, pays = state.over.take(rank).astype(np.float32), state.pays.take(rank).astype(np.float32)
+    barred = _bar(state.fixed.take(expert) | (expert == first + state.empty))
+    replicas, weight, giant = state.replicas.take(expert).astype(np.float32), _weight(state.fresh.take(at)), each > state.cap[rows.layer, None]
+    lighter = each / (replicas + 1.0)
+    without, shared = penalty(level - np.array((each, lighter)))
+    return _Hot(slot, expert, each, replicas, weight, barred, level, pays, lighter, without, shared, giant)
+
+
+def _some(count: int, most: int, turn: int) -> Index:
+    """About `most` of the numbers below count, others each turn."""
+    step = -(-count // most)
+    return np.arange(turn % step, count, step)
+
+
+def _weight(fresh: Flags) -> Loads:
+    return np.asarray(fresh * np.float32(FREE - 1.0) + np.float32(1.0))
+
+
+def _bar(which: Flags) -> Loads:
+    return np.asarray(which * np.float32(BARRED))
+
+
+class _Replicated(NamedTuple):
+    """Every slot whose expert has other replicas, and every empty one: arrays [n] in the order of layers and slots."""
+
+    slot: Index
+    """in a flat [layers, slots]"""
+    rank: Index
+    """in a flat [layers, ranks]"""
+    expert: Index
+    """in a flat [layers, experts + 1]"""
+    each: Array
+    replicas: Array
+    rise: Array
+    """by how much the penalty of its rank rises when another replica goes"""
+    rising: Array
+    """flat [layers, experts + 1]: that, summed over an expert's holders"""
+    falling: Array
+    """flat [layers, experts + 1]: by how much it falls, for all of them together, when the expert gets one more"""
+
+
+def _replicated(state: State) -> _Replicated:
+    place = (state.expert + np.arange(0, state.load.size, state.empty + 1)[:, None]).ravel()
+    slot = (state.replicas > 1.0).take(place).nonzero()[0]
+    expert, rank = place[slot], slot // state.per
+    level, now = state.over.take(rank), state.pays.take(rank)
+    each, replicas = state.each.take(expert), state.replicas.take(expert)
+    more, less = penalty(np.array((level + each / (replicas - 1.0), level - each / (replicas + 1.0))))
+    rise, fall = more - now, now - less
+    rising, falling = (np.asarray(np.bincount(expert, values, state.load.size), np.float64) for values in (rise, fall))
+    return _Replicated(slot, rank, expert, each, replicas, rise, rising, falling)
+
+
+class _Spare(NamedTuple):
+    """Slots that can be replaced, of ranks with room: m columns; a row that has fewer is filled up with BARRED ones."""
+
+    slot: Index
+    """[r, m]"""
+    without: Loads
+    """[r, m]: load of the slot's rank without it"""
+    cost: Loads
+    """[r, m]: by how much the penalty of the other holders rises when it is replaced, less the penalty of the slot's rank"""
+    weight: Loads
+    """[r, m]"""
+    shared: tuple[Index, Index, Loads]
+    """which of them, (row, column), hold what the rank that is relieved holds, too, and what then comes to it when they are replaced"""
+
+
+def _spare(state: State, rows: _Rows, many: _Replicated, most: int, turn: int) -> _Spare:
+    chosen = ((rows.dealing >= 0) & (state.over < 0.0)).take(many.rank).nonzero()[0]
+    chosen = chosen[((state.replicas > state.least) & ~state.fixed).take(many.expert[chosen])]
+    row = rows.dealing.take(many.rank[chosen])
+    order = row.astype(np.int16).argsort(kind="stable")
+    chosen, row = chosen[order], row[order]
+    number = np.bincount(row, minlength=len(rows.layer))
+    column = np.arange(len(chosen)) - (number.cumsum() - number).repeat(number)
+    step = -(-int(number.max(initial=1)) // most)
+    if step > 1:
+        some = (column % step == turn % step).nonzero()[0]
+        chosen, row, column = chosen[some], row[some], column[some] // step
+    slot, rank, expert, each = many.slot[chosen], many.rank[chosen], many.expert[chosen], many.each[chosen]
+    shape = (len(rows.layer), int(column.max(initial=0)) + 1)
+    at = row * shape[1] + column
+    of_layer = np.zeros(shape, np.intp)
+    of_layer.ravel()[at] = slot - rows.layer[row] * state.expert.shape[1]
+    without, cost, weight = np.zeros(shape, np.float32), np.full(shape, BARRED, np.float32), np.ones(shape, np.float32)
+    without.ravel()[at] = state.over.take(rank) - each
+    cost.ravel()[at] = many.rising.take(expert) - many.rise[chosen] - state.pays.take(rank)
+    weight.ravel()[at] += state.fresh.take(slot) * np.float32(FREE - 1.0)
+    shared = (state.held.take(expert * state.ranks + rows.rank[row]) & (each > 0.0)).nonzero()[0]
+    comes = each[shared] / (many.replicas[chosen[shared]] - 1.0)
+    return _Spare(of_layer, without, cost, weight, (row[shared], column[shared], comes.astype(np.float32)))
+
+
+class _Option(NamedTuple):
+    """The best change of one kind: arrays [r]."""
+
+    worth: Loads
+    hot: Index
+    cold: Index
+
+
+def _option(worth: Loads, hot: Index, cold: Index) -> _Option:
+    """worth: [r, h, c], of hot [r, h] and cold [r, c]."""
+    at, flat = np.arange(len(worth)), worth.reshape(len(worth), -1)
+    top = flat.argmax(axis=1)
+    return _Option(flat[at, top], hot[at, top // cold.shape[1]], cold[at, top % cold.shape[1]])
+
+
+def _one_copy(state: State, rows: _Rows, hot: _Hot, spare: _Spare, many: _Replicated) -> tuple[_Option, _Option]:
+    """The best replication and the best move into a spare slot."""
+    level = spare.without[:, None, :] + hot.each[:, :, None]
+    _bar_holders(state, hot, level, spare.slot)
+    move = penalty(level)
+    level -= hot.lighter[:, :, None]
+    replicate = penalty(level)
+    _correct(move, replicate, hot, spare)
+    _to_worth(move, hot.pays - hot.without - hot.barred, spare.cost, spare.weight)
+    move *= hot.weight[:, :, None]
+    own = hot.pays - hot.shared
+    others = many.falling.take(hot.expert) - own
+    relief = own + others * (hot.replicas > 1.0) - hot.barred - _bar(hot.replicas >= state.most_replicas) - _bar(hot.has_giant[:, None] & ~hot.giant)
+    _to_worth(replicate, relief.astype(np.float32), spare.cost, spare.weight)
+    return _option(replicate, hot.slot, spare.slot), _option(move, hot.slot, spare.slot)
+
+
+def _to_worth(cost: Loads, relief: Loads, rise: Loads, weight: Loads) -> None:
+    """Makes of cost [r, h, c] what a change is worth: relief [r, h] less cost less rise [r, c], times weight [r, c]."""
+    np.subtract(relief[:, :, None], cost, out=cost)
+    cost -= rise[:, None, :]
+    cost *= weight[:, None, :]
+
+
+def _bar_holders(state: State, hot: _Hot, level: Loads, slot: Index) -> None:
+    """Bars, in level [r, h, c], that an expert goes to a slot [r, c] of a rank that holds it already."""
+    row, column = ((hot.replicas > 1.0) & (hot.barred == 0.0)).nonzero()
+    if len(row):
+        there = state.held.take((hot.expert[row, column] * state.ranks)[:, None] + (slot // state.per)[row])
+        level[row, column] += _bar(there)
+
+
+def _correct(move: Loads, replicate: Loads, hot: _Hot, spare: _Spare) -> None:
+    """In costs [r, h, m] a shared expert's part comes to the rank as if nothing left it."""
+    row, column, comes = spare.shared
+    if len(row):
+        left = hot.level[row] - np.array((hot.each[row], hot.lighter[row]))  # [2, n, h]
+        alone = penalty(hot.level[row] + comes[:, None]) - hot.pays[row]
+        more = penalty(left + comes[:, None]) - penalty(left) - alone
+        move[row, :, column] += more[0]
+        replicate[row, :, column] += more[1]
+
+
+def _swap(state: State, rows: _Rows, hot: _Hot, looks: int, turn: int) -> _Option:
+    """The best exchange with one of the ranks that have least."""
+    few = hot.slot.shape[1]
+    reach = max(1, min(-(-looks // few**2), rows.cold.shape[1] // int(rows.width.max(initial=1))))
+    rank = rows.cold[rows.layer[:, None], rows.turn[:, None] + rows.width[:, None] * np.arange(reach)]
+    within = _some(state.per, few, turn // -(-state.per // few))
+    slot = ((rank * state.per)[:, :, None] + within).reshape(len(rank), -1)
+    of_rank = (rank + (rows.layer * state.ranks)[:, None]).repeat(len(within), axis=1)
+    at = slot + (rows.layer * state.expert.shape[1])[:, None]
+    first = (rows.layer * state.load.shape[1])[:, None]
+    expert = state.expert.take(at) + first
+    level, each = state.over.take(of_rank), state.each.take(expert)
+    stays = state.held.take(expert * state.ranks + rows.rank[:, None]) | (expert == first + state.empty) | state.fixed.take(expert)
+    after = (level - each).astype(np.float32)[:, None, :] + hot.each[:, :, None]
+    _bar_holders(state, hot, after, slot)
+    cost = penalty(after)
+    np.add((hot.level - hot.each)[:, :, None], each.astype(np.float32)[:, None, :], out=after)
+    cost += penalty(after)
+    _to_worth(cost, hot.pays - hot.barred, (_bar(stays) - state.pays.take(of_rank)).astype(np.float32), _weight(state.fresh.take(at)))
+    cost *= (np.float32(0.5) * hot.weight)[:, :, None]
+    return _option(cost, hot.slot, slot)
+
+
+def _drop(state: State, rows: _Rows, hot: _Hot, many: _Replicated) -> _Option:
+    """The best replica that the rank can give up."""
+    own = penalty(hot.level + hot.each / np.maximum(hot.replicas - 1.0, 1.0)) - hot.pays
+    cost = hot.without + (many.rising.take(hot.expert) - own) + hot.barred + _bar(hot.replicas <= state.least.take(hot.expert))
+    worth = (FREE * (hot.pays - cost)).astype(np.float32)
+    return _option(worth[:, :, None], hot.slot, hot.slot[:, :1])

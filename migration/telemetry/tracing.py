@@ -1,0 +1,149 @@
+"""One trace per plan: its span, one below it for each handover, which links to it too, and one for the verdict on it. Off without a provider.
+
+A plan that answers something (a shift of popularity, a plan that did harm) has its span below that one's, in the same trace. One that a dead
+predecessor began goes on below the span that this one never ended.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, Status, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from fleet.events import LoopFigures, MigrationAborted, MigrationCommitted, MigrationPlanned, PlanJudged
+from fleet.handover import Cue
+from migration.handover.coordinator import Move, Proceeding, Undertaking
+from migration.model.plan import Plan
+
+Provider = TracerProvider
+"""For those who hand a provider on without importing OpenTelemetry."""
+
+MOST_EXPERTS = 256
+"""Arrivals that a handover's span names; its events name all."""
+Attributes = dict[str, str | int | float]
+_EVENTS = {Cue.ALL_STAGED: "decided", Cue.FAILED: "given up", Cue.ALL_SERVING: "flipped", Cue.ALL_ABORTED: "aborted", Cue.ENGINE_GONE: "engine gone"}
+
+
+class Tracing:
+    """The tracer of a real provider. `create` returns None where spans would go nowhere."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("roost.migration")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @classmethod
+    def create(cls, provider: TracerProvider | None = None) -> "Tracing | None":
+        """With the given provider, or the process's own. None when that is a no-op."""
+        provider = trace.get_tracer_provider() if provider is None else provider
+        return None if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider) else cls(provider)
+
+    def plan(self, engine: str, plan: Plan, origin: str, parent: str = "") -> "PlanTrace":
+        """A plan begins. parent: traceparent of what it answers; without a valid one it is a trace of its own."""
+        about: Attributes = {"roost.plan": plan.id, "roost.engine": engine, "roost.origin": origin, "roost.bytes": plan.bytes}
+        about |= {"roost.handovers": len(plan.handovers), "roost.epoch.base": plan.base_epoch}
+        return PlanTrace(self, self.span("roost.plan", about, self._context(parent)))
+
+    def resumed(self, planned: MigrationPlanned) -> "PlanTrace":
+        """A plan of a predecessor goes on."""
+        about: Attributes = {"roost.plan": planned.plan, "roost.engine": planned.engine, "roost.origin": planned.origin, "roost.bytes": planned.bytes}
+        return PlanTrace(self, self.span("roost.plan.resumed", about, self._context(planned.traceparent), self._links(planned.traceparent)))
+
+    def judged(self, verdict: PlanJudged, parent: str) -> None:
+        """What a plan has really brought is known now. parent: the plan's traceparent; its span has long ended."""
+        about: Attributes = {"roost.plan": verdict.plan, "roost.engine": verdict.engine, "roost.epoch": verdict.epoch, "roost.verdict": verdict.verdict}
+        about |= {"roost.trust": verdict.trust, "roost.reason": verdict.reason}
+        if verdict.realised is not None:
+            about["roost.realised"] = verdict.realised
+        for when in ("predicted_before", "predicted_after", "measured_before", "measured_after"):
+            about |= _figures(when.replace("_", "."), getattr(verdict, when))
+        self.span("roost.plan.judged", about, self._context(parent), self._links(parent)).end()
+
+    def span(self, name: str, about: Mapping[str, str | int | float], below: Context, links: Sequence[Link] = ()) -> Span:
+        """below: what its parent is taken from."""
+        return self._tracer.start_span(name, below, attributes=dict(about), links=links)
+
+    def traceparent(self, span: Span) -> str:
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, trace.set_span_in_context(span, Context()))
+        return carrier.get("traceparent", "")
+
+    def _context(self, traceparent: str) -> Context:
+        return self._propagator.extract({"traceparent": traceparent}, Context())
+
+    def _links(self, traceparent: str) -> tuple[Link, ...]:
+        context = trace.get_current_span(self._context(traceparent)).get_span_context()
+        return (Link(context),) if context.is_valid else ()
+
+
+class PlanTrace:
+    """The span of a plan."""
+
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self._tracing = tracing
+        self._span = span
+        self.traceparent = tracing.traceparent(span)
+
+    def handover(self, what: Undertaking) -> "HandoverTrace":
+        """The next handover begins."""
+        about: Attributes = {
+            "roost.plan": what.plan,
+            "roost.engine": what.engine,
+            "roost.worker_id": str(what.worker_id),
+            "roost.handover": what.handover,
+            "roost.number": what.number,
+            "roost.epoch": what.epoch,
+            "roost.copies": what.copied,
+            "roost.bytes": what.bytes,
+        }
+        below = trace.set_span_in_context(self._span, Context())
+        span = self._tracing.span("roost.handover", about, below, (Link(self._span.get_span_context()),))
+        if what.arrivals:
+            span.set_attribute("roost.experts", [f"{one.layer}/{one.expert}: {one.source} -> {one.rank}" for one in what.arrivals[:MOST_EXPERTS]])
+        span.add_event("proposed")
+        return HandoverTrace(span, self._tracing.traceparent(span))
+
+    def end(self, end: MigrationCommitted | MigrationAborted | None) -> None:
+        """The plan is over."""
+        _end(self._span, end)
+
+
+class HandoverTrace:
+    """The span of a handover; `traceparent` travels with its proposal."""
+
+    def __init__(self, span: Span, traceparent: str) -> None:
+        self._span = span
+        self._traceparent = traceparent
+
+    def carried_by(self, what: Undertaking) -> Undertaking:
+        """What is proposed, with the span as the parent of what ranks do for it."""
+        return replace(what, traceparent=self._traceparent)
+
+    def moved(self, proceeding: Proceeding, move: Move) -> None:
+        """After a move was carried out."""
+        if move.cue is Cue.ALL_STAGED:
+            self._span.add_event("staged")
+        self._span.add_event(_EVENTS.get(move.cue, str(move.cue)))
+        if (failure := proceeding.failure) is not None and move.cue is Cue.FAILED:
+            self._span.set_attribute("roost.fault", failure.fault)
+        ends = [entry for entry in move.records if isinstance(entry, MigrationCommitted | MigrationAborted)]
+        if ends:
+            _end(self._span, ends[-1])
+
+
+def _figures(prefix: str, figures: LoopFigures | None) -> Attributes:
+    if figures is None:
+        return {}
+    told = {"remote_ranks": figures.remote_ranks, "local": figures.local, "balance": figures.balance, "step_seconds": figures.step_seconds}
+    return {f"roost.{prefix}.{name}": value for name, value in told.items()}
+
+
+def _end(span: Span, end: MigrationCommitted | MigrationAborted | None) -> None:
+    match end:
+        case MigrationCommitted():
+            span.set_attribute("roost.outcome", "committed")
+        case MigrationAborted():
+            span.set_attributes({"roost.outcome": "aborted", "error.type": end.fault})
+            span.set_status(Status(StatusCode.ERROR, end.reason))
+    span.end()
