@@ -41,12 +41,12 @@ from fleet.placement import linear
 from fleet.prediction import MOST_TOKENS, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack
 from router.replica import Replica, read
-from tracker.activity import Activity
+from tracker.activity.decay_window import BATCH
+from tracker.activity.engine_activity import Activity
 from tracker.config import TrackerConfig
-from tracker.drift import Drift
-from tracker.learning import Learning
+from tracker.drift.detector import Drift
+from tracker.prediction.model_learner import Learning
 from tracker.service import TrackerService
-from tracker.window import BATCH
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE, REPORT_MICROSECONDS, MEMORY_GB, PREDICT_MICROSECONDS, SILENCES = 5000.0, 300.0, 1.0, 60.0, 3.0

@@ -22,7 +22,7 @@ from deploy.view_fleet import on_bus
 from fleet.events import CountsImported, DemandPublished, DescribePopularity, EngineJoined, PopularityDescribed, RankPopularity
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts
-from tracker.sources import Load, read_load
+from tracker.importers.load_files import Load, read_load
 
 HOTTEST = 6
 """Experts named per layer, and per list of a rank."""

@@ -38,15 +38,15 @@ from fleet.events import (
 )
 from fleet.layout import Layout
 from fleet.placement import PlacementRecord
-from tracker.clusters import Clusters
+from tracker.activity.local_supply import Supply
+from tracker.activity.report_validation import Fault, Refused
+from tracker.clustering.online_clusters import Clusters
+from tracker.clustering.refit import Refit
 from tracker.config import TrackerConfig
-from tracker.knowledge import AT_ONCE, Knowledge
-from tracker.lessons import Learnt
 from tracker.metrics import TrackerMetrics
-from tracker.mismatch import Supply
-from tracker.refit import Refit
-from tracker.refusals import Fault, Refused
-from tracker.state import read, write
+from tracker.model_store import AT_ONCE, Knowledge
+from tracker.prediction.learners import Learnt
+from tracker.state_file import read, write
 from tracker.tracing import ShiftTracing
 
 logger = logging.getLogger(__name__)

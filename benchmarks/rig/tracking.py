@@ -16,9 +16,9 @@ from fleet.prediction import Prediction, Query, Tables, predict
 from fleet.signatures import ClusterModel, Weights, pack, unpack
 from fleet.timing import expected_local_share
 from router.replica import SLICE, Replica, read
-from tracker.clusters import Clusters
+from tracker.clustering.online_clusters import Clusters
 from tracker.config import TrackerConfig
-from tracker.learning import Learning
+from tracker.prediction.model_learner import Learning
 
 RANKS = 4
 REPLICA_BYTES = 96 << 20

@@ -15,10 +15,10 @@ from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsA
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
 from fleet.popularity import ExpertCounts
-from tracker.activity import Activity
+from tracker.activity.engine_activity import Activity
+from tracker.activity.local_supply import Supply
+from tracker.activity.report_validation import Fault, Refused
 from tracker.config import TrackerConfig
-from tracker.mismatch import Supply
-from tracker.refusals import Fault, Refused
 
 LAYERS, EXPERTS = 2, 8
 SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=4, expert_intermediate=8)

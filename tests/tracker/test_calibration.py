@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracker.calibration import Calibration, recall
+from tracker.prediction.calibration import Calibration, recall
 
 
 def gain(count: int, *, predicted: float, worth: float, noise: float = 0.05, off: float = 0.0, seed: int = 0) -> float:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from fleet.signatures import ClusterModel, pack, unpack
-from tracker.carrying import MOST_CHANGES, Change, History, carried, carried_weights, dense
-from tracker.clusters import Merge, Split
+from tracker.clustering.online_clusters import Merge, Split
+from tracker.prediction.cluster_remap import MOST_CHANGES, Change, History, carried, carried_weights, dense
 
 K = 6
 SHARES = np.array([0.3, 0.2, 0.2, 0.1, 0.1, 0.1], np.float32)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.signatures import ClusterModel, ClusterRecord
-from tracker.clusters import Clusters, Merge, Split
+from tracker.clustering.online_clusters import Clusters, Merge, Split
 from tracker.config import TrackerConfig
 
 LAYERS, EXPERTS, K = 3, 16, 8

@@ -11,8 +11,8 @@ import pytest
 
 from tests.tracker.traffic_of_requests import Mix, Requests, constant, detector, flipped, of_the_demo_model, rotating, seconds_of, synthetic, watch
 from tracker.config import TrackerConfig
-from tracker.drift import Drift
-from tracker.noise import divergence_by_layer, f_quantile, gamma_shape
+from tracker.drift.detector import Drift
+from tracker.drift.sampling_noise import divergence_by_layer, f_quantile, gamma_shape
 
 FAST = TrackerConfig().fast_seconds
 IN_TIME = 3 * FAST

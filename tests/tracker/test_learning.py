@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from fleet.events import ExpertCounts, KeyedRows, RequestOutcome, RequestProfile, SampledProfile, TablesPublished
 from fleet.prediction import PATTERNS, ROW, SOURCES, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack, unpack
-from tracker.clusters import Merge, Split
+from tracker.clustering.online_clusters import Merge, Split
 from tracker.config import TrackerConfig
-from tracker.learning import Learning
+from tracker.prediction.model_learner import Learning
 
 K, LAYERS, EXPERTS, BLOCK = 8, 3, 16, 16
 CONFIG = TrackerConfig(

@@ -43,9 +43,9 @@ from fleet.popularity import ExpertCounts
 from fleet.prediction import ROW
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
-from tracker.drift import Drift
+from tracker.drift.detector import Drift
 from tracker.service import TrackerService, announced
-from tracker.state import read, write
+from tracker.state_file import read, write
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 SUBJECTS = Subjects()

@@ -10,9 +10,9 @@ from fleet.events import ClustersPublished, RequestOutcome, RequestProfile, Requ
 from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from tracker.config import TrackerConfig
-from tracker.learning import HEAD
-from tracker.lessons import MODEL, OUTCOME, SAMPLE, SIGNATURE, Lessons, popularity
-from tracker.token_table import LEAST_CHANGE
+from tracker.prediction.learners import MODEL, OUTCOME, SAMPLE, SIGNATURE, Lessons, popularity
+from tracker.prediction.model_learner import HEAD
+from tracker.prediction.token_table import LEAST_CHANGE
 
 LAYERS, EXPERTS = 3, 12
 SHAPE = (LAYERS, EXPERTS)

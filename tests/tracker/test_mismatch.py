@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fleet.layout import EP, Layout
 from fleet.placement import Placement, linear
-from tracker.mismatch import DOUBT, NAMED, Supply
+from tracker.activity.local_supply import DOUBT, NAMED, Supply
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tracker.pairing import OVERHEAD, Pairing
+from tracker.prediction.report_join import OVERHEAD, Pairing
 
 
 def made(budget: int = 100_000, most: int = 100, seconds: float = 60.0) -> Pairing:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracker.reservoir import OVERHEAD, Reservoir, counts
+from tracker.clustering.reservoir import OVERHEAD, Reservoir, counts
 
 T = 100.0
 

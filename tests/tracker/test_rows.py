@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleet.prediction import ROW
-from tracker.rows import TICKS, WAYS, Rows, cell
+from tracker.prediction.row_cache import TICKS, WAYS, Rows, cell
 
 LIFE = 3600.0
 MEGABYTE = 1 << 20

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from tracker.sources import MOST_BYTES, Load, by_logical_expert, read_load
-from tracker.torch_files import read_torch_file
+from tracker.importers.load_files import MOST_BYTES, Load, by_logical_expert, read_load
+from tracker.importers.torch_files import read_torch_file
 
 CHANCE = np.random.default_rng(0)
 COUNTS = CHANCE.integers(1, 100, (3, 4, 8))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tracker.state import MAGIC, Saved, read, write
+from tracker.state_file import MAGIC, Saved, read, write
 
 SAVED = Saved(
     saved_at=1e9, now=12.5, meaning_from=7, activity=(("departed", [1, 2]), ("model", ["m", {"counts": b"\x00\xff"}])), learnt={"m": {"a": 1.5}}, drifts={}

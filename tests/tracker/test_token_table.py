@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tracker.token_table import LEAST_CHANGE, PRIOR, TokenTable
+from tracker.prediction.token_table import LEAST_CHANGE, PRIOR, TokenTable
 
 K = 4
 HOUR = 3600.0

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fleet.prediction import PATTERNS, PREFIX, SESSION, SOURCES, TENANT, TOKENS, Known, pattern
-from tracker.trust import MOST, Trust
+from tracker.prediction.source_weights import MOST, Trust
 
 K = 8
 SHARES = np.full(K, 1 / K, np.float32)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracker.gaps import MOST, Gaps
-from tracker.window import BATCH, FAST, PATIENCE, SLOW, Report, Window
+from tracker.activity.decay_window import BATCH, FAST, PATIENCE, SLOW, Report, Window
+from tracker.activity.report_gaps import MOST, Gaps
 
 FAST_SECONDS, SLOW_SECONDS = 20.0, 900.0
 CONSTANTS = (FAST_SECONDS, SLOW_SECONDS)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from deploy.demo_model import DOMAINS, routings_path
 from tracker.config import TrackerConfig
-from tracker.drift import Drift, Shift
+from tracker.drift.detector import Drift, Shift
 
 Mix = Callable[[float], NDArray[np.float64]]
 """shares of the domains at a time"""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.routings import read_npy
-from tracker.torch_files import MAGIC, read_torch_file
+from tracker.importers.torch_files import MAGIC, read_torch_file
 
 LOAD_NAMES = ("logical_count", "weight", "expert_load", "load", "counts", "physical_count", "global_physical_count")
 """Under which a load matrix is looked for, in this order."""

@@ -12,11 +12,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fleet.events import PopularityDescribed, PopularityShifted, RankPopularity
-from tracker.activity import Activity, Seen
+from tracker.activity.engine_activity import Activity, Seen
 from tracker.config import TrackerConfig
-from tracker.drift import Drift
-from tracker.lessons import Learnt, Lessons
-from tracker.state import Saved
+from tracker.drift.detector import Drift
+from tracker.prediction.learners import Learnt, Lessons
+from tracker.state_file import Saved
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Which kinds of requests there are: expert profiles learnt online from sampled requests, in slots of constant meaning. Pure.
 
-Samples arrive one at a time and fade (`tracker.reservoir`). Now and then they are fitted anew, from the assignment of last time on, so that a
-slot goes on meaning what it meant; clusters split and merge when that predicts better (`tracker.mixture`), and both are told.
+Samples arrive one at a time and fade (`tracker.clustering.reservoir`). Now and then they are fitted anew, from the assignment of last time on, so that a
+slot goes on meaning what it meant; clusters split and merge when that predicts better (`tracker.clustering.mixture_fit`), and both are told.
 Fitting is apart from learning, because it may take a second or two at 58 x 256 and belongs into a thread:
 
     job = clusters.due(now)                          # cheap; what it holds never changes
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from fleet.popularity import uniform
 from fleet.signatures import ClusterModel, Weights
+from tracker.clustering.mixture_fit import FEWEST, first_sharpness, saturation
+from tracker.clustering.refit import Fitted, Merge, Refit, Split
+from tracker.clustering.reservoir import OVERHEAD, Reservoir
 from tracker.config import TrackerConfig
-from tracker.mixture import FEWEST, first_sharpness, saturation
-from tracker.refit import Fitted, Merge, Refit, Split
-from tracker.reservoir import OVERHEAD, Reservoir
 
 __all__ = ["Clusters", "Merge", "Split"]
 

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from fleet.events import KeyedRows, RequestOutcome, RequestProfile, SourceQuality, TablesPublished
 from fleet.prediction import SOURCES, Query, Tables, know
 from fleet.signatures import ClusterModel, Weights, pack, unpack
-from tracker.calibration import Calibration
-from tracker.carrying import Change, History, carried, carried_weights, dense
-from tracker.clusters import Merge, Split
+from tracker.clustering.online_clusters import Merge, Split
 from tracker.config import TrackerConfig
-from tracker.pairing import Pairing
-from tracker.reports import Blocks, Outcome, Packed, Profile, outcome_of, profile_of
-from tracker.rows import Rows, cell
-from tracker.token_table import TokenTable
-from tracker.trust import Trust
+from tracker.prediction.calibration import Calibration
+from tracker.prediction.cluster_remap import Change, History, carried, carried_weights, dense
+from tracker.prediction.report_join import Pairing
+from tracker.prediction.report_parsing import Blocks, Outcome, Packed, Profile, outcome_of, profile_of
+from tracker.prediction.row_cache import Rows, cell
+from tracker.prediction.source_weights import Trust
+from tracker.prediction.token_table import TokenTable
 
 HALF = 64.0
 """Computed tokens at which an observed signature counts half."""

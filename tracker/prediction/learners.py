@@ -12,11 +12,11 @@ import numpy as np
 
 from fleet.events import ClusterPopularity, ClustersPublished, RequestProfile, RequestsFinished, RequestsProfiled, SourceQuality, TablesPublished
 from fleet.signatures import ClusterModel, unpack
-from tracker.clusters import Clusters
+from tracker.clustering.online_clusters import Clusters
+from tracker.clustering.refit import Fitted, Refit
 from tracker.config import TrackerConfig
-from tracker.learning import Learning
-from tracker.noise import divergence_by_layer
-from tracker.refit import Fitted, Refit
+from tracker.drift.sampling_noise import divergence_by_layer
+from tracker.prediction.model_learner import Learning
 
 MODEL = "model"
 SAMPLE = "sample"

@@ -6,7 +6,7 @@ share a domain, its layers agree, it lasts many reports, and few requests fall i
 
 1. The mean divergence of noise alone falls as 1 / n. n is the effective number of tokens of the difference fast - slow:
    1/n = sum over tokens of (w_fast / W_fast - w_slow / W_slow)^2 (Kish 1965, design effect). It follows the rate of traffic at
-   once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.noise`). Tokens
+   once; what is left, the noise n * divergence, depends on the kind of traffic alone and is learnt (`tracker.drift.sampling_noise`). Tokens
    that come all at once, many more than usual, are mostly those of a single large request, and count for no more than the usual.
 2. It is learnt some time after it was seen, and never when a shift came meanwhile, so that a slow onset does not hide itself.
 3. At `shift_sigmas` = 4.5 three independent looks in a million would exceed the threshold, were the theory exact.
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracker.config import TrackerConfig
-from tracker.noise import SAMPLES, Noise, Table, array, divergence_by_layer, numbers
+from tracker.drift.sampling_noise import SAMPLES, Noise, Table, array, divergence_by_layer, numbers
 
 LUMP_SECONDS = 0.25
 """Counts that arrive within this time are weighed as one."""

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from fleet.events import CountsImported, DemandPublished, EngineJoined, ExpertsActivated, ProfilePublished, RankPopularity
 from fleet.popularity import ExpertTable, profile
+from tracker.activity.decay_window import FAST, SLOW, Report, Table, Window
+from tracker.activity.local_supply import Supply
+from tracker.activity.report_gaps import Gaps
+from tracker.activity.report_validation import Fault, Refused, checked_counts
 from tracker.config import TrackerConfig
-from tracker.gaps import Gaps
-from tracker.mismatch import Supply
-from tracker.refusals import Fault, Refused, checked_counts
-from tracker.window import FAST, SLOW, Report, Table, Window
 
 DEPARTED = 4096
 """Workers that left and are remembered, so that a late report does not bring them back."""

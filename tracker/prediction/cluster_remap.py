@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.signatures import NAMED, ClusterModel
-from tracker.clusters import Merge, Split
-from tracker.reports import Packed
+from tracker.clustering.online_clusters import Merge, Split
+from tracker.prediction.report_parsing import Packed
 
 MOST_CHANGES = 128
 """Structural changes that are remembered; signatures from before are refused."""

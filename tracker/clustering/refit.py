@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.signatures import LEAST, ClusterModel
-from tracker.mixture import DOUBTFUL, Requests, apart, likeliest, neighbours, settle, sharpest, split
-from tracker.reservoir import Sample, counts
+from tracker.clustering.mixture_fit import DOUBTFUL, Requests, apart, likeliest, neighbours, settle, sharpest, split
+from tracker.clustering.reservoir import Sample, counts
 
 ROUNDS = 6
 """Times that clusters are split in one refinement, at most."""

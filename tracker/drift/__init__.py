@@ -1,0 +1,1 @@
+"""Drift of demand: told apart from sampling noise. Pure."""

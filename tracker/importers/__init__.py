@@ -1,0 +1,1 @@
+"""Expert loads from files of other systems. Pure: bytes in, arrays out."""
