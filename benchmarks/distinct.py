@@ -17,7 +17,7 @@ import typer
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from deploy.demo_model import checkpoint_path
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.runner import Forward, Runner, Work
+from engine_adapter.embedded.model_runner import Forward, Runner, Work
 from fleet.placement import linear
 
 SEQUENCES = (2, 4, 8, 16, 32)

@@ -27,12 +27,12 @@ from benchmarks.rig.processes import ROOT
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from deploy.demo_model import checkpoint_path
 from deploy.process import alongside
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded import stepping
+from engine_adapter.embedded import step_loop
+from engine_adapter.embedded.dispatch_stats import SentLog, Step
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.sent import SentLog, Step
 from engine_adapter.engine import Sent
-from engine_adapter.rank.answers import GenerationRequest
 
 WINDOW_STEPS = 32
 LEAST_WINDOWS = 12
@@ -103,7 +103,7 @@ async def serve(folder: Path, rank: int, ranks: int, sequences: int, prompt: int
         made.append(Switched(number, layers=layers, top_k=top_k))
         return made[0]
 
-    setattr(stepping, "SentLog", switched)  # noqa: B010 it is another class, of the same use
+    setattr(step_loop, "SentLog", switched)  # noqa: B010 it is another class, of the same use
     slots = None if ranks == 1 else 32 // ranks + SLOTS_TO_SPARE
     engine = EmbeddedEngine(EmbeddedConfig(checkpoint=checkpoint_path(), ranks=ranks, slots_per_rank=slots, kv_blocks=1024, threads=1), rank, folder)
     async with AsyncExitStack() as stack:

@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
 from bus.memory import MemoryBroker
-from engine_adapter.rank.kv_cache import BlockTable, KvCache, identify
+from engine_adapter.batching.kv_cache import BlockTable, KvCache, identify
 from fleet.blocks import salted_seed
 from fleet.events import Capabilities, EngineJoined, KvEvent, RoutedKvEvent
 from fleet.timing import EngineSpeed

@@ -33,9 +33,9 @@ from benchmarks.rig.report_publisher import report
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.natsd import answers, binary
+from engine_adapter.batching.kv_cache import identify
+from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest
-from engine_adapter.rank.kv_cache import identify
-from engine_adapter.signatures import request_profiles
 from fleet.events import RequestOutcome, RequestProfile
 from fleet.placement import linear
 from fleet.prediction import MOST_TOKENS, Query, Tables, predict

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.raw_nixl import RawLoop
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median
-from engine_adapter.checksums import checksums
 from engine_adapter.config import TransferConfig
-from engine_adapter.transfer import Pull, Transfer
-from engine_adapter.transfer.cells import MappedCells, laid_out
+from engine_adapter.transfer.checksums import checksums
+from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from engine_adapter.transfer.nixl import NixlTransfer
-from engine_adapter.transfer.reading import own_address
-from engine_adapter.transfer.shared import SharedTransfer
+from engine_adapter.transfer.port import Pull, Transfer
+from engine_adapter.transfer.read_validation import own_address
+from engine_adapter.transfer.shared_memory import SharedTransfer
 from fleet.events import MemoryAddress
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from deploy.process import FINAL, print_error
 from deploy.reload import planner_settings, router_settings
 from deploy.settings import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig, TransferConfig
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.model.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig

@@ -21,7 +21,7 @@ from deploy.process import FAILURE, print_error
 from deploy.rundir import Running, home, live_runs
 from deploy.settings import WorkerConfig, read_settings
 from deploy.tls import CertificateError, ServerTls
-from engine_adapter.rank.admission import Admission, NoSecret
+from engine_adapter.serving.admission import Admission, NoSecret
 from router.config import RouterConfig
 from router.credentials import Credentials
 

@@ -47,7 +47,7 @@ from deploy.rundir import home, run_directory
 from deploy.settings import UpConfig, WorkerConfig, read_settings
 from deploy.supervise import UnitFailed
 from engine_adapter.config import AgentConfig, EmbeddedConfig
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.model.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -228,7 +228,7 @@ def worker(
 
 def _plain_worker(settings: Configuration, api_key_file: Path | None, *, url: str | None, **about: Any) -> None:
     """about: further fields of PlainConfig."""
-    from engine_adapter.openai import PlainConfig  # with its HTTP client, which no other command needs
+    from engine_adapter.openai_backend import PlainConfig  # with its HTTP client, which no other command needs
 
     if url is None:
         fail("--engine openai needs --url, e.g. --url http://127.0.0.1:8080", USAGE)

@@ -11,10 +11,10 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside, first_failure, first_of
-from engine_adapter.agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, Identity
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.openai import PlainConfig, PlainEngine
+from engine_adapter.openai_backend import PlainConfig, PlainEngine
 
 EXPECTED = (BusError, NameTaken)
 log = logging.getLogger(__name__)

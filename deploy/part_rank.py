@@ -19,17 +19,17 @@ from deploy.resuming import agree
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from deploy.tls import CertificateError
-from engine_adapter.agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.handover_agent import Staging
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.handover import Staging
-from engine_adapter.rank.admission import NoSecret
-from engine_adapter.rank.server import RankApp
+from engine_adapter.serving.admission import NoSecret
+from engine_adapter.serving.http import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
-from engine_adapter.transfer import TransferError
-from engine_adapter.transfer.agents import agent_name
-from engine_adapter.transfer.choice import open_transfers
+from engine_adapter.transfer.nixl_loader import agent_name
+from engine_adapter.transfer.port import TransferError
+from engine_adapter.transfer.selection import open_transfers
 
 EXPECTED = (BusError, EngineFailed)
 FINAL = (CertificateError, NameTaken, NoSecret, TransferError)

@@ -23,15 +23,15 @@ from deploy.resuming import last_life
 from deploy.serving import HttpFace
 from deploy.settings import WorkerConfig
 from deploy.tls import CertificateError, ServerTls
-from engine_adapter.agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.handover_agent import Staging
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.handover import Staging
-from engine_adapter.rank.admission import Admission, NoSecret
-from engine_adapter.simulated.config import SimulatedConfig
-from engine_adapter.simulated.door import SimulatedDoor
+from engine_adapter.serving.admission import Admission, NoSecret
 from engine_adapter.simulated.engine import EngineDied, SimulatedEngine
-from engine_adapter.simulated.faults import FaultOrder
+from engine_adapter.simulated.http import SimulatedDoor
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.faults import FaultOrder
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 from fleet.placement import Placement, PlacementRecord
 

@@ -6,7 +6,7 @@ import logging
 from deploy.exposure import missing_at_ranks
 from deploy.settings import WorkerConfig
 from deploy.tls import CertificateError, ServerTls
-from engine_adapter.rank.admission import Admission
+from engine_adapter.serving.admission import Admission
 
 log = logging.getLogger(__name__)
 

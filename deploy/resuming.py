@@ -10,7 +10,7 @@ from bus import Bus, BusError, Received
 from bus.subjects import Subjects
 from deploy.last_word import before_verdicts
 from engine_adapter.engine import EngineFailed
-from engine_adapter.initial import last_decided, last_is_left, leave_last
+from engine_adapter.initial_placement import last_decided, last_is_left, leave_last
 from fleet.events import MigrationStaged, PlacementCommitted
 from fleet.handover import Conducting
 from fleet.placement import PlacementRecord

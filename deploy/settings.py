@@ -10,7 +10,7 @@ from bus.subjects import check_token
 from deploy.config import Configuration, Key, load
 from deploy.spans import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.simulated.model.config import SimulatedConfig
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig

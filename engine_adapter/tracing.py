@@ -8,7 +8,7 @@ are made after the fact, from the moments the step thread noted anyway, so that 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from engine_adapter.rank.answers import Outcome
+from engine_adapter.serving.generation import Outcome
 
 Attributes = dict[str, str | int]
 

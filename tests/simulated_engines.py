@@ -16,10 +16,10 @@ from bus import Bus
 from bus.subjects import Subjects
 from deploy.doors import listen, url_of
 from deploy.part_simulated import OPEN, Host, hosted, nodes
-from engine_adapter.agent import Identity
+from engine_adapter.agent.engine_agent import Identity
 from engine_adapter.config import AgentConfig
-from engine_adapter.rank.admission import Admission
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.serving.admission import Admission
+from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.placement import Placement
 
 AGENT = AgentConfig(heartbeat_seconds=0.2, facts_seconds=0.02, lease_seconds=0.6, load_seconds=0.2, experts_seconds=0.2)

@@ -25,16 +25,16 @@ from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.demo_model import checkpoint_path
 from deploy.process import alongside, until_ready
-from engine_adapter.agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.handover_agent import Staging
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.machine import Machine, MovableExperts, build_machine
-from engine_adapter.embedded.runner import Forward, Prepared, Work
+from engine_adapter.embedded.model_runner import Forward, Prepared, Work
+from engine_adapter.embedded.setup import Machine, MovableExperts, build_machine
 from engine_adapter.engine import ExpertMemory
-from engine_adapter.handover import Staging
-from engine_adapter.rank.answers import GenerationRequest
-from engine_adapter.transfer.agents import agent_name
-from engine_adapter.transfer.choice import open_transfers
+from engine_adapter.transfer.nixl_loader import agent_name
+from engine_adapter.transfer.selection import open_transfers
 from fleet.placement import Placement
 
 PROMPT = 8

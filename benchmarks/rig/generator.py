@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from deploy.demo_model import checkpoint_path
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.rank.answers import GenerationRequest
 
 Prompts = list[list[int]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from engine_adapter.engine import ExpertMemory
-from engine_adapter.transfer.agents import load_nixl
+from engine_adapter.transfer.nixl_loader import load_nixl
 from fleet.events import MemoryAddress
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.alignment import aligned
 from benchmarks.rig.traffic import Request
+from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest
-from engine_adapter.signatures import request_profiles
 from fleet.blocks import BLOCK_SIZE
 from fleet.events import KvBlock, RequestOutcome, RequestProfile
 from fleet.prediction import Prediction, Query, Tables, predict

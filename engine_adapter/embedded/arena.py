@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint, ExpertWeights
 from engine_adapter.engine import CellTensor
-from engine_adapter.transfer.cells import mapped
+from engine_adapter.transfer.mapped_memory import mapped
 from fleet.experts import ModelShape
 from fleet.placement import EMPTY, Placement
 

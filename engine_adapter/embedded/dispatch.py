@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_adapter.embedded.lockstep import RankGroup, bytes_of
+from engine_adapter.embedded.step_sync import RankGroup, bytes_of
 from fleet.dispatch import Chooser
 from fleet.placement import Placement
 

@@ -14,17 +14,18 @@ from typing import Any
 
 import xxhash
 
+from engine_adapter.batching.kv_cache import identify
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.routed_experts import RoutedTrace
+from engine_adapter.batching.scheduler import Generation, Overloaded
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.experts import RankExperts
-from engine_adapter.embedded.machine import Machine, MachineBuilder, build_machine
-from engine_adapter.embedded.stepping import PeerLeft, Report, Seat, StepLoop
+from engine_adapter.embedded.expert_handover import RankExperts
+from engine_adapter.embedded.setup import Machine, MachineBuilder, build_machine
+from engine_adapter.embedded.step_loop import PeerLeft, Report, Seat, StepLoop
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts
-from engine_adapter.rank.answers import Answer, Delta, GenerationRequest, Moments, Outcome
-from engine_adapter.rank.facts import FactLog
-from engine_adapter.rank.kv_cache import identify
-from engine_adapter.rank.routed import RoutedTrace
-from engine_adapter.rank.scheduler import Generation, Overloaded
-from engine_adapter.rank.text import CheckpointTokenizer, TextStream
+from engine_adapter.serving.detokenizer import CheckpointTokenizer, TextStream
+from engine_adapter.serving.fact_log import FactLog
+from engine_adapter.serving.generation import Answer, Delta, Moments, Outcome
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement

@@ -16,18 +16,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine_adapter.engine import EngineFailed
-from engine_adapter.initial import fitting, initial
-from engine_adapter.rank.facts import DecodeSteps
-from engine_adapter.simulated.config import PLACEMENTS, SimulatedConfig
-from engine_adapter.simulated.demand import Tastes, place
-from engine_adapter.simulated.faults import FaultOrder, Faults
-from engine_adapter.simulated.flipping import Flipping
-from engine_adapter.simulated.links import Links
-from engine_adapter.simulated.pace import Plan, seconds, tokens_of_row
-from engine_adapter.simulated.ranks import SimulatedRank
-from engine_adapter.simulated.routes import Routes, Traffic
-from engine_adapter.simulated.sums import Sums
-from engine_adapter.simulated.words import WordTokenizer
+from engine_adapter.initial_placement import fitting, initial
+from engine_adapter.serving.fact_log import DecodeSteps
+from engine_adapter.simulated.handover import Flipping
+from engine_adapter.simulated.link_model import Links
+from engine_adapter.simulated.model.config import PLACEMENTS, SimulatedConfig
+from engine_adapter.simulated.model.dispatch_model import Routes, Traffic
+from engine_adapter.simulated.model.faults import FaultOrder, Faults
+from engine_adapter.simulated.model.routing_model import Tastes, place
+from engine_adapter.simulated.model.step_time import Plan, seconds, tokens_of_row
+from engine_adapter.simulated.model.step_totals import Sums
+from engine_adapter.simulated.model.text import WordTokenizer
+from engine_adapter.simulated.rank import SimulatedRank
 from fleet.placement import Placement, PlacementRecord
 
 _CLOCK_SECONDS = 1e-4

@@ -19,10 +19,10 @@ import numpy as np
 
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
-from engine_adapter.transfer import AddressRefused, PeerGone, Pull, Pulled, TransferError
-from engine_adapter.transfer.agents import Nixl, NixlMissing, load_nixl
-from engine_adapter.transfer.reading import own_address, refuse
-from engine_adapter.transfer.worker import Part, Worker
+from engine_adapter.transfer.nixl_loader import Nixl, NixlMissing, load_nixl
+from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.read_validation import own_address, refuse
+from engine_adapter.transfer.reader_thread import Part, Worker
 from fleet.events import MemoryAddress
 
 _GREETING_BYTES = 4096

@@ -16,7 +16,7 @@ from bus.redaction import without_secrets
 from bus.subjects import Subjects
 from deploy.process import WithoutSecrets
 from deploy.settings import read_settings
-from engine_adapter.openai import PlainConfig
+from engine_adapter.openai_backend import PlainConfig
 from router.config import RouterConfig
 
 SECRET = "s3cr3t"

@@ -13,19 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_adapter.batching import kv_cache
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.sampling import Sampling
+from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.machine import build_machine
-from engine_adapter.embedded.runner import Runner
+from engine_adapter.embedded.model_runner import Runner
+from engine_adapter.embedded.setup import build_machine
 from engine_adapter.engine import EngineFailed, Facts
-from engine_adapter.rank import kv_cache
-from engine_adapter.rank.answers import Answer, Delta, GenerationRequest
-from engine_adapter.rank.sampling import Sampling
-from engine_adapter.rank.scheduler import Overloaded
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.serving.generation import Answer, Delta
 from engine_adapter.simulated.engine import SimulatedEngine
-from engine_adapter.simulated.faults import FaultOrder
-from engine_adapter.simulated.ranks import SimulatedRank
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.faults import FaultOrder
+from engine_adapter.simulated.rank import SimulatedRank
 from fleet.blocks import local_hashes, salted_seed, sequence_hashes
 from fleet.events import KvChange
 from fleet.placement import Placement

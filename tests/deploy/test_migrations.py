@@ -23,7 +23,7 @@ from deploy.process import SIGNALS, alongside
 from deploy.resuming import last_life
 from deploy.view_fleet import members, note_plans
 from deploy.view_migration import as_record
-from engine_adapter.rank.answers import GenerationRequest
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
 from fleet.events import (
     ApplyPlan,

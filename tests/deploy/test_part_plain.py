@@ -13,7 +13,7 @@ from bus.subjects import Subjects
 from deploy.part_plain import represent
 from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
-from engine_adapter.openai import PlainConfig
+from engine_adapter.openai_backend import PlainConfig
 from fleet.events import EngineJoined, EngineLeft
 
 SUBJECTS = Subjects()

@@ -12,7 +12,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
 from deploy.resuming import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
-from engine_adapter.initial import fitting, last_decided, leave_last, resumed
+from engine_adapter.initial_placement import fitting, last_decided, leave_last, resumed
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted, PlanJudged
 from fleet.handover import Conducting
 from fleet.layout import EP

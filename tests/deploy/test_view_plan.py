@@ -16,7 +16,7 @@ from bus.subjects import Subjects
 from deploy.commands_plan import in_bytes
 from deploy.view_placing import first_placement
 from deploy.view_plan import Asked, described, print_plan
-from engine_adapter.initial import initial
+from engine_adapter.initial_placement import initial
 from fleet.events import DescribePlan, EngineJoined, PlanDescribed
 from fleet.experts import ModelShape
 from migration.model.plan_record import Measures, MemoryPoint, PlanRecord, StepRecord

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.lockstep import Lockstep
-from engine_adapter.embedded.machine import Machine
-from engine_adapter.embedded.runner import Forward, Work
+from engine_adapter.embedded.model_runner import Forward, Work
+from engine_adapter.embedded.setup import Machine
+from engine_adapter.embedded.step_sync import Lockstep
 from fleet.experts import ModelShape
 from fleet.placement import linear
 from fleet.timing import EngineSpeed

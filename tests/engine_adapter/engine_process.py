@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.machine import ForwardPass, Machine, build_machine
-from engine_adapter.embedded.runner import Forward, Work
+from engine_adapter.embedded.model_runner import Forward, Work
+from engine_adapter.embedded.setup import ForwardPass, Machine, build_machine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.rank.answers import Delta, GenerationRequest
+from engine_adapter.serving.generation import Delta
 from fleet.placement import Placement
 
 LINE_BYTES = 2**20

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.lockstep import Lockstep, LockstepError, RankGroup, StepHeader
-from engine_adapter.embedded.runner import PAGE_TOKENS, Runner, Work
+from engine_adapter.embedded.model_runner import PAGE_TOKENS, Runner, Work
+from engine_adapter.embedded.step_sync import Lockstep, LockstepError, RankGroup, StepHeader
 from fleet.placement import Placement, Split, linear
 
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
+from engine_adapter.agent.handover_agent import HandoverDesk, Staging
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription
-from engine_adapter.handover import HandoverDesk, Staging
-from engine_adapter.transfer.cells import MappedCells, laid_out
-from engine_adapter.transfer.memory import MemoryFabric, MemoryTransfer
+from engine_adapter.transfer.in_process import MemoryFabric, MemoryTransfer
+from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
 from fleet.events import AbortHandover, Capabilities, CommitHandover, DescribeHandover, ExpertCopy, HandoverDescribed, ProposeHandover
 from fleet.experts import ModelShape
 from fleet.handover import RankState

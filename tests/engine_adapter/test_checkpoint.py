@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_adapter.embedded.checkpoint import Checkpoint, CheckpointError, read_config
-from engine_adapter.embedded.runner import Runner, Work
+from engine_adapter.embedded.model_runner import Runner, Work
 from fleet.placement import linear
 
 write_tiny = runpy.run_path(str(Path(__file__).parent / "tiny_models.py"))["write_tiny"]

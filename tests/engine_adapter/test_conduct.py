@@ -10,11 +10,26 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_adapter.arrivals import MOST_SOURCES, Broken, EndLease, Landed, Late, Lease, Leased, Read, Renewed, Settled, Stop, Unleased, Verified, Verify
-from engine_adapter.conduct import Adopt, Conduct, Effect, Forget, Prepare
 from engine_adapter.config import TransferConfig
-from engine_adapter.proposal import LONGEST_SECONDS, Fault
-from engine_adapter.residency import Residency
+from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.inbound_copies import (
+    MOST_SOURCES,
+    Broken,
+    EndLease,
+    Landed,
+    Late,
+    Lease,
+    Leased,
+    Read,
+    Renewed,
+    Settled,
+    Stop,
+    Unleased,
+    Verified,
+    Verify,
+)
+from engine_adapter.handover.proposal_check import LONGEST_SECONDS, Fault
+from engine_adapter.handover.rank_protocol import Adopt, Conduct, Effect, Forget, Prepare
 from fleet.events import AbortHandover, CommitHandover, ExpertCopy, ExpertsLeased, MemoryAddress, ProposeHandover
 from fleet.handover import Cell, RankState, Verdict
 from fleet.placement import EMPTY, Placement

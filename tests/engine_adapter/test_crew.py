@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.embedded.crew import Crew, share
+from engine_adapter.embedded.sequence_parallel import Crew, share
 
 
 @given(st.lists(st.integers(1, 300), max_size=30), st.integers(1, 4), st.integers(1, 200))

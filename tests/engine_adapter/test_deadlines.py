@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.deadlines import SLACK, Deadlines
+from engine_adapter.handover.read_deadlines import SLACK, Deadlines
 
 
 def test_before_anything_was_measured_a_read_is_given_what_a_slow_link_takes_and_the_least_at_any_rate() -> None:

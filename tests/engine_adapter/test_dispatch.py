@@ -19,7 +19,7 @@ from engine_adapter.embedded.dispatch import (
     group_by_slot,
     sent_away,
 )
-from engine_adapter.embedded.lockstep import RankGroup
+from engine_adapter.embedded.step_sync import RankGroup
 from fleet.dispatch import flows
 from fleet.placement import Placement, linear
 from tests.fleet.splits import random_split, random_table

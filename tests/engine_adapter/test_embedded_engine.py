@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.routed_experts import RoutedTrace
+from engine_adapter.batching.sampling import Sampling
+from engine_adapter.batching.scheduler import Overloaded
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EndedRequest, EngineFailed, Facts
-from engine_adapter.rank.answers import Answer, Delta, GenerationRequest
-from engine_adapter.rank.facts import FactLog
-from engine_adapter.rank.routed import RoutedTrace
-from engine_adapter.rank.sampling import Sampling
-from engine_adapter.rank.scheduler import Overloaded
+from engine_adapter.serving.fact_log import FactLog
+from engine_adapter.serving.generation import Answer, Delta
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.routings import UNKNOWN
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.sampling import Sampling
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.rank.answers import Delta, GenerationRequest
-from engine_adapter.rank.sampling import Sampling
+from engine_adapter.serving.generation import Delta
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "deploy/demo_model/checkpoint"

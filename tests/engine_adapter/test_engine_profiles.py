@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from bus import Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
-from engine_adapter.agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.rank.answers import GenerationRequest
-from engine_adapter.rank.server import RankApp
+from engine_adapter.serving.http import RankApp
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import ClustersPublished, RequestProfile, RequestsProfiled
 from fleet.signatures import PACKED, ClusterModel, pack

@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EngineFailed
-from engine_adapter.rank.answers import Ending, Moments, Outcome
-from engine_adapter.rank.routed import RoutedTrace
-from engine_adapter.rank.server import RankApp
+from engine_adapter.serving.generation import Ending, Moments, Outcome
+from engine_adapter.serving.http import RankApp
 from engine_adapter.tracing import EngineTracing, HandoverTracing
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.dispatch import SMALL_GATHER_BYTES, GlooDispatch
 from engine_adapter.embedded.engine import EmbeddedEngine
-from engine_adapter.embedded.machine import Machine, build_machine
-from engine_adapter.embedded.runner import Forward, Runner, Work
+from engine_adapter.embedded.model_runner import Forward, Runner, Work
+from engine_adapter.embedded.setup import Machine, build_machine
 from engine_adapter.engine import EngineFailed
-from engine_adapter.rank.answers import Answer, GenerationRequest
+from engine_adapter.serving.generation import Answer
 from fleet.dispatch import COVER, SPLIT
 from fleet.placement import EMPTY, Placement, Split, linear
 from fleet.timing import EngineSpeed

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_adapter.embedded.checkpoint import Checkpoint
-from engine_adapter.embedded.runner import PAGE_TOKENS, Runner, Work
+from engine_adapter.embedded.model_runner import PAGE_TOKENS, Runner, Work
 from fleet.placement import linear
 from tests.fleet.splits import random_split
 

@@ -10,7 +10,7 @@ from bus import BusError, Declined
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineFailed
-from engine_adapter.transfer.memory import Fault
+from engine_adapter.transfer.in_process import Fault
 from fleet.events import (
     CommitHandover,
     DescribeHandover,

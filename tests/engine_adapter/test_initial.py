@@ -9,11 +9,11 @@ import torch
 
 from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
-from engine_adapter.embedded.machine import build_machine
-from engine_adapter.embedded.runner import Runner, Work
-from engine_adapter.initial import initial, leave_last, read, with_slots
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.embedded.model_runner import Runner, Work
+from engine_adapter.embedded.setup import build_machine
+from engine_adapter.initial_placement import initial, leave_last, read, with_slots
 from engine_adapter.simulated.engine import SimulatedEngine
+from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.dispatch import served_by
 from fleet.placement import EMPTY, Placement, Split, even_split, linear
 from fleet.timing import EngineSpeed

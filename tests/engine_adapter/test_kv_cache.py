@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_adapter.rank.kv_cache import Block, BlockTable, Change, KvCache, identify
+from engine_adapter.batching.kv_cache import Block, BlockTable, Change, KvCache, identify
 from fleet.events import KvBlock
 
 SIZE = 4

@@ -5,7 +5,7 @@ from dynamo.llm import RadixTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.kv_mirror import KvMirror
+from engine_adapter.batching.kv_snapshot import KvMirror
 from fleet.blocks import sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored
 

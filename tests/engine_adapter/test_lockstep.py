@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.embedded.lockstep import Lockstep, LockstepError, PeerLost, PeerTimeout, RankGroup, StepHeader, StepMismatch
+from engine_adapter.embedded.step_sync import Lockstep, LockstepError, PeerLost, PeerTimeout, RankGroup, StepHeader, StepMismatch
 
 HERE = Path(__file__).parent
 FIELD = st.integers(-(2**62), 2**62)

@@ -6,10 +6,10 @@ import looptime
 import numpy as np
 import pytest
 
-from engine_adapter.transfer import Overdue, PeerGone, Pull
-from engine_adapter.transfer.cells import MappedCells, laid_out
-from engine_adapter.transfer.memory import Fault, MemoryFabric, MemoryTransfer
-from engine_adapter.transfer.reading import own_address
+from engine_adapter.transfer.in_process import Fault, MemoryFabric, MemoryTransfer
+from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
+from engine_adapter.transfer.port import Overdue, PeerGone, Pull
+from engine_adapter.transfer.read_validation import own_address
 from fleet.events import MemoryAddress
 
 pytestmark = pytest.mark.looptime

@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import GROUP_ROWS, group_by_slot
+from engine_adapter.embedded.model_runner import Runner
 from engine_adapter.embedded.moe import GroupedMatrices, NonEmpty, route
-from engine_adapter.embedded.runner import Runner
 from fleet.placement import linear
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from engine_adapter.engine import EngineFailed
-from engine_adapter.openai import PlainConfig, PlainEngine
+from engine_adapter.openai_backend import PlainConfig, PlainEngine
 from fleet.events import Capabilities
 
 

@@ -14,13 +14,13 @@ import pytest
 from bus import Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
 from bus.subjects import Subjects
-from engine_adapter import profiling
-from engine_adapter.clusters import ClusterFeed
+from engine_adapter.batching.kv_cache import identify
+from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
-from engine_adapter.profiling import Allowance, Profiling
-from engine_adapter.rank.kv_cache import identify
-from engine_adapter.signatures import request_profiles
+from engine_adapter.reporting import request_profiles as profile_reports
+from engine_adapter.reporting.cluster_subscriber import ClusterFeed
+from engine_adapter.reporting.request_profiles import Allowance, Profiling
 from fleet.events import Capabilities, ClustersPublished, DescribeClusters, RequestProfile, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.placement import Placement, linear
@@ -252,7 +252,7 @@ async def test_only_some_requests_carry_their_counts(broker: MemoryBroker) -> No
 
 
 async def test_large_batches_are_several_messages_in_order(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(profile_reports, "MESSAGE_BYTES", 1000)
     async with tracking(broker, clusters()), MemoryBus(broker).subscribe(SUBJECTS.requests_profiled()) as heard, running(broker) as profiles:
         await known(profiles, heard)
         profiles.take([ended(str(at)) for at in range(40)], 0, HERE)

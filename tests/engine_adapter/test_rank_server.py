@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import uvicorn
 
-from engine_adapter.rank.admission import Admission
-from engine_adapter.rank.answers import GenerationRequest
-from engine_adapter.rank.server import MOST_BODY_BYTES, RankApp
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.serving.admission import Admission
+from engine_adapter.serving.http import MOST_BODY_BYTES, RankApp
 from fleet.completions import Completion
 
 Starter = Callable[..., AbstractAsyncContextManager[Any]]

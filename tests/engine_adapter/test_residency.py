@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
-from engine_adapter.residency import MOST_LEASES, Inconsistent, Lease, LeaseRefused, NoRoom, Residency
+from engine_adapter.handover.cell_table import MOST_LEASES, Inconsistent, Lease, LeaseRefused, NoRoom, Residency
 from fleet.handover import Cell, IllegalMove
 from fleet.placement import EMPTY
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from engine_adapter.embedded.attention import Span, plan_attention
 from engine_adapter.embedded.checkpoint import Checkpoint
 from engine_adapter.embedded.dispatch import CapacityError
-from engine_adapter.embedded.runner import Runner, Work, WorkError
+from engine_adapter.embedded.model_runner import Runner, Work, WorkError
 from fleet.placement import linear
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.rank.sampling import GREEDY, Draw, Sampling, logprobs, probabilities, sample, uniform
+from engine_adapter.batching.sampling import GREEDY, Draw, Sampling, logprobs, probabilities, sample, uniform
 
 wishes = st.builds(
     Sampling,

@@ -9,8 +9,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.rank.kv_cache import KvCache
-from engine_adapter.rank.scheduler import Generation, Overloaded, Scheduler, Slice
+from engine_adapter.batching.kv_cache import KvCache
+from engine_adapter.batching.scheduler import Generation, Overloaded, Scheduler, Slice
 
 SIZE = 4
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.embedded import sent
-from engine_adapter.embedded.sent import SentLog, Step
+from engine_adapter.embedded import dispatch_stats
+from engine_adapter.embedded.dispatch_stats import SentLog, Step
 from engine_adapter.engine import balance
 
 FIELDS = ("remote_ranks", "local", "served", "balance")
@@ -90,13 +90,13 @@ def test_steps_of_two_epochs_are_never_counted_together(data: st.DataObject) -> 
 
 
 def test_what_nobody_takes_is_bounded_in_steps_and_epochs_and_loses_nothing_of_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent, "KEPT_STEPS", 8)
+    monkeypatch.setattr(dispatch_stats, "KEPT_STEPS", 8)
     log, step = SentLog(0, layers=1, top_k=1), Step(0.5, [1, 0], [np.array([[1]])])
-    for epoch in range(sent.MOST_EPOCHS + 4):
+    for epoch in range(dispatch_stats.MOST_EPOCHS + 4):
         for _ in range(20):
             log.add(epoch, step)
     taken = log.take()
-    assert [one.epoch for one in taken] == list(range(4, sent.MOST_EPOCHS + 4))
+    assert [one.epoch for one in taken] == list(range(4, dispatch_stats.MOST_EPOCHS + 4))
     assert {(one.steps, one.step_seconds, one.remote_ranks[0]) for one in taken} == {(20, 10.0, 20.0)}
 
 

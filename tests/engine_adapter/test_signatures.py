@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine_adapter import signatures
+from engine_adapter.batching import profile_signatures
+from engine_adapter.batching.kv_cache import identify
+from engine_adapter.batching.profile_signatures import longest_run, pair_counts, request_profiles
+from engine_adapter.batching.routed_experts import RoutedTrace
 from engine_adapter.engine import EndedRequest
-from engine_adapter.rank.kv_cache import identify
-from engine_adapter.rank.routed import RoutedTrace
-from engine_adapter.signatures import longest_run, pair_counts, request_profiles
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.dispatch import shares
 from fleet.events import RequestProfile
@@ -106,7 +106,7 @@ def blocks_of(profile: RequestProfile) -> list[int]:
 
 @given(cases(), st.booleans(), st.sampled_from([1, 60, 1 << 18]))
 def test_a_profile_is_what_counting_token_by_token_gives(case: Case, sampled: bool, cells: int) -> None:
-    with patch.object(signatures, "CELLS", cells):
+    with patch.object(profile_signatures, "CELLS", cells):
         profiles = case.profiles(sampled=sampled)
     assert [profile.decision for profile in profiles] == [one.decision for one in case.requests]
     for ended, profile in zip(case.requests, profiles, strict=True):

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.rank.kv_cache import identify
-from engine_adapter.rank.scheduler import Generation, Slice
-from engine_adapter.simulated.config import SimulatedConfig
-from engine_adapter.simulated.demand import BUCKETS, Tastes, aligned, place
-from engine_adapter.simulated.pace import Plan, plan, seconds, tokens_of_row
-from engine_adapter.simulated.presets import PRESETS, SHAPES, speed_of
-from engine_adapter.simulated.routes import Routes
-from engine_adapter.simulated.words import END, VOCABULARY, Script, WordTokenizer
+from engine_adapter.batching.kv_cache import identify
+from engine_adapter.batching.scheduler import Generation, Slice
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.dispatch_model import Routes
+from engine_adapter.simulated.model.presets import PRESETS, SHAPES, speed_of
+from engine_adapter.simulated.model.routing_model import BUCKETS, Tastes, aligned, place
+from engine_adapter.simulated.model.step_time import Plan, plan, seconds, tokens_of_row
+from engine_adapter.simulated.model.text import END, VOCABULARY, Script, WordTokenizer
 from fleet.dispatch import loads, shares
 from fleet.placement import FULL, Placement, Split, linear
 from fleet.routings import count_pairs

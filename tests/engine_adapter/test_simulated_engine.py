@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.engine import EngineFailed, Sent
-from engine_adapter.rank.answers import Delta, GenerationRequest
-from engine_adapter.simulated.config import SimulatedConfig
+from engine_adapter.serving.generation import Delta
 from engine_adapter.simulated.engine import SimulatedEngine
-from engine_adapter.simulated.faults import FaultOrder
-from engine_adapter.simulated.ranks import SimulatedRank
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.faults import FaultOrder
+from engine_adapter.simulated.rank import SimulatedRank
 from fleet.placement import linear
 
 pytestmark = pytest.mark.looptime

@@ -13,9 +13,9 @@ import pytest
 from bus.memory import MemoryBroker, MemoryBus
 from deploy.part_simulated import Host
 from engine_adapter.engine import EngineFailed
-from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
-from engine_adapter.simulated.faults import KINDS, FaultOrder, Faults
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.faults import KINDS, FaultOrder, Faults
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics
 from tests.simulated_engines import simulated_engine
 

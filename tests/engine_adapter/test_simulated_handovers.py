@@ -5,15 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from engine_adapter.checksums import checksums
 from engine_adapter.engine import EngineFailed
-from engine_adapter.simulated.cells import SimulatedCells
-from engine_adapter.simulated.config import SimulatedConfig
 from engine_adapter.simulated.engine import SimulatedEngine
-from engine_adapter.simulated.faults import FaultOrder
-from engine_adapter.simulated.flipping import Prepared
-from engine_adapter.transfer import AddressRefused, Overdue, PeerGone, Pull
-from engine_adapter.transfer.reading import own_address
+from engine_adapter.simulated.handover import Prepared
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.faults import FaultOrder
+from engine_adapter.simulated.model.memory import SimulatedCells
+from engine_adapter.transfer.checksums import checksums
+from engine_adapter.transfer.port import AddressRefused, Overdue, PeerGone, Pull
+from engine_adapter.transfer.read_validation import own_address
 from fleet.placement import Placement
 from tests.engine_adapter.test_simulated_engine import ask, running
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.rank.text import CheckpointTokenizer, StopStrings, TextStream
+from engine_adapter.serving.detokenizer import CheckpointTokenizer, StopStrings, TextStream
 
 STOPS = ["ab", "aba", "\u00fc", "the ", "\ufffd\ufffd", "\n\n"]
 

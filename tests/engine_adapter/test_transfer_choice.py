@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from engine_adapter.config import TransferConfig
-from engine_adapter.transfer import AddressRefused, PeerGone, Pull, TransferError
-from engine_adapter.transfer.agents import NixlMissing, agent_name, load_nixl
-from engine_adapter.transfer.cells import MappedCells, laid_out
-from engine_adapter.transfer.choice import open_transfers
-from engine_adapter.transfer.reading import own_address
-from engine_adapter.transfer.shared import SharedTransfer, this_host
+from engine_adapter.transfer.mapped_memory import MappedCells, laid_out
+from engine_adapter.transfer.nixl_loader import NixlMissing, agent_name, load_nixl
+from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, TransferError
+from engine_adapter.transfer.read_validation import own_address
+from engine_adapter.transfer.selection import open_transfers
+from engine_adapter.transfer.shared_memory import SharedTransfer, this_host
 
 TENSORS = laid_out([("weights", "float32", (64, 16)), ("scales", "float32", (3,))])
 VARIANTS = ("nixl_cu12", "nixl_cu13", "nixl")

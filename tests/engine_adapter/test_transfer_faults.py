@@ -165,10 +165,11 @@ def test_without_nixl_all_else_loads_and_the_error_names_the_extra() -> None:
         "import sys, asyncio\n"
         "for name in ('nixl', 'nixl_cu12', 'nixl_cu13'): sys.modules[name] = None\n"
         "from engine_adapter.config import TransferConfig\n"
-        "from engine_adapter.transfer import TransferError, cells, choice, memory\n"
+        "from engine_adapter.transfer import in_process, mapped_memory, selection\n"
+        "from engine_adapter.transfer.port import TransferError\n"
         "assert 'torch' not in sys.modules\n"
-        "memory = cells.MappedCells(cells.laid_out([('weights', 'uint8', (8,))]), 1)\n"
-        "try: asyncio.run(choice.open_transfers(TransferConfig(way='nixl'), memory, 'a', one_machine=True))\n"
+        "memory = mapped_memory.MappedCells(mapped_memory.laid_out([('weights', 'uint8', (8,))]), 1)\n"
+        "try: asyncio.run(selection.open_transfers(TransferConfig(way='nixl'), memory, 'a', one_machine=True))\n"
         "except TransferError as error: print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=True, timeout=60)

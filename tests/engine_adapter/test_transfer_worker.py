@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.config import TransferConfig
-from engine_adapter.transfer import Overdue, PeerGone, Pull, TransferError
-from engine_adapter.transfer.pacing import Pace
-from engine_adapter.transfer.worker import Part, Worker, requests
+from engine_adapter.transfer.port import Overdue, PeerGone, Pull, TransferError
+from engine_adapter.transfer.rate_limit import Pace
+from engine_adapter.transfer.reader_thread import Part, Worker, requests
 from fleet.events import MemoryAddress
 
 CELL = 64 * 1024
@@ -249,7 +249,7 @@ async def test_nothing_is_read_after_the_end(worker: Worker) -> None:
 
 
 async def test_the_end_does_not_wait_long_for_what_hangs(script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("engine_adapter.transfer.worker._CLOSE_SECONDS", 0.02)
+    monkeypatch.setattr("engine_adapter.transfer.reader_thread._CLOSE_SECONDS", 0.02)
     worker = Worker(script, CONFIG, CELL)
     script.done.clear()
     overdue = await given_up(worker, script, address(), Pull(0, 0))

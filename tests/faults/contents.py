@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.engine import CellTensor
-from engine_adapter.transfer.cells import laid_out
+from engine_adapter.transfer.mapped_memory import laid_out
 from fleet.experts import ModelShape
 from fleet.placement import Placement
 

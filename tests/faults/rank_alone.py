@@ -25,13 +25,13 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.subjects import Subjects
 from deploy.process import alongside, first_failure, set_up_logging, until_ready
-from engine_adapter.agent import Agent, Identity
+from engine_adapter.agent.engine_agent import Agent, Identity
+from engine_adapter.agent.handover_agent import HandoverDesk, Staging
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.engine import EngineDescription, Facts, Load
-from engine_adapter.handover import HandoverDesk, Staging
-from engine_adapter.transfer.agents import agent_name
-from engine_adapter.transfer.cells import MappedCells
-from engine_adapter.transfer.choice import open_transfers
+from engine_adapter.transfer.mapped_memory import MappedCells
+from engine_adapter.transfer.nixl_loader import agent_name
+from engine_adapter.transfer.selection import open_transfers
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement, PlacementRecord

@@ -1,4 +1,5 @@
-"""The real deciding modules of both sides against each other: `migration.handover.coordinator` and `engine_adapter.conduct` (with its cells), over a network
+"""The real deciding modules of both sides against each other: `migration.handover.coordinator` and `engine_adapter.handover.rank_protocol` (with its cells),
+over a network
 that
 loses, repeats and reorders, with transfers that are late and parties that die. Everything around them is here, and deterministic from a seed.
 
@@ -12,10 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from engine_adapter.arrivals import Broken, EndLease, Landed, Late, Lease, Leased, Read, Renewed, Report, Settled, Stop, Unleased, Verified, Verify
-from engine_adapter.conduct import Adopt, Effect, Forget, Prepare
-from engine_adapter.initial import last_decided
-from engine_adapter.residency import LeaseRefused
+from engine_adapter.handover.cell_table import LeaseRefused
+from engine_adapter.handover.inbound_copies import (
+    Broken,
+    EndLease,
+    Landed,
+    Late,
+    Lease,
+    Leased,
+    Read,
+    Renewed,
+    Report,
+    Settled,
+    Stop,
+    Unleased,
+    Verified,
+    Verify,
+)
+from engine_adapter.handover.rank_protocol import Adopt, Effect, Forget, Prepare
+from engine_adapter.initial_placement import last_decided
 from fleet.events import (
     AbortHandover,
     CommitHandover,

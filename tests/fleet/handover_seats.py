@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine_adapter.arrivals import Lease
-from engine_adapter.conduct import Conduct, Prepare
 from engine_adapter.config import TransferConfig
-from engine_adapter.residency import Residency
+from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.inbound_copies import Lease
+from engine_adapter.handover.rank_protocol import Conduct, Prepare
 from fleet.events import MemoryAddress
 from fleet.placement import EMPTY, Placement
 

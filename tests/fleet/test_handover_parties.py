@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine_adapter import residency
-from engine_adapter.residency import Inconsistent, Residency
+from engine_adapter.handover import cell_table
+from engine_adapter.handover.cell_table import Inconsistent, Residency
 from fleet.events import HandoverDescribed
 from fleet.handover import CELL, Cell, CellEvent, Conducting
 from migration.config import MigrationConfig
@@ -131,7 +131,7 @@ def test_a_walk_notices_when_the_world_lacks_a_rule(world: type[World], promise:
 
 
 def _without_quarantine(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(residency, "CELL", {**CELL, (Cell.PULLING, CellEvent.OVERDUE): Cell.FREE, (Cell.FREE, CellEvent.SETTLED): Cell.FREE})
+    patch.setattr(cell_table, "CELL", {**CELL, (Cell.PULLING, CellEvent.OVERDUE): Cell.FREE, (Cell.FREE, CellEvent.SETTLED): Cell.FREE})
     patch.setattr(Residency, "settled", lambda *_: None)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_adapter.rank.admission import Admission, NoSecret
+from engine_adapter.serving.admission import Admission, NoSecret
 from fleet.shared_secret import SharedSecret
 from tests.router.houses import House, OpenHouse, until
 from tests.simulated_engines import simulated_engine

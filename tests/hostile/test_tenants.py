@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bus.memory import MemoryBus
-from engine_adapter.embedded.runner import Runner
-from engine_adapter.rank.server import RankApp
+from engine_adapter.embedded.model_runner import Runner
+from engine_adapter.serving.http import RankApp
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
 from router.decider import Decider

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.rank.text import CheckpointTokenizer
+from engine_adapter.serving.detokenizer import CheckpointTokenizer
 from fleet.completions import ApiError, Logprobs
 from fleet.events import Capabilities
 from router.answers import ChatLogprobs, token_bytes

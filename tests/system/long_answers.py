@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_adapter.simulated.words import Script, WordTokenizer
+from engine_adapter.simulated.model.text import Script, WordTokenizer
 from tests.system.crowd import Prompt
 
 DOMAINS = ("law", "code", "news", "verse")

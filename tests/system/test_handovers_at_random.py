@@ -15,7 +15,7 @@ import pytest
 from bus import BusError, BusTimeout
 from bus.memory import MemoryBus
 from engine_adapter.config import TransferConfig
-from engine_adapter.transfer.memory import Fault
+from engine_adapter.transfer.in_process import Fault
 from fleet.events import (
     DescribeHandover,
     EngineHeartbeat,

@@ -1,0 +1,255 @@
+"""Brings the batches of `engine_adapter.handover.inbound_copies` into a rank: leases from the source, reads, compares checksums, and reports what became of
+each.
+
+A read has a deadline of ours (`engine_adapter.handover.read_deadlines`), since no transfer has one; after it the read goes on, and its cells stay in
+quarantine until it
+has settled, however long that takes. A lease is renewed for as long as anything may be read under it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bus import Bus, BusError
+from bus.subjects import Subjects
+from engine_adapter.config import TransferConfig
+from engine_adapter.engine import ExpertMemory
+from engine_adapter.handover.inbound_copies import (
+    Broken,
+    Effect,
+    EndLease,
+    Landed,
+    Late,
+    Lease,
+    Leased,
+    Read,
+    Renewed,
+    Report,
+    Settled,
+    Stop,
+    Unleased,
+    Verified,
+    Verify,
+)
+from engine_adapter.handover.read_deadlines import Deadlines
+from engine_adapter.transfer.checksums import checksums, compare
+from engine_adapter.transfer.port import Overdue, PeerGone, Pull, Transfer, TransferError
+from fleet.events import EndLease as EndLeaseRequest
+from fleet.events import ExpertsLeased, LeaseExperts
+
+ANSWER_SECONDS = 2.0
+"""that another rank is given to answer"""
+RENEWALS = 3.0
+"""a lease is renewed so many times before it would run out"""
+
+Attributes = dict[str, str | int]
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None] | None"]
+"""begins a task with this name, which its owner ends; None: everything is ending"""
+log = logging.getLogger(__name__)
+
+
+class Tracing(Protocol):
+    """See `engine_adapter.tracing`."""
+
+    def stage(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str) -> None:
+        """A part of staging that ended now. began: nanoseconds of the wall clock; failure: empty where it went well."""
+        ...
+
+
+@dataclass(slots=True)
+class _Errand:
+    """What is under way for one batch."""
+
+    traceparent: str
+    renewing: "asyncio.Task[None] | None" = None
+    reading: "asyncio.Task[None] | None" = None
+
+
+class Errands:
+    """The reads of one rank. report: called with what became of them, on the event loop."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        engine: str,
+        worker_id: int,
+        rank: int,
+        memory: ExpertMemory,
+        ways: Sequence[Transfer],
+        config: TransferConfig,
+        tracing: Tracing | None,
+        report: Callable[[Report], None],
+        spawn: Spawn,
+    ) -> None:
+        self.traceparent = ""
+        """of the handover that is open"""
+        self.executor: Executor | None = None
+        """compares checksums"""
+        self._bus = bus
+        self._subjects = subjects
+        self._engine = engine
+        self._worker_id = worker_id
+        self._rank = rank
+        self._memory = memory
+        self._ways = tuple(ways)
+        self._config = config
+        self._tracing = tracing
+        self._report = report
+        self._spawn = spawn
+        self._deadlines = Deadlines(config.least_seconds, config.bytes_per_second)
+        self._errands: dict[int, _Errand] = {}
+        self._ended = False
+
+    def carry_out(self, effect: Effect) -> None:
+        """Begin what is asked for."""
+        match effect:
+            case Lease():
+                self._errands[effect.batch] = _Errand(self.traceparent)
+                self._spawn(self._lease(effect), f"rank {self._rank} asks rank {effect.source} to let it read")
+            case Read():
+                self._begin_read(effect)
+            case Stop():
+                errand = self._errands.get(effect.batch)
+                if errand is not None and errand.reading is not None:
+                    errand.reading.cancel()
+            case Verify():
+                self._spawn(self._verify(effect), f"rank {self._rank} compares checksums")
+            case EndLease():
+                self._end_lease(effect)
+
+    @property
+    def reads(self) -> "list[asyncio.Task[None]]":
+        """Under way."""
+        return [errand.reading for errand in self._errands.values() if errand.reading is not None and not errand.reading.done()]
+
+    def end(self) -> None:
+        """Everything ends: what is being read is left to the process's end, and not waited for."""
+        self._ended = True
+        for task in self.reads:
+            task.cancel()
+
+    # leases
+
+    async def _lease(self, effect: Lease) -> None:
+        try:
+            answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, effect.until - _now()))
+        except (BusError, TypeError) as error:
+            self._report(Unleased(effect.batch, f"rank {effect.source} does not let rank {self._rank} read: {error}"))
+            return
+        self._errands[effect.batch].renewing = self._spawn(self._renew(effect), f"rank {self._rank} keeps its lease of rank {effect.source}")
+        self._report(Leased(effect.batch, answer))
+
+    async def _ask_to_read(self, effect: Lease, seconds: float) -> ExpertsLeased:
+        request = LeaseExperts(
+            worker_id=self._worker_id,
+            rank=effect.source,
+            reader=self._rank,
+            handover=effect.handover,
+            experts=effect.experts,
+            seconds=self._config.lease_seconds,
+        )
+        answer = await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, seconds)
+        if not isinstance(answer, ExpertsLeased):
+            raise TypeError(f"it answered with {type(answer).__name__}")
+        return answer
+
+    async def _renew(self, effect: Lease) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_seconds / RENEWALS)
+            try:
+                answer = await self._ask_to_read(effect, min(ANSWER_SECONDS, self._config.lease_seconds / RENEWALS))
+                self._report(Renewed(effect.batch, answer.lease))
+            except (BusError, TypeError) as error:
+                log.info("rank %d reads on from rank %d, though its lease could not be renewed: %s", self._rank, effect.source, error)
+
+    def _end_lease(self, effect: EndLease) -> None:
+        """The reads have settled: the errand is over, and its source may do what it likes. Nothing depends on its hearing that: leases run out."""
+        errand = self._errands.pop(effect.batch, None)
+        if errand is not None and errand.renewing is not None:
+            errand.renewing.cancel()
+        if effect.lease:
+            self._spawn(self._let_source_go(effect), f"rank {self._rank} has read from rank {effect.source}")
+
+    async def _let_source_go(self, effect: EndLease) -> None:
+        request = EndLeaseRequest(worker_id=self._worker_id, rank=effect.source, lease=effect.lease)
+        try:
+            await self._bus.request(self._subjects.leases(self._engine, self._worker_id, effect.source), request, ANSWER_SECONDS)
+        except BusError as error:
+            log.info("rank %d could not tell rank %d that it has read; the lease will run out: %s", self._rank, effect.source, error)
+
+    # reads
+
+    def _begin_read(self, effect: Read) -> None:
+        reading = self._spawn(self._read(effect), f"rank {self._rank} reads from rank {effect.source}")
+        if reading is not None:
+            self._errands[effect.batch].reading = reading
+            reading.add_done_callback(lambda task: self._report(Settled(effect.batch)) if task.cancelled() else None)  # nothing lands: it would be Overdue
+
+    async def _read(self, effect: Read) -> None:
+        began, now = time.time_ns(), _now()
+        traceparent = self._errands[effect.batch].traceparent
+        way = next((one for one in self._ways if one.reaches(effect.address)), None)
+        if way is None:
+            known = ", ".join(one.name for one in self._ways) or "none"
+            self._report(Broken(effect.batch, f"rank {self._rank} has no way to read the memory of rank {effect.source} (ways: {known}); set transfer.way"))
+            return
+        size = len(effect.pulls) * self._memory.cell_bytes
+        seconds = min(self._deadlines.allowed(effect.source, way.name, size), effect.until - now)
+        attributes: Attributes = {"roost.source": effect.source, "roost.transfer": way.name, "roost.experts": len(effect.pulls), "roost.bytes": size}
+        try:
+            pulled = await way.pull(effect.address, [Pull(*pull) for pull in effect.pulls], max(seconds, 1e-3))
+        except TransferError as error:
+            if isinstance(error, PeerGone):
+                way.forget(effect.address)
+            self._trace(traceparent, "pull", began, attributes, str(error))
+            self._report(Broken(effect.batch, f"rank {self._rank} could not read from rank {effect.source}: {error}"))
+        except Overdue as overdue:
+            self._trace(traceparent, "pull", began, attributes, str(overdue))
+            await self._outlast(effect, overdue)
+        except Exception as error:
+            log.exception("rank %d cannot tell whether anything lands from rank %d any more: its cells stay quarantined", self._rank, effect.source)
+            self._trace(traceparent, "pull", began, attributes, str(error))
+            self._report(Late(effect.batch, f"reading by {way.name} failed in a way it never should: {error or type(error).__name__}; see the log"))
+        else:
+            self._deadlines.learn(effect.source, way.name, pulled.bytes, pulled.seconds)
+            self._trace(traceparent, "pull", began, attributes)
+            self._report(Landed(effect.batch, way.name, pulled.bytes, pulled.seconds))
+
+    async def _outlast(self, effect: Read, overdue: Overdue) -> None:
+        """Keep a late read's cells in quarantine until nothing can land in them any more."""
+        log.warning("rank %d: %s; its cells are quarantined", self._rank, overdue)
+        self._report(Late(effect.batch, f"rank {self._rank} reads from rank {effect.source}: {overdue}"))
+        if self._ended:
+            return
+        await asyncio.wait([overdue.settled])
+        log.info("rank %d: what it read from rank %d has settled", self._rank, effect.source)
+        self._report(Settled(effect.batch))
+
+    async def _verify(self, effect: Verify) -> None:
+        began = time.time_ns()
+        wrong = await asyncio.get_running_loop().run_in_executor(self.executor, self._compare, effect)
+        found = next(filter(None, wrong), "")
+        self._trace(self.traceparent, "verify", began, {"roost.source": effect.source, "roost.experts": len(effect.cells)}, found)
+        if found:
+            log.warning("rank %d: what it read from rank %d is damaged: %s", self._rank, effect.source, found)
+        self._report(Verified(effect.batch, wrong))
+
+    def _compare(self, effect: Verify) -> tuple[str, ...]:
+        """Of each cell, the tensors that are not as they were promised. On a thread."""
+        tensors = self._memory.tensors
+        pairs = zip(effect.cells, effect.promised, strict=True)
+        return tuple(", ".join(compare(tensors, promised, checksums(self._memory.cell(cell), tensors))) for cell, promised in pairs)
+
+    def _trace(self, traceparent: str, name: str, began: int, attributes: Attributes, failure: str = "") -> None:
+        if self._tracing is not None and traceparent:
+            self._tracing.stage(traceparent, name, began, attributes, failure)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

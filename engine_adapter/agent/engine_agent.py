@@ -1,0 +1,367 @@
+"""Beside one rank of an engine: says on the bus what the rank did, and, on rank 0, that the engine is there.
+
+Every rank publishes its KV events, its load, its activated experts, where its tokens were sent (`dispatching`) and what each ended request
+activated (`profiling`), each under a publisher identity of its own, answers requests for a snapshot of its KV cache, and takes part in
+handovers (`handover`). Rank 0 alone speaks membership: it claims the engine's name, records the join, beats, answers descriptions, and
+leaves. The bus may go away and come back at any time: publishing goes on (the sequence numbers show what was lost, and readers repair it
+by a snapshot), and what was promised is recorded again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+from bus import Bus, BusError, Message
+from bus.claims import NameClaim
+from bus.subjects import Subjects
+from engine_adapter.agent.handover_agent import HandoverDesk, Staging
+from engine_adapter.batching.kv_snapshot import KvMirror
+from engine_adapter.config import AgentConfig
+from engine_adapter.engine import Activations, Engine, Load
+from engine_adapter.reporting.dispatch_reports import DispatchReports
+from engine_adapter.reporting.request_profiles import Profiling
+from fleet.events import (
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    ExpertsActivated,
+    KvChange,
+    KvEvent,
+    KvMetrics,
+    KvSnapshot,
+    KvSnapshotRequested,
+    RoutedKvEvent,
+)
+from fleet.popularity import ExpertCounts
+
+log = logging.getLogger(__name__)
+SNAPSHOT_SECONDS = 0.5
+"""A snapshot of the KV cache answers everybody who asks within this time and has not missed a later message."""
+SNAPSHOT_SHARE = 20.0
+"""And within this multiple of the time that it took to make: however slow the machine is, snapshots take a twentieth of it at most."""
+_LOOK_UP_SECONDS = 300.0
+"""pause between two looks whether the join is still stored"""
+_NO_WAYS = Staging()
+"""other ranks cannot be read; enough where there are none"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this incarnation of the engine is; the launcher chooses it and tells all ranks."""
+
+    engine: str
+    worker_id: int
+    """random u64"""
+    node: str
+    urls: tuple[str, ...]
+    """base URL of each rank's HTTP face"""
+    nodes: tuple[str, ...] = ()
+    """machine of each rank; empty: all are on `node`"""
+    replaces: int | None = None
+    """worker_id of the incarnation before, when the launcher knows it to be dead"""
+
+
+class Agent:
+    """The agent of one rank. `run` speaks until it is cancelled; `joined` is set once the engine may be used."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, identity: Identity, config: AgentConfig, staging: Staging = _NO_WAYS) -> None:
+        """staging: what experts are read with, when the engine hands them over."""
+        self.joined = asyncio.Event()
+        self._bus = bus
+        self._subjects = subjects
+        self._engine = engine
+        self._about = engine.description
+        self._identity = identity
+        self._config = config
+        self._reason: str | None = "stopped"
+        self._mirror = KvMirror(self._about.kv_blocks)
+        self._event_id = 0
+        self._kv_turn = asyncio.Lock()  # a snapshot sees the mirror and the sequence number of one moment
+        self._snapshot: KvSnapshot | None = None
+        """of the last moment: many routers ask at once, and one object is encoded once (`bus.parts`)"""
+        self._tokenizer: str | None = None
+        self._load: Load | None = None
+        self._load_at = float("-inf")
+        self._activations: Activations | None = None
+        self._experts_at = float("-inf")
+        self._looked_at = float("-inf")
+        self._experts_epoch = self._epoch
+        self._kv = bus.publisher(subjects.kv_events)
+        self._metrics = bus.publisher(subjects.kv_metrics)
+        self._experts = bus.publisher(subjects.experts(identity.engine))
+        self._dispatching = DispatchReports(bus, subjects, self._about, identity.engine, identity.worker_id, config.experts_seconds)
+        self._profiling = self._make_profiling()
+        self.desk = None if engine.experts is None else HandoverDesk(bus, subjects, engine, identity.engine, identity.worker_id, staging)
+        """takes part in handovers; None: this engine's experts stay where they are"""
+
+    def _make_profiling(self) -> Profiling | None:
+        """None for an engine that says nothing of experts: nothing is listened to and nothing kept then."""
+        about, who = self._about, self._identity
+        if about.shape is None or not about.capabilities.experts:
+            return None
+        return Profiling(self._bus, self._subjects, about, about.shape, who.engine, who.worker_id, self._config, who.nodes)
+
+    def leaving(self, reason: str | None) -> None:
+        """Say why the engine will leave; goes into `EngineLeft`. None: it goes without a word, and keeps its name until the claim has run out."""
+        self._reason = reason
+
+    async def run(self) -> None:
+        """Speak until cancelled. NameTaken when another engine has this name."""
+        async with AsyncExitStack() as stack:
+            if self._about.capabilities.kv_events:
+                subject = self._subjects.kv_snapshot(self._identity.engine, self._identity.worker_id, self._about.rank)
+                await stack.enter_async_context(self._bus.serve(subject, self._answer_snapshot))
+            if self.desk is None:
+                commands = self._subjects.handover(self._identity.engine, self._identity.worker_id, self._about.rank)
+                await stack.enter_async_context(self._bus.serve(commands, self._refuse_handover))
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            if self.desk is not None:
+                tasks.create_task(self.desk.run(), name=f"handovers of rank {self._about.rank} of {self._identity.engine}")
+            tasks.create_task(self._report(), name=f"report what rank {self._about.rank} of {self._identity.engine} does")
+            if self._profiling is not None:
+                tasks.create_task(self._profiling.run(), name=f"profile what ends on rank {self._about.rank} of {self._identity.engine}")
+            if self._about.rank == 0:
+                tasks.create_task(self._membership(), name=f"keep {self._identity.engine} a member")
+            else:
+                self.joined.set()
+
+    # what every rank says
+
+    async def _report(self) -> None:
+        clock = asyncio.get_running_loop().time
+        self._experts_at = self._looked_at = clock()
+        self._dispatching.begin(self._looked_at)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(self._load_at + self._config.load_seconds, self._experts_at + self._config.experts_seconds)):
+                    await self._engine.wait_facts()
+            facts, placement, now = self._engine.take_facts(), self._engine.placement, clock()
+            await self._say_kv(facts.kv)
+            await self._say_load(facts.load, now)
+            await self._say_experts(facts.activations, 0 if placement is None else placement.epoch, now)
+            if self._about.capabilities.experts:
+                await self._dispatching.hear(facts.sent, now)
+            if self._profiling is not None and (facts.ended or facts.ended_lost):
+                self._profiling.take(facts.ended, facts.ended_lost, placement)
+            await asyncio.sleep(self._config.facts_seconds)
+
+    async def _say_kv(self, changes: tuple[KvChange | Literal["cleared"], ...]) -> None:
+        if not changes or not self._about.capabilities.kv_events:
+            return
+        forgotten = self._mirror.forgotten
+        async with self._kv_turn:
+            for change in changes:
+                self._mirror.apply(change)
+            await self._kv.publish(tuple(self._routed(change) for change in changes))
+        if self._mirror.forgotten > forgotten:
+            log.warning("rank %d stored more KV blocks than the %d it has; snapshots lack %d", self._about.rank, self._mirror.limit, self._mirror.forgotten)
+
+    def _routed(self, change: KvChange | Literal["cleared"]) -> RoutedKvEvent:
+        self._event_id += 1
+        return RoutedKvEvent(worker_id=self._identity.worker_id, event=KvEvent(event_id=self._event_id, data=change, dp_rank=self._about.rank))
+
+    async def _say_load(self, load: Load, now: float) -> None:
+        due = now - self._load_at >= self._config.load_seconds
+        if self._about.capabilities.load and (due or load != self._load):
+            await self._metrics.publish(
+                KvMetrics(
+                    worker_id=self._identity.worker_id,
+                    dp_rank=self._about.rank,
+                    active_decode_blocks=load.decode_blocks,
+                    active_prefill_tokens=load.prefill_tokens,
+                    kv_used_blocks=load.used_blocks,
+                    running=load.running,
+                    waiting=load.waiting,
+                    step_seconds=load.step_seconds,
+                )
+            )
+            due = True
+        if due:
+            self._load, self._load_at = load, now
+
+    async def _say_experts(self, new: Activations | None, epoch: int, now: float) -> None:
+        if epoch != self._experts_epoch:  # a report is of one epoch: what was counted before the flip goes without waiting
+            await self._report_experts(self._looked_at)
+            self._experts_epoch = epoch
+        if new is not None:
+            self._activations = new if self._activations is None else _sum(self._activations, new)
+        self._looked_at = now
+        if now - self._experts_at >= self._config.experts_seconds:
+            await self._report_experts(now)
+
+    async def _report_experts(self, until: float) -> None:
+        seconds = until - self._experts_at
+        if seconds <= 0:
+            return
+        activations, self._activations, self._experts_at = self._activations, None, until
+        if activations is not None and (activations.tokens or activations.cached_tokens) and self._about.capabilities.experts:
+            await self._experts.publish(
+                ExpertsActivated(
+                    engine=self._identity.engine,
+                    worker_id=self._identity.worker_id,
+                    rank=self._about.rank,
+                    model=self._about.model,
+                    epoch=self._experts_epoch,
+                    seconds=seconds,
+                    tokens=activations.tokens,
+                    cached_tokens=activations.cached_tokens,
+                    counts=ExpertCounts.of(activations.counts),
+                )
+            )
+
+    async def _refuse_handover(self, request: Message) -> Message:
+        raise ValueError(f"the experts of {self._identity.engine} stay where they are: engines of its kind take no part in handovers")
+
+    async def _answer_snapshot(self, request: Message) -> Message:
+        if not isinstance(request, KvSnapshotRequested):
+            raise TypeError(f"expected KvSnapshotRequested, got {type(request).__name__}")
+        async with self._kv_turn:
+            if self._snapshot is None or request.after is None or self._snapshot.sequence < request.after:
+                loop = asyncio.get_running_loop()
+                began = loop.time()
+                self._snapshot = self._snapshot_now()
+                seconds = max(SNAPSHOT_SECONDS, SNAPSHOT_SHARE * (loop.time() - began))
+                loop.call_later(seconds, self._forget_snapshot, self._snapshot)
+            return self._snapshot
+
+    def _snapshot_now(self) -> KvSnapshot:
+        return KvSnapshot(
+            worker_id=self._identity.worker_id,
+            rank=self._about.rank,
+            publisher_id=self._kv.publisher_id,
+            sequence=self._kv.sequence - 1,
+            events=self._mirror.snapshot(self._about.rank),
+        )
+
+    def _forget_snapshot(self, snapshot: KvSnapshot) -> None:
+        if self._snapshot is snapshot:
+            self._snapshot = None
+
+    # what rank 0 says for all
+
+    async def _membership(self) -> None:
+        who = self._identity
+        claim = NameClaim(
+            self._bus,
+            self._subjects.claim(who.engine),
+            who.engine,
+            worker_id=who.worker_id,
+            node=who.node,
+            replaces=who.replaces,
+            lease=self._config.lease_seconds,
+        )
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._leave, claim)
+            await self._patiently(claim.take)
+            await stack.enter_async_context(self._bus.serve(self._subjects.describe_engine(who.engine, who.worker_id), self._answer_description))
+            await self._patiently(self._announce)
+            self.joined.set()
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            tasks.create_task(self._beat(), name=f"heartbeat of {who.engine}")
+            tasks.create_task(self._stay(claim), name=f"keep the name {who.engine}")
+
+    async def _announce(self) -> None:
+        """Everything that is promised to stay readable: the tokenizer and the join. Idempotent."""
+        archive = self._about.tokenizer
+        self._tokenizer = None if archive is None else await self._bus.put_blob(archive)
+        await self._bus.record(self._subjects.membership(self._identity.engine), self._description())
+
+    def _description(self) -> EngineJoined:
+        about, placement = self._about, self._engine.placement
+        return EngineJoined(
+            engine=self._identity.engine,
+            worker_id=self._identity.worker_id,
+            model=about.model,
+            node=self._identity.node,
+            urls=self._identity.urls,
+            nodes=self._identity.nodes,
+            block_size=about.block_size,
+            kv_blocks=about.kv_blocks,
+            kv_block_bytes=about.kv_block_bytes,
+            max_context=about.max_context,
+            max_batch_tokens=about.max_batch_tokens,
+            layout=about.layout,
+            dispatch=about.dispatch,
+            shape=about.shape,
+            placement=None if placement is None else placement.record(),
+            tokenizer=self._tokenizer,
+            weights_digest=about.weights_digest,
+            speed=about.speed,
+            capabilities=about.capabilities,
+        )
+
+    async def _answer_description(self, request: Message) -> Message:
+        return self._description()
+
+    @property
+    def _epoch(self) -> int:
+        placement = self._engine.placement
+        return 0 if placement is None else placement.epoch
+
+    async def _beat(self) -> None:
+        publisher = self._bus.publisher(self._subjects.heartbeats(self._identity.engine))
+        while True:
+            handover = self._engine.handover_seconds
+            who = self._identity
+            await publisher.publish(EngineHeartbeat(engine=who.engine, worker_id=who.worker_id, epoch=self._epoch, handover_seconds=handover))
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _stay(self, claim: NameClaim) -> None:
+        """Hold the name; after the bus was away, or came back without its store, promise everything again; also where the join was pushed out of the log
+        by what others stored, for those who begin to read only then."""
+        away, clock = False, asyncio.get_running_loop().time
+        looked = clock()
+        while True:
+            await asyncio.sleep(self._config.heartbeat_seconds)
+            away = away or not self._bus.connected
+            if not self._bus.connected:
+                continue
+            try:
+                await claim.refresh()
+                if away or claim.restored:
+                    await self._announce()
+                    log.info("the bus is back; %s has announced itself again", self._identity.engine)
+                elif clock() - looked >= _LOOK_UP_SECONDS:
+                    looked = clock()
+                    await self._keep_announced()
+                away = False
+            except BusError as error:
+                log.warning("%s cannot reach the bus, trying again: %s", self._identity.engine, error)
+                away = True
+
+    async def _keep_announced(self) -> None:
+        """The log drops its oldest messages when it is full, whatever they say."""
+        stored = [received async for received in self._bus.replay(self._subjects.membership(self._identity.engine), latest=True, follow=False)]
+        if not stored:
+            await self._announce()
+            log.info("what was stored of %s is not stored any more; it has announced itself again", self._identity.engine)
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Try until the bus does it."""
+        while True:
+            try:
+                return await attempt()
+            except BusError as error:
+                log.warning("%s cannot join yet, trying again: %s", self._identity.engine, error)
+                await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _leave(self, claim: NameClaim) -> None:
+        """Record the leave and free the name, within a bound: the bus may be gone too."""
+        if self._reason is None:
+            return
+        try:
+            async with asyncio.timeout(self._config.farewell_seconds):
+                if self.joined.is_set():
+                    left = EngineLeft(engine=self._identity.engine, worker_id=self._identity.worker_id, reason=self._reason)
+                    await self._bus.record(self._subjects.membership(self._identity.engine), left)
+                await claim.release()
+        except (BusError, TimeoutError) as error:
+            log.warning("%s left without a word: %s", self._identity.engine, error or "the bus did not answer")
+
+
+def _sum(before: Activations, new: Activations) -> Activations:
+    return Activations(counts=before.counts + new.counts, tokens=before.tokens + new.tokens, cached_tokens=before.cached_tokens + new.cached_tokens)

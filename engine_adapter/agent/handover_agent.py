@@ -1,0 +1,346 @@
+"""The handovers of one rank, over the bus: hears the coordinator, reads experts from other ranks, lets them read its own, and says where it is.
+
+What to do is decided by `engine_adapter.handover.rank_protocol`; here it is carried out, and what became of it reported back. Two subjects are served:
+commands of the
+coordinator, and leases for the other ranks of the engine. Nothing here stops the engine: what comes from the bus is checked and refused, a read that fails
+or hangs fails its handover, and the epoch before is served on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from bus import Bus, Message
+from bus.subjects import Subjects
+from engine_adapter.agent.copy_runner import Attributes, Errands, Tracing
+from engine_adapter.agent.memory_audit import Audit
+from engine_adapter.config import TransferConfig
+from engine_adapter.engine import Adoption, Engine, EngineFailed, Experts
+from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.inbound_copies import Report
+from engine_adapter.handover.rank_protocol import Adopt, Conduct, Effect, Forget, Prepare
+from engine_adapter.transfer.checksums import checksums
+from engine_adapter.transfer.port import Transfer
+from engine_adapter.transfer.read_validation import own_address
+from fleet.events import (
+    AbortHandover,
+    CommitHandover,
+    DescribeHandover,
+    EndLease,
+    ExpertsLeased,
+    HandoverDescribed,
+    LeaseEnded,
+    LeaseExperts,
+    MemoryAddress,
+    ProposeHandover,
+)
+from fleet.handover import Verdict
+from fleet.placement import Placement
+
+TICK_SECONDS = 0.001
+"""a timer may fire a little before its time, and would find nothing to do then, again and again"""
+STOP_SECONDS = 0.25
+"""that an abort waits for what it stopped, so that its room is back when the next proposal comes"""
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """What a rank brings experts in with."""
+
+    ways: tuple[Transfer, ...] = ()
+    """how other ranks' memory can be read, the best first; they belong to the caller, who closes them after the rank's agent has ended"""
+    config: TransferConfig = field(default_factory=TransferConfig)
+    tracing: Tracing | None = None
+    executor: Executor | None = None
+    """compares checksums; None: a thread of its own, that yields to those that compute"""
+
+
+class HandoverDesk:
+    """Of one rank. `run` serves until it is cancelled."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, engine: Engine, name: str, worker_id: int, staging: Staging) -> None:
+        """name: the engine's. ValueError for an engine whose experts stay where they are."""
+        if engine.experts is None or engine.placement is None:
+            raise ValueError("this engine's experts stay where they are: it takes no part in handovers")
+        self._experts: Experts = engine.experts
+        self._bus = bus
+        self._subjects = subjects
+        self._name = name
+        self._worker_id = worker_id
+        self._rank = engine.description.rank
+        self._ranks = engine.description.ranks
+        self._ways = staging.ways
+        self._config = staging.config
+        self._tracing = staging.tracing
+        self._executor = staging.executor
+        self._memory = self._experts.memory
+        self._own = own_address(self._memory)
+        self._slots = engine.placement.slots_per_rank
+        residency = Residency(engine.placement.on_rank(self._rank), self._experts.cells, self._memory.cells)
+        self.conduct = Conduct(
+            worker_id=worker_id, rank=self._rank, placement=engine.placement, residency=residency, tensors=len(self._memory.tensors), config=staging.config
+        )
+        self._publisher = bus.publisher(subjects.handovers(name))
+        self._told: HandoverDescribed | None = None
+        self._changed = asyncio.Event()
+        self._sealed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._errands = Errands(
+            bus,
+            subjects,
+            engine=name,
+            worker_id=worker_id,
+            rank=self._rank,
+            memory=self._memory,
+            ways=staging.ways,
+            config=staging.config,
+            tracing=staging.tracing,
+            report=self._report,
+            spawn=self._spawn,
+        )
+        self._preparing: asyncio.Task[None] | None = None
+        self._adoption: Adoption | None = None
+        self._helping = False
+
+    async def run(self) -> None:
+        """Serve until cancelled. EngineFailed, in a group, when the memory of an expert was changed from outside."""
+        async with AsyncExitStack() as stack:
+            if self._executor is None:
+                threads = ThreadPoolExecutor(1, f"checksums-{self._rank}", _yielding, (self._config.niceness,))
+                self._executor = threads
+                stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+            self._errands.executor = self._executor
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            self._tasks = tasks
+            stack.callback(self._end)
+            tasks.create_task(self._seal(), name=f"checksums of what rank {self._rank} serves")
+            await stack.enter_async_context(self._bus.serve(self._subjects.handover(self._name, self._worker_id, self._rank), self._command))
+            await stack.enter_async_context(self._bus.serve(self._subjects.leases(self._name, self._worker_id, self._rank), self._answer_reader))
+            await self._keep()
+
+    def _end(self) -> None:
+        self._tasks = None
+        self._errands.end()
+
+    async def _seal(self) -> None:
+        """Find the checksums of all that was loaded; until then nobody may read it. Then compare them with what is served, until cancelled.
+        EngineFailed when that is something else."""
+        residency, tensors = self.conduct.residency, self._memory.tensors
+        for resident in tuple(residency.residents()):
+            residency.seal(resident, await self._aside(checksums, self._memory.cell(resident.cell), tensors))
+        self._sealed.set()
+        if self._config.audit_seconds:
+            await Audit(residency, self._memory, self._config.audit_seconds, self._aside).run()
+
+    async def _keep(self) -> None:
+        """Let time pass, and say on the bus whenever something changed."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            self.conduct.tick(clock())
+            self._carry_out()
+            self._help()
+            await self._say(clock())
+            wakes = self.conduct.wakes
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(None if wakes == float("inf") else wakes + TICK_SECONDS):
+                    await self._changed.wait()
+            self._changed.clear()
+
+    async def _say(self, now: float) -> None:
+        described = self.conduct.describe(now)
+        steady = msgspec.structs.replace(described, seconds=0.0, oldest_seconds=0.0)
+        if steady == self._told:
+            return
+        self._told = steady
+        if self.conduct.at_rest:
+            self.conduct.residency.check_integrity()
+        await self._publisher.publish(described)
+
+    # what the coordinator says
+
+    async def _command(self, request: Message) -> Message:
+        match request:
+            case ProposeHandover():
+                self._addressed(request.worker_id, request.rank)
+                verdict = await self._propose(request)
+            case CommitHandover():
+                self._addressed(request.worker_id, request.rank)
+                verdict = self.conduct.commit(request)
+                self._happened()
+            case AbortHandover():
+                self._addressed(request.worker_id, request.rank)
+                verdict = await self._abort(request)
+            case DescribeHandover():
+                self._addressed(request.worker_id, request.rank)
+                self.conduct.asked(request.token)
+                return self.conduct.describe(self._now())
+            case _:
+                raise TypeError(f"expected a command about handovers, got {type(request).__name__}")
+        return self.conduct.describe(self._now(), verdict)
+
+    def _addressed(self, worker_id: int, rank: int) -> None:
+        if (worker_id, rank) != (self._worker_id, self._rank):
+            raise ValueError(f"this is rank {self._rank} of worker {self._worker_id}, not rank {rank} of worker {worker_id}")
+
+    async def _propose(self, command: ProposeHandover) -> Verdict:
+        placement: Placement | str = ""
+        if self.conduct.heed(command) is Verdict.TAKE:  # a large table takes milliseconds to check
+            placement = await self._aside(_read_placement, command)
+        verdict = self.conduct.propose(command, placement, self._now())
+        if verdict is Verdict.TAKE:
+            self._errands.traceparent = command.traceparent
+            log.info("rank %d stages handover %d to epoch %d (plan %s)", self._rank, command.handover, command.placement.epoch, command.plan)
+        self._happened()
+        return verdict
+
+    async def _abort(self, command: AbortHandover) -> Verdict:
+        verdict = self.conduct.abort(command, self._now())
+        if verdict is Verdict.TAKE:
+            log.info("rank %d gives handover %d up: %s", self._rank, command.handover, command.reason)
+        self._happened()
+        if verdict is Verdict.TAKE and self._errands.reads:
+            await asyncio.wait(self._errands.reads, timeout=STOP_SECONDS)
+        return verdict
+
+    # what other ranks say
+
+    async def _answer_reader(self, request: Message) -> Message:
+        if isinstance(request, EndLease):
+            self._addressed(request.worker_id, request.rank)
+            self.conduct.residency.end(request.lease, self._now())
+            self._happened()
+            return LeaseEnded(worker_id=self._worker_id, rank=self._rank, lease=request.lease)
+        if not isinstance(request, LeaseExperts):
+            raise TypeError(f"expected LeaseExperts or EndLease, got {type(request).__name__}")
+        self._addressed(request.worker_id, request.rank)
+        await self._sealed.wait()
+        return self._lease_out(request)
+
+    def _lease_out(self, request: LeaseExperts) -> ExpertsLeased:
+        if not 0 <= request.reader < self._ranks or request.reader == self._rank:
+            raise ValueError(f"rank {request.reader} asks to read rank {self._rank}; this engine has ranks 0 to {self._ranks - 1}")
+        if not request.seconds > 0:
+            raise ValueError(f"a lease for {request.seconds} s: use more than 0")
+        first = self._rank * self._slots
+        experts = [(layer, slot - first, expert) for layer, slot, expert in request.experts]
+        seconds = min(request.seconds, self._config.lease_seconds)
+        lease = self.conduct.residency.lease(request.reader, request.handover, experts, seconds, self._now())
+        self._help()
+        self._happened()
+        return ExpertsLeased(
+            worker_id=self._worker_id, rank=self._rank, lease=lease.number, memory=self._address(), cells=lease.cells, checksums=lease.checksums
+        )
+
+    def _address(self) -> MemoryAddress:
+        address = self._own
+        for way in self._ways:
+            address = way.address(address)
+        return address
+
+    def _help(self) -> None:
+        """Whoever reads here may need our help for it."""
+        active = self.conduct.residency.leases > 0
+        if active != self._helping:
+            self._helping = active
+            for way in self._ways:
+                way.busy(active)
+
+    # carrying out
+
+    def _happened(self) -> None:
+        self._carry_out()
+        self._changed.set()
+
+    def _report(self, report: Report) -> None:
+        self.conduct.take(report, self._now())
+        self._happened()
+
+    def _carry_out(self) -> None:
+        if self._tasks is None:
+            return
+        for effect in self.conduct.drain():
+            self._do(effect)
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Prepare():
+                self._preparing = self._spawn(self._prepare(effect), f"rank {self._rank} prepares handover {effect.handover}")
+            case Adopt():
+                self._spawn(self._adopt(effect), f"rank {self._rank} adopts handover {effect.handover}")
+            case Forget():
+                self._adoption = None
+                if self._preparing is not None:
+                    self._preparing.cancel()
+            case _:
+                self._errands.carry_out(effect)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None] | None":
+        if self._tasks is None:
+            work.close()
+            return None
+        return self._tasks.create_task(work, name=name)
+
+    async def _prepare(self, effect: Prepare) -> None:
+        began = time.time_ns()
+        try:
+            adoption = await self._experts.prepare(effect.placement, effect.cells)
+        except Exception as error:  # an engine fails in ways of its own; the epoch before is served on
+            log.warning("rank %d cannot prepare handover %d", self._rank, effect.handover, exc_info=True)
+            self._trace("prepare", began, {}, str(error))
+            self.conduct.unprepared(effect.handover, f"the engine of rank {self._rank} could not prepare: {error or type(error).__name__}", self._now())
+        else:
+            self._trace("prepare", began, {"roost.epoch": effect.placement.epoch})
+            if self.conduct.prepared(effect.handover):
+                self._adoption = adoption
+        self._happened()
+
+    async def _adopt(self, effect: Adopt) -> None:
+        assert self._adoption is not None
+        try:
+            await self._experts.adopt(self._adoption)
+        except EngineFailed as error:
+            log.warning("rank %d ends before handover %d is adopted: %s", self._rank, effect.handover, error)
+            return
+        self._adoption = None
+        self.conduct.adopted(self._now())
+        log.info("rank %d serves epoch %d (handover %d)", self._rank, self.conduct.standing.served, effect.handover)
+        self._happened()
+
+    # small things
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _aside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+
+    def _trace(self, name: str, began: int, attributes: Attributes, failure: str = "") -> None:
+        if self._tracing is not None and self._errands.traceparent:
+            self._tracing.stage(self._errands.traceparent, name, began, attributes, failure)
+
+
+def _read_placement(command: ProposeHandover) -> Placement | str:
+    """The placement of a proposal, or what is wrong with it."""
+    try:
+        return Placement.from_record(command.placement)
+    except ValueError as error:
+        return str(error)
+
+
+def _yielding(niceness: int) -> None:
+    """Let the threads that compute go first."""
+    if niceness:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -1,0 +1,119 @@
+"""What a rank's HTTP face accepts: bytes to `RankRequest` to `GenerationRequest`, each refusal naming the field and the remedy. Pure."""
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from engine_adapter.batching.sampling import GREEDY, Sampling
+from fleet.completions import ApiError, RankRequest, context_exceeded
+
+MOST_STOPS = 4
+MOST_LOGPROBS = 20
+MOST_SALT = 1024
+"""characters of `cache_salt`"""
+HOTTEST = 2.0
+DEFAULT_MAX_TOKENS = 16
+"""`max_tokens` of a request that states none, or states this: it is clipped to the context instead of refused"""
+
+_DECODER = msgspec.json.Decoder(RankRequest)
+_PLACE = re.compile(r" - at `\$\.?([^`\[]*).*`$")
+"""where msgspec says what is wrong: the field, without positions inside a list"""
+_DECISION = re.compile(r"[ -~]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Token ids in, at most `max_tokens` further ids out."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    emitted: int = 0
+    """how many of the last ids of `prompt` are output that a client has seen already: a continuation"""
+    decision: str = ""
+    """id of the routing decision that brought it"""
+    salt: str = ""
+    """its KV is shared only with requests of the same salt"""
+
+
+def parse(body: bytes) -> RankRequest:
+    """ApiError 400 for what is no JSON, no UTF-8, or of the wrong types."""
+    try:
+        return _DECODER.decode(body)
+    except msgspec.ValidationError as error:
+        place = _PLACE.search(str(error))
+        raise ApiError(400, _PLACE.sub("", str(error)), param=place.group(1) or None if place else None) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from error
+
+
+def check(request: RankRequest, model: str) -> None:
+    """Everything that can be judged before the prompt is tokenised. ApiError 404 for another model, 400 for a value out of range."""
+    if request.model is not None and request.model != model:
+        raise ApiError(404, f"the model {request.model!r} is not served here; this rank serves {model!r}", code="model_not_found", param="model")
+    _need(bool(request.prompt), "prompt", "is empty; at least one token is needed")
+    _need(request.max_tokens >= 1, "max_tokens", f"{request.max_tokens} is less than 1")
+    _need(0 <= request.temperature <= HOTTEST, "temperature", f"{request.temperature} is outside 0 to {HOTTEST:g}")
+    _need(0 < request.top_p <= 1, "top_p", f"{request.top_p} is outside 0 (exclusive) to 1")
+    _need(request.top_k >= -1, "top_k", f"{request.top_k} is negative; use 0 for no limit")
+    _need(request.n == 1, "n", f"{request.n}: a rank answers once; send several requests")
+    _need(request.logprobs is None or 0 <= request.logprobs <= MOST_LOGPROBS, "logprobs", f"{request.logprobs} is outside 0 to {MOST_LOGPROBS}")
+    stops = stop_strings(request)
+    _need(len(stops) <= MOST_STOPS, "stop", f"{len(stops)} strings; at most {MOST_STOPS} are allowed")
+    _need(all(stops), "stop", "holds an empty string, which would stop everything")
+    _need(request.cache_salt != "", "cache_salt", "is empty; leave it out to share KV with requests that have none")
+    _need(len(request.cache_salt or "") <= MOST_SALT, "cache_salt", f"has {len(request.cache_salt or '')} characters; at most {MOST_SALT} are allowed")
+    known = len(request.prompt) if isinstance(request.prompt, list) else 1
+    _need(0 <= request.emitted < known, "emitted", f"{request.emitted}: at least one id of a token-id prompt must be the client's own")
+
+
+def stop_strings(request: RankRequest) -> tuple[str, ...]:
+    """The stop strings as a tuple, however they were given."""
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def decision_id(header: str | None) -> str:
+    """The routing decision a request names: 1 to 64 printable ASCII characters; anything else is nobody's decision, the empty string."""
+    return header if header is not None and _DECISION.fullmatch(header) else ""
+
+
+def generation_request(request: RankRequest, prompt: list[int], *, vocabulary: int, max_context: int, seed: int, decision: str = "") -> GenerationRequest:
+    """The engine's form of a checked request. ApiError 400 for ids out of vocabulary and for what exceeds the context."""
+    _need(bool(prompt), "prompt", "has no tokens; at least one is needed")
+    worst = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < vocabulary), None)
+    _need(worst is None, "prompt", f"has the id {worst}; ids run from 0 to {vocabulary - 1}")
+    room = max_context - len(prompt)
+    wanted = request.max_tokens
+    if wanted > room and wanted == DEFAULT_MAX_TOKENS and room >= 1:
+        wanted = room
+    if wanted > room:
+        fits = room >= 1
+        raise context_exceeded(max_context, len(prompt), wanted if fits else None, prompt="prompt", param="max_tokens" if fits else "prompt")
+    return GenerationRequest(
+        prompt=prompt,
+        max_tokens=wanted,
+        sampling=Sampling(
+            temperature=request.temperature,
+            top_k=min(max(0, request.top_k), vocabulary),
+            top_p=request.top_p,
+            seed=seed if request.seed is None else request.seed,
+            logprobs=request.logprobs,
+        ),
+        stop=stop_strings(request),
+        ignore_eos=request.ignore_eos,
+        emitted=request.emitted,
+        decision=decision,
+        salt=request.cache_salt or "",
+    )
+
+
+def _need(holds: bool, field: str, complaint: str) -> None:
+    if not holds:
+        raise ApiError(400, f"{field}: {complaint}", param=field)

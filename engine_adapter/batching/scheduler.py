@@ -1,0 +1,195 @@
+"""Who computes what in the next step: continuous batching with a token budget. Pure; tokens in, slices out.
+
+The rules, in order:
+1. Every sequence that decodes gets its one token, oldest first. The budget exceeds `max_running`, so prefill is never starved.
+2. What is left of the budget goes to prompts, oldest first, in chunks; decode waits for one bounded step at most.
+3. A waiting request is admitted when the pages of all its tokens are there and every running sequence could still grow by one.
+4. When a decoding sequence finds no page, the latest arrival is preempted: its pages go, it returns to the front of the queue, and
+   later recomputes whatever the cache has lost by then. The oldest sequence is therefore never stopped, and every request finishes.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine_adapter.batching.kv_cache import Block, BlockTable, KvCache, following, identify
+
+
+class Overloaded(Exception):
+    """The waiting queue is full; try another rank, or this one later."""
+
+    def __init__(self, max_waiting: int) -> None:
+        super().__init__(f"the rank is full and {max_waiting} requests wait already, which is the limit (max_waiting); retry later or elsewhere")
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request on its way through the rank. Only the scheduler changes it."""
+
+    tokens: list[int]
+    """prompt, then what was generated"""
+    max_new: int
+    """tokens to generate at most"""
+    computed: int = 0
+    """tokens whose KV is in pages"""
+    generated: int = 0
+    cached_tokens: int = 0
+    """tokens of the prompt that the first admission found in the cache"""
+    admissions: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    blocks: list[Block] = field(default_factory=list)
+    """the full blocks of `tokens`"""
+    salt: str = ""
+    """KV is shared only with requests of the same salt"""
+
+    @property
+    def pending(self) -> int:
+        """Tokens known but not computed: 1 while decoding, more in prefill."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def preemptions(self) -> int:
+        return max(0, self.admissions - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`count` tokens of a sequence from position `start`; `last`: they are all that is known, so a new token can be sampled behind them."""
+
+    generation: Generation
+    start: int
+    count: int
+    last: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.generation.tokens[self.start : self.start + self.count]
+
+
+class Scheduler:
+    """Queue and running set of one rank over its KV cache."""
+
+    def __init__(self, cache: KvCache, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
+        if max_batch_tokens <= max_running:
+            raise ValueError(f"scheduler: max_batch_tokens {max_batch_tokens} must exceed max_running {max_running}, or prompts starve behind decoding")
+        self.cache = cache
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        """in order of arrival"""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not self._running and not self._waiting
+
+    @property
+    def uncomputed_prompt_tokens(self) -> int:
+        """Tokens in prefill or waiting for it; what the cache may save the waiting ones is not known yet and not subtracted."""
+        return sum(one.pending for one in self._running if one.pending > 1) + sum(one.pending for one in self._waiting)
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request. Overloaded when `max_waiting` of them are open beside `max_running`; ValueError when it could never be served."""
+        known, room = len(generation.tokens), self.cache.pages * self.cache.block_size
+        if not known or generation.max_new < 1 or known + generation.max_new > room:
+            raise ValueError(f"request of {known} tokens and {generation.max_new} to generate: at least 1 and 1 are needed, and {room} in all fit")
+        if len(self._waiting) + len(self._running) >= self.max_waiting + self.max_running:
+            raise Overloaded(self.max_waiting)
+        if not generation.blocks:
+            generation.blocks = identify(generation.tokens, self.cache.block_size, generation.salt)
+        self._waiting.append(generation)
+
+    def plan(self) -> list[Slice]:
+        """The next step's work; empty when there is none. Each slice must be reported back by `computed` before the next plan."""
+        self._grow()
+        slices = [self._slice(one, 1) for one in self._running if one.pending == 1]
+        budget = self.max_batch_tokens - len(slices)
+        for one in self._prompts():
+            if budget <= 0:
+                break
+            slices.append(self._slice(one, budget))
+            budget -= slices[-1].count
+        return slices
+
+    def computed(self, done: Slice) -> None:
+        """The slice's tokens are computed and their KV is in the pages."""
+        one = done.generation
+        one.computed = done.start + done.count
+        full = one.computed // self.cache.block_size
+        if full > one.table.registered:
+            self.cache.register(one.table, one.blocks, full)
+
+    def append(self, generation: Generation, token: int) -> None:
+        """A token was sampled behind the sequence."""
+        generation.tokens.append(token)
+        generation.generated += 1
+        size = self.cache.block_size
+        if len(generation.tokens) % size == 0:
+            last = generation.blocks[-1] if generation.blocks else None
+            generation.blocks.append(following(last, generation.tokens[-size:], generation.salt))
+
+    def remove(self, generation: Generation) -> None:
+        """The request is finished or cancelled: free everything it holds. Unknown requests are ignored: both may happen at once."""
+        if generation in self._running:
+            self._running.remove(generation)
+        elif generation in self._waiting:
+            self._waiting.remove(generation)
+        self.cache.close(generation.table)
+
+    def check_idle(self) -> None:
+        """RuntimeError when pages are held although nothing runs: a leak. Cheap enough for every time the rank goes to sleep."""
+        if not self._running and self.cache.held:
+            self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """RuntimeError unless exactly the running sequences hold pages and the cache's books agree."""
+        if any(one.table.pages for one in self._waiting):
+            raise RuntimeError("scheduler: a waiting request holds pages")
+        self.cache.check_integrity(one.table for one in self._running)
+
+    def _grow(self) -> None:
+        for one in self._running.copy():
+            need = self.cache.blocks_for(len(one.tokens))
+            while one.table.pages and not self.cache.extend(one.table, need):
+                self._preempt(self._running[-1])
+
+    def _preempt(self, latest: Generation) -> None:
+        self._running.pop()
+        self.cache.close(latest.table)
+        latest.computed = 0
+        self._waiting.appendleft(latest)
+
+    def _prompts(self) -> Iterator[Generation]:
+        yield from [one for one in self._running if one.pending > 1]
+        while self._waiting and len(self._running) < self.max_running and self._admissible(self._waiting[0]):
+            yield self._admit(self._waiting.popleft())
+
+    def _shareable(self, one: Generation) -> list[Block]:
+        """At least the last token is computed anew: its logits are what the request is about."""
+        return one.blocks[: (len(one.tokens) - 1) // self.cache.block_size]
+
+    def _admissible(self, one: Generation) -> bool:
+        return self.cache.fits(self._shareable(one), self.cache.blocks_for(len(one.tokens)), spare=len(self._running))
+
+    def _admit(self, one: Generation) -> Generation:
+        one.table = self.cache.open(self._shareable(one))
+        one.computed = len(one.table.pages) * self.cache.block_size
+        if not one.admissions:
+            one.cached_tokens = one.computed
+        one.admissions += 1
+        self.cache.extend(one.table, self.cache.blocks_for(len(one.tokens)))
+        self._running.append(one)
+        return one
+
+    def _slice(self, one: Generation, budget: int) -> Slice:
+        count = min(budget, one.pending)
+        return Slice(one, one.computed, count, last=count == one.pending)

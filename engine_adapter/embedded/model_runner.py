@@ -1,0 +1,388 @@
+"""The forward pass of one rank: work in, logits and routing out. Knows pages and positions, nothing of requests."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from engine_adapter.embedded.arena import load_arena
+from engine_adapter.embedded.attention import Attention, AttentionPlan, Rotary, Span, plan_attention
+from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
+from engine_adapter.embedded.dispatch import GROUP_ROWS, Dispatch, GlooDispatch, LocalDispatch, Sending
+from engine_adapter.embedded.malloc_tuning import keep_freed_memory
+from engine_adapter.embedded.moe import GroupedMatrices, SparseBlock
+from engine_adapter.embedded.sequence_parallel import Crew, share
+from engine_adapter.embedded.step_sync import RankGroup
+from fleet.dispatch import Held, own_part
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
+
+PAGE_TOKENS = 16
+"""Positions per KV page; equal to the block size that identities are computed with."""
+_MANY_SEQUENCES = 32
+"""whose step is compared with that of one, to find what each adds: with fewer, what one adds is less than a busy machine's noise"""
+_FEW_PAIRS, _MANY_PAIRS = 16, 144
+"""rows of one expert that are compared to find what one of them takes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one sequence wants from one step: `tokens` computed at positions start, start + 1, ..."""
+
+    tokens: Sequence[int]
+    """ids to compute now, at least one"""
+    start: int
+    """position of tokens[0]; the KV of every earlier position is already in `pages`"""
+    pages: Sequence[int]
+    """ids of the pages that cover positions 0 .. start + len(tokens) - 1, in order; more are allowed. Those of `tokens` are this work's own"""
+    wants_logits: bool
+    """whether the logits behind the last of `tokens` are wanted"""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a step gives back."""
+
+    logits: torch.Tensor
+    """fp32 [works that want logits, vocabulary], in the order of the works"""
+    routed: NDArray[Any]
+    """uint8 (uint16 above 256 experts) [tokens, layers, k]: the experts chosen for every computed token, works in order, tokens in order"""
+    served_by: Sequence[NDArray[np.int64]] = ()
+    """int64 [tokens of all ranks, k] per layer, rank by rank: the rank that served each pair; empty where there is but one"""
+
+
+class WorkError(ValueError):
+    """A work that no step can compute; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    attention: Attention
+    block_norm: torch.Tensor
+    block: SparseBlock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Everything that one epoch is served with (`engine_adapter.engine.Adoption`); adopting it exchanges references."""
+
+    placement: Placement
+    cells: NDArray[np.int32]
+    """[layers, slots_per_rank]"""
+    layers: Sequence[_Layer]
+    sending: Sending
+
+
+class Runner:
+    """One rank of the engine: its weights, its KV pages, its forward pass. Used by one thread, which it holds to one torch thread.
+
+    An engine of one rank may share large steps among several threads, by sequences; ranks share them by nature.
+
+    With one torch thread and every matrix product padded to `GROUP_ROWS` rows, a token's fp32 results are the same bits
+    whatever else is in the batch, and wherever its experts live.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        placement: Placement,
+        *,
+        rank: int = 0,
+        group: RankGroup | None = None,
+        kv_pages: int = 1024,
+        dtype: str = "float32",
+        max_tokens: int = 2048,
+        threads: int = 1,
+        cover: bool = False,
+        ballast_bytes: int = 0,
+    ) -> None:
+        """Load this rank's weights (of the experts only its own) and make `kv_pages` pages of KV. The checkpoint may be closed afterwards.
+
+        group: the other ranks; None for an engine of one rank. max_tokens: most tokens of one rank in one step. threads: how many share
+        a large step of an engine of one rank; close() ends them. CheckpointError when a tensor cannot be read; ValueError when placement,
+        group or sizes do not fit the model. cover: as of `GlooDispatch`; ballast_bytes: as of `Arena`.
+        """
+        if kv_pages < 1 or max_tokens < 1 or dtype not in RUN_DTYPES:
+            raise ValueError(f"runner: kv_pages {kv_pages} and max_tokens {max_tokens} must be at least 1, dtype {dtype!r} one of {', '.join(RUN_DTYPES)}")
+        if placement.ranks != (1 if group is None else group.ranks):
+            raise ValueError(f"runner: {placement!r} does not fit {1 if group is None else group.ranks} ranks")
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        self.config = checkpoint.config
+        self.shape = checkpoint.config.shape(dtype)
+        self.rank = rank
+        self.kv_pages = kv_pages
+        self.max_tokens = max_tokens
+        self.arena = load_arena(checkpoint, placement, rank, dtype, ballast_bytes)
+        self._of_cell = [(self.arena.gate_up(cell).t(), self.arena.down(cell)) for cell in range(self.arena.cells)]
+        self._dtype = RUN_DTYPES[dtype]
+        self._crew = Crew(threads if group is None else 1)
+        # one per thread, since a dispatch is open until its combine; the first is asked for the whole step
+        self._dispatches: list[Dispatch] = (
+            [LocalDispatch(placement, max_tokens) for _ in range(self._crew.threads)]
+            if group is None
+            else [GlooDispatch(group, placement, max_tokens, cover=cover)]
+        )
+        self._routed_dtype = np.uint8 if self.config.experts <= 256 else np.uint16
+        self._rotary = Rotary(self.config, self._dtype)
+        self._embedding = checkpoint.tensor("model.embed_tokens.weight", self._dtype)
+        self._norm = checkpoint.tensor("model.norm.weight", self._dtype)
+        self._head = self._embedding if self.config.tied else checkpoint.tensor("lm_head.weight", self._dtype)
+        cells = self.arena.first_cells()
+        layers = [self._load_layer(checkpoint, layer, cells[layer]) for layer in range(self.config.layers)]
+        self._served = Prepared(placement, _frozen(cells), layers, self._dispatches[0].sending(placement))
+        # K heads before V heads; zeroed, because padding is read (and weighs nothing)
+        self.kv = torch.zeros((self.config.layers, 2 * self.config.kv_heads, kv_pages, PAGE_TOKENS, self.config.head_dim), dtype=self._dtype)
+
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, cells: NDArray[np.int32]) -> _Layer:
+        config, prefix = self.config, f"model.layers.{layer}"
+
+        def read(name: str) -> torch.Tensor:
+            return checkpoint.tensor(f"{prefix}.{name}", self._dtype)
+
+        attention = Attention(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            rms_eps=config.rms_eps,
+            qkv=torch.cat([read(f"self_attn.{name}_proj.weight") for name in "qkv"]),
+            qkv_bias=torch.cat([read(f"self_attn.{name}_proj.bias") for name in "qkv"]) if config.attention_bias else None,
+            qk_norm=torch.cat([read("self_attn.q_norm.weight").expand(config.heads, -1), read("self_attn.k_norm.weight").expand(config.kv_heads, -1)]),
+            out=read("self_attn.o_proj.weight"),
+            out_bias=read("self_attn.o_proj.bias") if config.attention_bias else None,
+        )
+        gate_up, down = self._matrices(cells)
+        gate = read("mlp.gate.weight")
+        block = SparseBlock(layer=layer, gate=gate, gate_up=gate_up, down=down, top_k=config.top_k, normalise=config.normalise_top_k)
+        return _Layer(read("input_layernorm.weight"), attention, read("post_attention_layernorm.weight"), block)
+
+    def _matrices(self, cells: NDArray[np.int32]) -> tuple[GroupedMatrices, GroupedMatrices]:
+        """gate_up and down of a layer whose slots are in these cells."""
+        gate_up, down = zip(*(self._of_cell[cell] for cell in cells.tolist()), strict=True)
+        return GroupedMatrices(gate_up), GroupedMatrices(down)
+
+    def close(self) -> None:
+        """End the threads that share large steps."""
+        self._crew.close()
+
+    @property
+    def placement(self) -> Placement:
+        """The one that is served."""
+        return self._served.placement
+
+    @property
+    def cells(self) -> NDArray[np.int32]:
+        """int32 [layers, slots_per_rank]: the cell of each slot, in the epoch that is served. Not to be written to."""
+        return self._served.cells
+
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared:
+        """All that serving a placement takes with this rank's slots in these cells, whatever is served now. For any thread, beside the steps;
+        nothing changes. ValueError when it does not fit what is served, or the arena."""
+        served = self._served
+        _check_adoption(served.placement, placement, cells, self.arena.cells)
+        kept = (cells == served.cells).all(axis=1).tolist()
+        layers = [layer if same else self._with_cells(layer, cells[at]) for at, (layer, same) in enumerate(zip(served.layers, kept, strict=True))]
+        return Prepared(placement, _frozen(cells.copy()), layers, self._dispatches[0].sending(placement))
+
+    def adopt(self, prepared: Prepared) -> None:
+        """Between two steps: serve what was prepared. Every rank calls it before the same step."""
+        self._served = prepared
+        for dispatch in self._dispatches:
+            dispatch.adopt(prepared.sending)
+
+    def slow_links(self, seconds: float) -> None:
+        """As `Dispatch.slow_links`, for the whole of this rank. Call it between two steps."""
+        for dispatch in self._dispatches:
+            dispatch.slow_links(seconds)
+
+    def _with_cells(self, layer: _Layer, cells: NDArray[np.int32]) -> _Layer:
+        gate_up, down = self._matrices(cells)
+        return replace(layer, block=replace(layer.block, gate_up=gate_up, down=down))
+
+    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward:
+        """Compute one step. All ranks call it for the same step; a rank without work gives an empty sequence.
+
+        tokens_by_rank: what the step headers say (None: the ranks ask each other once more). WorkError and DispatchError before
+        anything is computed or sent; PeerLost and PeerTimeout when another rank fails.
+        """
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # a setting of each thread that was running before the runner was made
+        self._check(work)
+        counts = [len(one.tokens) for one in work]
+        self._dispatches[0].begin_step(sum(counts), tokens_by_rank)
+        parts = [work[part] for part in share(counts, self._crew.threads)]
+        found = self._crew.run([partial(self._compute, part, dispatch) for part, dispatch in zip(parts, self._dispatches, strict=False)])
+        if len(found) == 1:
+            return found[0]
+        return Forward(torch.cat([one.logits for one in found]), np.concatenate([one.routed for one in found]))
+
+    @torch.inference_mode()
+    def _compute(self, work: Sequence[Work], dispatch: Dispatch) -> Forward:
+        """One thread's part of a step: all of it, or some of its sequences."""
+        ids = list(chain.from_iterable(one.tokens for one in work))
+        rows = max(len(ids), GROUP_ROWS) if ids else 0
+        spans = [Span(len(one.tokens), one.start, one.pages) for one in work]
+        plan = plan_attention(spans, rows, self.config.kv_heads, PAGE_TOKENS, self._rotary)
+        hidden = self._embedding.index_select(0, torch.tensor(ids + [0] * (rows - len(ids)), dtype=torch.int64))
+        routed = np.empty((len(ids), self.config.layers, self.config.top_k), self._routed_dtype)
+        for layer in range(self.config.layers):
+            routed[:, layer] = self._layer(layer, hidden, len(ids), plan, dispatch)
+        return Forward(self._logits(hidden, work), routed, dispatch.served_by)
+
+    def _layer(self, at: int, hidden: torch.Tensor, tokens: int, plan: AttentionPlan, dispatch: Dispatch) -> NDArray[Any]:
+        """Run one layer on the residual stream [rows, H], in place; the experts chosen, [tokens, k]."""
+        layer = self._served.layers[at]
+        if tokens:
+            hidden += layer.attention.forward(self._normed(hidden, layer.attention_norm), plan, self.kv[at])
+        mixed, experts = layer.block.forward(self._normed(hidden, layer.block_norm), tokens, dispatch)
+        hidden[:tokens] += mixed.to(hidden.dtype)
+        return experts
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, (self.config.hidden,), weight, self.config.rms_eps)
+
+    def _logits(self, hidden: torch.Tensor, work: Sequence[Work]) -> torch.Tensor:
+        ends = np.cumsum([len(one.tokens) for one in work], dtype=np.int64)
+        wanted = [int(end) - 1 for end, one in zip(ends, work, strict=True) if one.wants_logits]
+        if not wanted:
+            return torch.empty((0, self.config.vocabulary), dtype=torch.float32)
+        padded = wanted + wanted[:1] * (GROUP_ROWS - len(wanted))
+        last = hidden.index_select(0, torch.tensor(padded))
+        return F.linear(self._normed(last, self._norm), self._head)[: len(wanted)].to(torch.float32)
+
+    def _check(self, work: Sequence[Work]) -> None:
+        for at, one in enumerate(work):
+            end = one.start + len(one.tokens)
+            if not one.tokens or one.start < 0 or end > self.config.max_positions:
+                raise WorkError(f"work {at}: positions {one.start} to {end - 1}; a step computes at least one, all below {self.config.max_positions}")
+            if len(one.pages) * PAGE_TOKENS < end:
+                raise WorkError(f"work {at}: {len(one.pages)} pages do not cover the {end} positions up to its last token")
+            if min(one.tokens) < 0 or max(one.tokens) >= self.config.vocabulary:
+                raise WorkError(f"work {at}: token ids {min(one.tokens)} to {max(one.tokens)}; the vocabulary has {self.config.vocabulary}")
+            if min(one.pages) < 0 or max(one.pages) >= self.kv_pages:
+                raise WorkError(f"work {at}: pages {min(one.pages)} to {max(one.pages)}; there are {self.kv_pages}")
+
+    def measure_speed(self) -> EngineSpeed:
+        """Time this rank's own steps: a few hundred milliseconds for a small model. All ranks call it together.
+
+        Overwrites KV pages: call it before serving. Every rank makes the same number of steps, whatever the clock says.
+        """
+        sequences = min(_MANY_SEQUENCES, self.kv_pages, self.max_tokens)
+        pages = max(1, min(16, self.kv_pages // sequences, self.config.max_positions // PAGE_TOKENS))
+        prompt = min(128, self.max_tokens, self.kv_pages * PAGE_TOKENS, self.config.max_positions)
+        prefill = _fastest_seconds(lambda: self.forward([Work([1] * prompt, 0, range(-(-prompt // PAGE_TOKENS)), wants_logits=True)]), 5)
+        alone, together, longer = self._fastest_steps([self._decodes(1, 1), self._decodes(sequences, 1), self._decodes(sequences, pages)], 15)
+        sequence = max(0.0, together - alone) / max(1, sequences - 1)
+        step = max(0.0, alone - sequence)
+        block = max(0.0, longer - together) / max(1, sequences * (pages - 1))
+        return EngineSpeed(
+            prefill_token=max(0.0, prefill - step) / prompt,
+            step=step,
+            decode_sequence=sequence,
+            decode_block=block,
+            dispatch=self._dispatch_seconds(),
+            expert_read=self._read_seconds(),
+            expert_pair=self._pair_seconds(),
+        )
+
+    def _decodes(self, sequences: int, pages: int) -> list[Work]:
+        return [Work([1], pages * PAGE_TOKENS - 1, range(at * pages, (at + 1) * pages), wants_logits=True) for at in range(sequences)]
+
+    def _fastest_steps(self, works: Sequence[Sequence[Work]], times: int) -> list[float]:
+        """Seconds of each, in turn, so that a machine that grows busy meanwhile slows all of them: their differences are what matters."""
+        taken = [[_fastest_seconds(partial(self.forward, work), 1) for work in works] for _ in range(times)]
+        return [min(seconds) for seconds in zip(*taken, strict=True)]
+
+    @torch.inference_mode()
+    def _pair_seconds(self) -> float:
+        """Of one row more for an expert that has rows already: what a rank does with a pair that the others do not have."""
+        block = self._served.layers[0].block
+        slots = self.placement.slots_per_rank
+
+        def compute(rows: int) -> None:
+            block.compute(torch.zeros((rows, self.config.hidden), dtype=self._dtype), torch.full((slots,), rows, dtype=torch.int32))
+
+        return _more_seconds(lambda: compute(_FEW_PAIRS), lambda: compute(_MANY_PAIRS), 25) / (_MANY_PAIRS - _FEW_PAIRS)
+
+    @torch.inference_mode()
+    def _read_seconds(self) -> float:
+        """Of one distinct expert more in a step's batch: the same rows, spread over all slots of a layer instead of one slot.
+
+        Layers take turns, so that weights come from as far as they do in a step and not from the nearest cache.
+        """
+        slots = self.placement.slots_per_rank
+        if slots < 2:
+            return 0.0
+        rows = torch.zeros((slots * GROUP_ROWS, self.config.hidden), dtype=self._dtype)
+        spread = torch.arange(1, slots + 1, dtype=torch.int32) * GROUP_ROWS
+        single = torch.full((slots,), slots * GROUP_ROWS, dtype=torch.int32)
+        blocks = [layer.block for layer in self._served.layers]
+
+        def every_layer(ends: torch.Tensor) -> None:
+            for block in blocks:
+                block.compute(rows, ends)
+
+        return _more_seconds(lambda: every_layer(single), lambda: every_layer(spread), 15) / ((slots - 1) * len(blocks))
+
+    @torch.inference_mode()
+    def _dispatch_seconds(self) -> float:
+        """Per token, layer and remote rank: what sending it there and back adds to a dispatch that stays at home.
+
+        With as many tokens as a step takes: what a few tokens add drowns in the fixed cost of a collective.
+        """
+        ranks, tokens = self.placement.ranks, self.max_tokens
+        if ranks == 1:
+            return 0.0
+        here = Held.of(self.placement).by_rank(own_part(self.placement, np.zeros(ranks, np.intp))[0], 0)[self.rank]
+        own, away = np.flatnonzero(here == here.max()), np.flatnonzero(here == here.min())
+        x = torch.zeros((tokens, self.config.hidden), dtype=self._dtype)
+
+        def there_and_back(candidates: NDArray[np.int64]) -> None:
+            experts = np.resize(candidates, (tokens, self.config.top_k))
+            weights = torch.ones((tokens, self.config.top_k))
+            self._dispatches[0].begin_step(tokens, [tokens] * ranks)
+            sent = self._dispatches[0].dispatch(0, x, experts)
+            self._dispatches[0].combine(sent.rows, weights, sent.handle)
+
+        return _more_seconds(lambda: there_and_back(own), lambda: there_and_back(away), 25) / (tokens * min(ranks - 1, self.config.top_k))
+
+
+def _frozen(cells: NDArray[np.int32]) -> NDArray[np.int32]:
+    cells.flags.writeable = False
+    return cells
+
+
+def _check_adoption(served: Placement, wanted: Placement, cells: NDArray[np.int32], count: int) -> None:
+    """ValueError when an engine that serves one placement cannot go over to the other, or not with these of its `count` cells."""
+    one, other = ((each.layers, each.experts, each.ranks, each.slots_per_rank) for each in (served, wanted))
+    if one != other:
+        raise ValueError(f"runner: {wanted!r} cannot follow {served!r}; it must have the same layers, experts, ranks and slots")
+    shape = (served.layers, served.slots_per_rank)
+    if cells.shape != shape or cells.dtype != np.int32:
+        raise ValueError(f"runner: cells are {cells.dtype} {cells.shape}; expected int32 {shape}, one per slot")
+    if cells.min() < 0 or cells.max() >= count or np.bincount(cells.ravel()).max() > 1:
+        raise ValueError(f"runner: every slot needs a cell of its own, from 0 to {count - 1}; given were {cells.tolist()}")
+
+
+def _more_seconds(less: Callable[[], object], more: Callable[[], object], times: int) -> float:
+    """What one call takes longer than the other, each at its fastest; in turn, so that a machine that grows busy meanwhile slows both."""
+    pairs = [(_fastest_seconds(less, 1), _fastest_seconds(more, 1)) for _ in range(times)]
+    return max(0.0, min(slow for _, slow in pairs) - min(fast for fast, _ in pairs))
+
+
+def _fastest_seconds(call: Callable[[], object], times: int) -> float:
+    """Least wall-clock seconds of several calls: engines start together, and a busy start must not be taken for a slow machine."""
+    taken = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)

@@ -1,0 +1,137 @@
+"""Puts a rank's machine together: checkpoint, first placement, process group, forward pass."""
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.checkpoint import Checkpoint
+from engine_adapter.embedded.model_runner import Forward, Prepared, Runner, Work
+from engine_adapter.embedded.step_sync import Lockstep, RankGroup
+from engine_adapter.engine import ExpertMemory
+from engine_adapter.initial_placement import initial, resumed
+from fleet.dispatch import COVER
+from fleet.experts import ModelShape
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
+
+log = logging.getLogger(__name__)
+
+
+class ForwardPass(Protocol):
+    """What computes; see `runner.Runner`."""
+
+    def forward(self, work: Sequence[Work], tokens_by_rank: Sequence[int] | None = None) -> Forward: ...
+
+
+class MovableExperts(Protocol):
+    """Experts that can go over to another epoch; see `runner.Runner`."""
+
+    @property
+    def arena(self) -> ExpertMemory: ...
+
+    @property
+    def cells(self) -> NDArray[np.int32]: ...
+
+    def prepare(self, placement: Placement, cells: NDArray[np.int32]) -> Prepared: ...
+
+    def adopt(self, prepared: Prepared) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a rank computes with, and what is known of the model."""
+
+    shape: ModelShape
+    vocabulary: int
+    """rows of the logits"""
+    max_context: int
+    placement: Placement
+    """the first one"""
+    speed: EngineSpeed
+    runner: ForwardPass
+    experts: MovableExperts | None = None
+    """None: they stay where they are"""
+    lockstep: Lockstep
+    kv_block_bytes: int = 0
+    """memory of one KV block, with all layers; 0: not known"""
+    weights_digest: str | None = None
+    """`weights.weights_digest`; None on ranks other than the first, which alone speaks for its engine"""
+    close: Callable[[], None]
+    """give everything back; the other ranks then see that this one is gone"""
+
+
+MachineBuilder = Callable[[EmbeddedConfig, int, Path | None], Machine]
+
+
+def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None) -> Machine:
+    """Load a rank, meet the others and measure speeds together. Called by the step thread, which alone uses the result.
+
+    run_directory: None for an engine of one rank, which then makes its own. CheckpointError, LockstepError and ValueError say
+    what is wrong; nothing stays open then.
+    """
+    with contextlib.ExitStack() as opened:
+        directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="roost-"))) if run_directory is None else run_directory
+        group = _join(config, rank, directory, opened)
+        lockstep = Lockstep(directory, rank, group)
+        opened.callback(lockstep.close)
+        with Checkpoint(config.folder) as checkpoint:
+            about = checkpoint.config
+            weights = checkpoint.digest(config.dtype) if rank == 0 else None
+            size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
+            placement = resumed(directory, initial(config.placement, **size, slots_per_rank=config.slots_per_rank))
+            runner = Runner(
+                checkpoint,
+                placement,
+                rank=rank,
+                group=group,
+                kv_pages=config.kv_blocks,
+                dtype=config.dtype,
+                max_tokens=config.max_batch_tokens,
+                threads=config.crew,
+                cover=config.dispatch == COVER,
+                ballast_bytes=config.ballast_bytes,
+            )
+        opened.callback(runner.close)
+        speed = _with_links(runner, config, runner.measure_speed())
+        return Machine(
+            shape=runner.shape,
+            vocabulary=about.vocabulary,
+            max_context=about.max_positions,
+            placement=placement,
+            speed=speed,
+            kv_block_bytes=runner.kv.nbytes // config.kv_blocks,
+            weights_digest=weights,
+            runner=runner,
+            experts=runner,
+            lockstep=lockstep,
+            close=opened.pop_all().close,
+        )
+
+
+def _with_links(runner: Runner, config: EmbeddedConfig, measured: EngineSpeed) -> EngineSpeed:
+    """The speeds that hold, with links slowed down as configured: what they add is what was asked for, and need not be measured."""
+    if config.link_seconds:
+        runner.slow_links(config.link_seconds)
+        measured = msgspec.structs.replace(measured, dispatch=measured.dispatch + config.link_seconds)
+        log.info("sending a token to another rank and back takes %.3g s, of which %.3g s stand in for a network", measured.dispatch, config.link_seconds)
+    if config.dispatch_seconds is None:
+        return measured
+    log.info("sending a token to another rank and back: %.3g s measured; %.3g s are stated, and hold", measured.dispatch, config.dispatch_seconds)
+    return msgspec.structs.replace(measured, dispatch=config.dispatch_seconds)
+
+
+def _join(config: EmbeddedConfig, rank: int, directory: Path, opened: contextlib.ExitStack) -> RankGroup | None:
+    if config.ranks == 1:
+        return None
+    group = RankGroup(directory, rank, config.ranks, step_timeout_s=config.step_timeout_seconds, join_timeout_s=config.join_timeout_seconds)
+    opened.callback(group.close)
+    return group

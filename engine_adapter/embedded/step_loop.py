@@ -1,0 +1,307 @@
+"""The step thread of one rank: takes orders, plans, computes, samples, says what came out. Everything here is that thread's own.
+
+A step: take orders -> plan -> exchange headers with the other ranks -> forward -> sample -> book -> report. A rank without work
+takes part with an empty batch; when no rank has work all sleep until one is nudged. A rank that is ready for the next epoch says so in its
+headers; all go over to it between the headers and the forward pass of the first step in which every rank has said so.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.batching.kv_cache import KvCache
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.routed_experts import RoutedTrace
+from engine_adapter.batching.sampling import Draw, logprobs, sample
+from engine_adapter.batching.scheduler import Generation, Overloaded, Scheduler, Slice
+from engine_adapter.config import EmbeddedConfig
+from engine_adapter.embedded.dispatch_stats import SentLog, Step
+from engine_adapter.embedded.model_runner import Forward, Prepared, Work
+from engine_adapter.embedded.setup import Machine
+from engine_adapter.embedded.step_sync import StepHeader
+from engine_adapter.engine import EndedRequest, Load, Sent
+from engine_adapter.serving.detokenizer import TextStream
+from engine_adapter.serving.fact_log import DecodeSteps, FactLog
+from engine_adapter.serving.generation import Answer, Delta, Ending, Moments, Outcome, ScoredToken
+from fleet.handover import flips
+from fleet.placement import Placement
+from fleet.routings import count_pairs
+
+LEAVING = 1
+"""Step header flag: this rank stops after the step, so the engine does."""
+
+
+class PeerLeft(Exception):
+    """Another rank of this engine stopped on purpose."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One request and all of its state on the step thread."""
+
+    request: GenerationRequest
+    answer: Answer
+    generation: Generation
+    text: TextStream
+    routed: RoutedTrace
+    moments: Moments
+
+    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> Outcome:
+        """Everything known of the request, at its end.
+
+        Of one that is cancelled or failed the event loop asks while the step thread may still be at it: the numbers may then lack
+        the step in progress, no more, because the step thread only ever adds to them.
+        """
+        prompt_tokens = len(self.request.prompt) - self.request.emitted
+        moments = replace(self.moments)
+        moments.finished = max(now, moments.admitted, moments.first_token)
+        return Outcome(
+            reason=reason,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.generation.generated,
+            cached_tokens=min(self.generation.cached_tokens, prompt_tokens),
+            preemptions=self.generation.preemptions,
+            moments=moments,
+            routed=self.routed,
+            failure=failure,
+        )
+
+    def ended(self) -> EndedRequest | None:
+        """What is reported of the request once nothing computes it any more; None when nothing was computed."""
+        chosen = self.routed.chosen()
+        if not len(chosen):
+            return None
+        blocks = [block.identity for block in self.generation.blocks]
+        return EndedRequest(self.request.decision, len(self.request.prompt) - self.request.emitted, chosen, blocks)
+
+
+@dataclass(slots=True)
+class Report:
+    """What the event loop must hear of one step."""
+
+    news: list[tuple[Answer, Delta | Exception]] = field(default_factory=list)
+    facts: bool = False
+    """whether there are new facts to take"""
+    flipped: Prepared | None = None
+    """what is served from this step on"""
+
+
+class _Order(NamedTuple):
+    seat: Seat
+    cancel: bool
+
+
+class StepLoop:
+    """`run` belongs to the step thread; `submit`, `cancel`, `adopt`, `leave`, `take_sent`, `placement` and `stepping_since` to any."""
+
+    def __init__(self, machine: Machine, config: EmbeddedConfig, eos: frozenset[int], facts: FactLog, report: Callable[[Report], None], rank: int = 0) -> None:
+        self._machine = machine
+        self._eos = eos
+        self._facts = facts
+        self._report = report
+        self._cache = KvCache(config.kv_blocks, config.block_size)
+        self._scheduler = Scheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
+        self._seats: dict[Generation, Seat] = {}
+        self._orders: deque[_Order] = deque()
+        self._step = 0
+        self._ready: Prepared | None = None
+        self.placement: Placement = machine.placement
+        """the one that is served"""
+        self._decoding = DecodeSteps()
+        self._sent = SentLog(rank, layers=machine.shape.layers, top_k=machine.shape.top_k)
+        self._communicated = 0.0
+        """seconds in collectives before the present step"""
+        self._began = 0
+        """wall clock at which the present step began, nanoseconds"""
+        self.leaving = False
+        self.stepping_since: float | None = None
+        """monotonic seconds at which the present step began; None while asleep"""
+
+    def submit(self, seat: Seat) -> None:
+        """Queue a request for the next step."""
+        self._order(_Order(seat, cancel=False))
+
+    def cancel(self, seat: Seat) -> None:
+        """Free what the request holds before the next step."""
+        self._order(_Order(seat, cancel=True))
+
+    def adopt(self, prepared: Prepared) -> None:
+        """Go over to it at the first step at which every rank is ready for its epoch. A report says when; one at a time."""
+        self._ready = prepared
+        self._nudge()
+
+    def leave(self) -> None:
+        """Stop at the next step, and tell the other ranks in its header."""
+        self.leaving = True
+        self._nudge()
+
+    def take_sent(self) -> tuple[Sent, ...]:
+        """Where this rank's tokens were sent since the last call, by epoch."""
+        return self._sent.take()
+
+    def run(self) -> None:
+        """Step until this rank leaves. PeerLeft when another one does; LockstepError and whatever a forward pass raises."""
+        while True:
+            self.stepping_since = time.monotonic()
+            self._began = time.time_ns()
+            self._communicated = self._machine.lockstep.communication_seconds
+            report = Report()
+            self._take_orders(report)
+            slices = self._scheduler.plan()
+            tokens_by_rank = self._exchange(sum(one.count for one in slices), report)
+            if tokens_by_rank is None:
+                return
+            awake = any(tokens_by_rank)
+            if awake:
+                forward = self._compute(slices, tokens_by_rank, report)
+                self._note_step(slices, tokens_by_rank, forward)
+            self._say(report)
+            self._step += 1
+            if not awake:
+                self._scheduler.check_idle()
+                self.stepping_since = None
+                self._machine.lockstep.sleep(self._step)
+
+    def _note_step(self, slices: list[Slice], tokens_by_rank: list[int], forward: Forward) -> None:
+        """Other ranks say only how many tokens they compute: no more than sequences can decode are taken for decoding."""
+        now = time.monotonic()
+        seconds = now - (now if self.stepping_since is None else self.stepping_since)
+        if all(one.count == 1 for one in slices) and max(tokens_by_rank) <= self._scheduler.max_running:
+            self._decoding.note(now, seconds)
+        communication = self._machine.lockstep.communication_seconds - self._communicated
+        self._sent.add(self.placement.epoch, Step(seconds, tokens_by_rank, forward.served_by, min(communication, seconds)))
+
+    def _order(self, order: _Order) -> None:
+        self._orders.append(order)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        # the step thread may have ended and closed its sockets; whoever asks for something then hears of it as the engine's failure
+        with suppress(OSError):
+            self._machine.lockstep.nudge()
+
+    def _exchange(self, tokens: int, report: Report) -> list[int] | None:
+        """Every rank's tokens of this step; None when this rank leaves. What is served afterwards is the same on all ranks."""
+        leaving, next_up, served = self.leaving, self._ready, self.placement.epoch
+        ready = served if next_up is None else next_up.placement.epoch
+        mine = StepHeader(step=self._step, tokens=tokens, flags=LEAVING if leaving else 0, epoch_served=served, epoch_ready=ready)
+        headers = self._machine.lockstep.exchange(mine)
+        left = [rank for rank, header in enumerate(headers) if header.flags & LEAVING]
+        if leaving:
+            return None
+        if left:
+            raise PeerLeft(f"rank {left[0]} of this engine stopped; an engine serves with all of its ranks or not at all")
+        if next_up is not None and flips(served, tuple(header.epoch_ready for header in headers)):
+            self._flip(next_up, report)
+        return [header.tokens for header in headers]
+
+    def _flip(self, prepared: Prepared, report: Report) -> None:
+        if self._machine.experts is None:
+            raise RuntimeError("step loop: asked to serve another epoch with experts that stay where they are")
+        self._machine.experts.adopt(prepared)
+        self.placement, self._ready, report.flipped = prepared.placement, None, prepared
+
+    def _take_orders(self, report: Report) -> None:
+        while self._orders:
+            seat, cancel = self._orders.popleft()
+            if cancel:
+                self._end(seat, report)
+                continue
+            try:
+                self._scheduler.submit(seat.generation)
+            except (Overloaded, ValueError) as refusal:
+                report.news.append((seat.answer, refusal))
+            else:
+                self._seats[seat.generation] = seat
+
+    def _end(self, seat: Seat, report: Report) -> None:
+        """Free everything a request holds and report what it computed. May be repeated: it can finish and be cancelled at once."""
+        if self._seats.pop(seat.generation, None) is not None and (ended := seat.ended()) is not None:
+            self._facts.add_ended(ended)
+            report.facts = True
+        self._scheduler.remove(seat.generation)
+
+    def _compute(self, slices: list[Slice], tokens_by_rank: list[int], report: Report) -> Forward:
+        work = [Work(one.tokens, one.start, one.generation.table.pages, one.last) for one in slices]
+        self._note_admissions(slices)
+        forward = self._machine.runner.forward(work, tokens_by_rank)
+        now = time.time_ns()
+        self._book(slices, forward.routed)
+        rows = [self._seats[one.generation] for one in slices if one.last]
+        if rows:
+            self._advance(rows, forward.logits.numpy(), now, report)
+        return forward
+
+    def _book(self, slices: list[Slice], routed: NDArray[Any]) -> None:
+        """The slices are computed: their pages are valid, their routing is known."""
+        at = 0
+        for one in slices:
+            self._scheduler.computed(one)
+            self._seats[one.generation].routed.note(one.start, routed[at : at + one.count])
+            at += one.count
+        if at:
+            self._facts.add_activations(count_pairs(routed, self._machine.shape.experts), at)
+
+    def _note_admissions(self, slices: list[Slice]) -> None:
+        """Before the forward pass: what fails in it did not fail in the queue."""
+        for one in slices:
+            seat = self._seats[one.generation]
+            if seat.moments.admitted:
+                continue
+            seat.moments.admitted = max(seat.moments.submitted, self._began)
+            if one.generation.cached_tokens:
+                self._facts.add_cached(one.generation.cached_tokens)
+
+    def _advance(self, rows: list[Seat], logits: NDArray[np.float32], now: int, report: Report) -> None:
+        """Sample a token for each row and say what it adds."""
+        tokens = sample(logits, [Draw(seat.request.sampling, len(seat.generation.tokens)) for seat in rows])
+        scored = self._score(rows, logits, tokens)
+        for row, (seat, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            self._scheduler.append(seat.generation, token)
+            if not seat.moments.first_token:
+                seat.moments.first_token = now
+            delta = self._delta(seat, token, now)
+            delta.scored = scored.get(row, delta.scored)
+            report.news.append((seat.answer, delta))
+            if delta.outcome is not None:
+                self._end(seat, report)
+
+    def _score(self, rows: list[Seat], logits: NDArray[np.float32], tokens: NDArray[np.int64]) -> dict[int, list[ScoredToken]]:
+        wanted = [(row, seat.request.sampling.logprobs) for row, seat in enumerate(rows)]
+        counts = {row: count for row, count in wanted if count is not None}
+        if not counts:
+            return {}
+        chosen = list(counts)
+        found = logprobs(logits[chosen], tokens[chosen], list(counts.values()))
+        return {row: [ScoredToken(int(tokens[row]), one, rows[row].text.decoded)] for row, one in zip(chosen, found, strict=True)}
+
+    def _delta(self, seat: Seat, token: int, now: int) -> Delta:
+        if token in self._eos and not seat.request.ignore_eos:
+            return Delta([token], seat.text.finish(), outcome=seat.outcome("stop", now))
+        text = seat.text.feed(token)
+        if not seat.text.stopped and seat.generation.generated < seat.generation.max_new:
+            return Delta([token], text)
+        rest = "" if seat.text.stopped else seat.text.finish()
+        return Delta([token], text + rest, outcome=seat.outcome("stop" if seat.text.stopped else "length", now))
+
+    def _say(self, report: Report) -> None:
+        changes = self._cache.take_changes()
+        self._facts.add_kv(changes, self._cache.restated)
+        scheduler = self._scheduler
+        load = Load(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            prefill_tokens=scheduler.uncomputed_prompt_tokens,
+            decode_blocks=self._cache.held,
+            used_blocks=self._cache.used,
+            step_seconds=self._decoding.median(time.monotonic()),
+        )
+        report.facts = self._facts.set_load(load) or bool(changes) or report.facts
+        if report.facts or report.news or report.flipped:
+            self._report(report)

@@ -1,0 +1,253 @@
+"""One rank's part in handovers: what it answers to commands, when it has staged, and when it gives up. Pure.
+
+`fleet.handover` says what may follow what; here is what a rank does about it. Commands and happenings come in with the time (seconds, of any clock that
+only grows), effects go out as plain values; `engine_adapter.agent.handover_agent` carries them out and reports back. The life of a handover on one rank:
+
+1. `propose`: the placement is compared with what is served (`proposal`), and experts that come are brought (`arrivals`). Where that fails for good the
+   rank has FAILED: it says why, lets go of everything, and waits for the abort.
+2. Everything is staged and verified: `Prepare`. Prepared: the rank has STAGED.
+3. `commit`: `Adopt`. Adopted, at the step at which all ranks were ready: it serves the new epoch, and the old cells drain.
+4. `abort`, any time before the commit: what is staged is dropped; what is being read is stopped, and its cells are quarantined until it settles.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.config import TransferConfig
+from engine_adapter.handover import inbound_copies
+from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.inbound_copies import Arrivals, Report
+from engine_adapter.handover.proposal_check import CannotStage, Fault, asked
+from fleet.events import AbortHandover, CommitHandover, HandoverDescribed, ProposeHandover, PullTold
+from fleet.handover import Cell, RankState, Standing, Verdict, aborted, committed, flipped, heard, heed_abort, heed_commit, heed_propose, proposed, staged
+from fleet.placement import Placement
+
+
+class Prepare(NamedTuple):
+    """Have the engine prepare a placement, with this rank's slots in these cells. Reported by `prepared` or `unprepared`."""
+
+    handover: int
+    placement: Placement
+    cells: NDArray[np.int32]
+    """[layers, slots_per_rank]"""
+
+
+class Adopt(NamedTuple):
+    """Have it adopt what was prepared. Reported by `adopted`."""
+
+    handover: int
+
+
+class Forget(NamedTuple):
+    """What was prepared, or is being, is not needed."""
+
+    handover: int
+
+
+Effect = inbound_copies.Effect | Prepare | Adopt | Forget
+
+
+@dataclass(slots=True)
+class _Open:
+    """The handover that is open."""
+
+    number: int
+    placement: Placement
+    began: float
+    until: float
+    """staged by then, or failed"""
+    cells: NDArray[np.int32] | None = None
+    """int32 [layers, slots_per_rank], once everything is staged"""
+
+
+class Conduct:
+    """The protocol of one rank over its residency. tensors: how many an expert consists of."""
+
+    def __init__(self, *, worker_id: int, rank: int, placement: Placement, residency: Residency, tensors: int, config: TransferConfig) -> None:
+        self.residency = residency
+        self.placement = placement
+        """served"""
+        self.standing = Standing(RankState.SERVING, placement.epoch)
+        self.failure = ""
+        """why the open or last handover could not be staged"""
+        self.fault = ""
+        self.arrivals = Arrivals(residency, tensors=tensors, slots_per_rank=placement.slots_per_rank, config=config)
+        self._worker_id = worker_id
+        self._rank = rank
+        self._config = config
+        self._open: _Open | None = None
+        self._effects: list[Effect] = []
+        self._seconds = 0.0
+
+    def drain(self) -> list[Effect]:
+        """What is to be carried out, in order; then there is nothing until something happens."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # commands
+
+    def heed(self, command: ProposeHandover) -> Verdict:
+        """What would become of a proposal; nothing changes."""
+        return heed_propose(self.standing, command.token, command.handover, command.placement.epoch)
+
+    def propose(self, command: ProposeHandover, placement: Placement | str, now: float) -> Verdict:
+        """placement: the one that the command has; what is wrong with it, in words, where it is none."""
+        verdict = self.heed(command)
+        self.standing = heard(self.standing, command.token)
+        if verdict is not Verdict.TAKE:
+            return verdict
+        self.standing = proposed(self.standing, command.token, command.handover)
+        self.failure = self.fault = ""
+        self.arrivals.pulls.clear()
+        self._open = open_ = _Open(command.handover, self.placement, now, now + command.deadline_seconds)
+        self._attempt(lambda: self._begin(command, placement, open_, now), now)
+        return verdict
+
+    def commit(self, command: CommitHandover) -> Verdict:
+        verdict = heed_commit(self.standing, command.token, command.handover)
+        self.standing = heard(self.standing, command.token)
+        if verdict is Verdict.TAKE:
+            self.standing = committed(self.standing, command.token)
+            self._effects.append(Adopt(command.handover))
+        return verdict
+
+    def abort(self, command: AbortHandover, now: float) -> Verdict:
+        verdict = heed_abort(self.standing, command.token, command.handover)
+        self.standing = heard(self.standing, command.token)
+        if verdict is not Verdict.TAKE:
+            return verdict
+        if self._open is not None and self._open.number == command.handover:
+            self._let_go(now)
+            self._close(now)
+        self.standing = aborted(self.standing, command.token, command.handover)
+        return verdict
+
+    def asked(self, token: int) -> None:
+        """A coordinator asked where this rank is: none before it is listened to any more."""
+        self.standing = heard(self.standing, token)
+
+    def describe(self, now: float, verdict: Verdict | None = None) -> HandoverDescribed:
+        """Where this rank is. verdict: on the command that this answers."""
+        standing, residency = self.standing, self.residency
+        return HandoverDescribed(
+            worker_id=self._worker_id,
+            rank=self._rank,
+            state=standing.state.value,
+            served=standing.served,
+            token=standing.token,
+            handover=standing.handover,
+            concluded=standing.concluded,
+            flipped=standing.flipped,
+            verdict="" if verdict is None else verdict.value,
+            failure=self.failure,
+            fault=self.fault,
+            seconds=self._seconds if self._open is None else now - self._open.began,
+            pulls=tuple(self.arrivals.pulls),
+            free=residency.count(Cell.FREE),
+            quarantined=residency.count(Cell.QUARANTINED),
+            draining=residency.count(Cell.DRAINING),
+            oldest_seconds=residency.oldest(now),
+        )
+
+    # happenings
+
+    def take(self, report: Report, now: float) -> None:
+        """Something happened to experts on their way in."""
+        self._attempt(lambda: self.arrivals.take(report, now), now)
+
+    def prepared(self, handover: int) -> bool:
+        """The engine is prepared to adopt; False: that is of no use any more."""
+        if not self._stages(handover):
+            return False
+        self.standing = staged(self.standing)
+        return True
+
+    def unprepared(self, handover: int, text: str, now: float) -> None:
+        """It cannot be."""
+        if self._stages(handover):
+            self._fail(CannotStage(Fault.ENGINE, text), now)
+
+    def adopted(self, now: float) -> None:
+        """The engine serves the new epoch, since the last step at the latest."""
+        assert self._open is not None
+        assert self._open.cells is not None
+        self.placement = self._open.placement
+        self.residency.adopt(self.placement.on_rank(self._rank), self._open.cells, now)
+        self._close(now)
+        self.standing = flipped(self.standing)
+
+    def tick(self, now: float) -> None:
+        """Time passes: staging may be overdue, and leases of silent readers end."""
+        self.residency.expire(now)
+        if self._open is not None and self._stages(self._open.number) and now >= self._open.until:
+            what = self.arrivals.hindrance or "the engine prepares"
+            seconds = self._open.until - self._open.began
+            self._fail(CannotStage(Fault.OVERDUE, f"rank {self._rank} had not staged {seconds:.3g} s after the proposal: {what}"), now)
+
+    @property
+    def wakes(self) -> float:
+        """When `tick` is due, seconds; infinity: whenever."""
+        staging = self._open is not None and self._stages(self._open.number)
+        return min(self.residency.next_expiry, self._open.until if self._open is not None and staging else float("inf"))
+
+    @property
+    def at_rest(self) -> bool:
+        """No handover is open, and nothing of those before is under way."""
+        return self._open is None and self.arrivals.at_rest
+
+    # steps
+
+    def _begin(self, command: ProposeHandover, placement: Placement | str, open_: _Open, now: float) -> None:
+        if isinstance(placement, str):
+            raise CannotStage(Fault.PLACEMENT, placement)
+        wanted = asked(command, placement, self.placement, self._rank)
+        held = self.residency.count(Cell.QUARANTINED)
+        if held > self._config.quarantine_cells:
+            raise CannotStage(
+                Fault.QUARANTINE,
+                f"{held} cells of rank {self._rank} are in quarantine, and {self._config.quarantine_cells} may be: reads into them have not settled; look after"
+                " the ranks that were read from, and try again",
+            )
+        open_.placement = placement
+        if wanted.moved:
+            self.arrivals.pulls.append(PullTold(source=self._rank, transfer="local", experts=wanted.moved, bytes=0, seconds=0.0))
+        self.arrivals.expect(wanted.coming, command.handover, open_.until, now)
+
+    def _attempt(self, step: Callable[[], None], now: float) -> None:
+        """Carry out a step; where it shows that staging is impossible, fail; where it was the last one, prepare."""
+        try:
+            step()
+        except CannotStage as error:
+            self._fail(error, now)
+        self._collect()
+        if self._open is not None and self._stages(self._open.number) and self.arrivals.all_staged and self._open.cells is None:
+            self._open.cells = self.residency.arranged(self._open.placement.on_rank(self._rank))
+            self._effects.append(Prepare(self._open.number, self._open.placement, self._open.cells))
+
+    def _stages(self, handover: int) -> bool:
+        return self.standing.state is RankState.STAGING and self.standing.handover == handover
+
+    def _fail(self, error: CannotStage, now: float) -> None:
+        self.failure, self.fault = str(error), error.fault.value
+        self.standing = staged(self.standing, failed=True)
+        self._let_go(now)
+
+    def _let_go(self, now: float) -> None:
+        """Repeatable."""
+        assert self._open is not None
+        self.arrivals.let_go(now)
+        self._collect()
+        self._effects.append(Forget(self._open.number))
+
+    def _collect(self) -> None:
+        self._effects += self.arrivals.effects
+        self.arrivals.effects.clear()
+
+    def _close(self, now: float) -> None:
+        assert self._open is not None
+        self._seconds = now - self._open.began
+        self._open = None

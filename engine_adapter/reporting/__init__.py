@@ -1,0 +1,1 @@
+"""Reports of what ranks did: dispatch, and the experts that requests activated."""

@@ -1,0 +1,206 @@
+"""Says on the bus what each ended request activated, as signatures over the tracker's clusters (`fleet.events.RequestsProfiled`).
+
+Every rank does this for its own requests, whoever sent them. The traces wait in a queue bounded in bytes, one thread reads them, off
+the event loop, and what it finds is said in batches. Without a cluster model, so without a tracker, requests are
+let go at once. What could not be kept up with is left out and counted in `lost`: the counts of `ExpertsActivated` miss nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bus import Bus
+from bus.subjects import Subjects
+from engine_adapter.batching.profile_signatures import most_together, request_profiles
+from engine_adapter.config import AgentConfig
+from engine_adapter.engine import EndedRequest, EngineDescription
+from engine_adapter.reporting.cluster_subscriber import ClusterFeed
+from fleet.dispatch import numbered
+from fleet.events import RequestProfile, RequestsProfiled
+from fleet.experts import ModelShape
+from fleet.placement import Placement
+from fleet.signatures import ClusterModel
+
+MESSAGE_BYTES = 400_000
+"""of profiles in one message; below what the bus sends in one piece (`bus.codec.LARGE`)"""
+TURN_BYTES = 8 * 1024 * 1024
+"""of traces that the thread is given at once, unless one is larger"""
+TURN_REQUESTS = 64
+_PROFILE_BYTES = 160
+"""of a profile without its tables"""
+
+log = logging.getLogger(__name__)
+
+
+class Allowance:
+    """A token bucket: `rate` a second, `burst` at once."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._left = burst
+        self._at = float("-inf")
+
+    def take(self, now: float) -> bool:
+        """Whether one may be had now; it is then used up."""
+        self._left = min(self._burst, self._left + self._rate * (now - self._at))
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class _Waiting(NamedTuple):
+    ended: EndedRequest
+    placement: Placement
+
+
+class Profiling:
+    """The profiles of one rank. `take` never blocks; `run` works until it is cancelled."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        about: EngineDescription,
+        shape: ModelShape,
+        engine: str,
+        worker_id: int,
+        config: AgentConfig,
+        nodes: tuple[str, ...] = (),
+    ) -> None:
+        """nodes: the machine of each rank; empty: all are on one."""
+        self.lost = 0
+        """requests that ended faster than they could be profiled"""
+        self._about = about
+        self._engine = engine
+        self._worker_id = worker_id
+        self._config = config
+        self._node = np.array(numbered(nodes or ("",) * about.ranks), np.intp)
+        self._clusters = ClusterFeed(bus, subjects, about.model, shape, config.heartbeat_seconds)
+        self._publisher = bus.publisher(subjects.requests_profiled(engine))
+        self._waiting: deque[_Waiting] = deque()
+        self._waiting_bytes = 0
+        self._work = asyncio.Event()
+        self._samples = Allowance(config.samples_per_second, config.samples_burst)
+        self._batch: dict[tuple[int, int], list[RequestProfile]] = {}
+        """by (placement epoch, version of the clusters)"""
+        self._batch_bytes = 0
+        self._said_at = float("-inf")
+        self._told_lost = 0
+
+    def take(self, ended: Sequence[EndedRequest], lost: int, placement: Placement | None) -> None:
+        """Requests that ended under this placement, and how many more did that the engine could not keep."""
+        if self._clusters.model is None or placement is None:
+            return
+        self.lost += lost
+        for one in ended:
+            self._waiting.append(_Waiting(one, placement))
+            self._waiting_bytes += one.nbytes
+        while self._waiting_bytes > self._config.profile_queue_bytes and len(self._waiting) > 1:
+            self._next()
+            self.lost += 1
+        if ended:
+            self._work.set()
+        if self.lost > 2 * self._told_lost:
+            self._told_lost = self.lost
+            log.warning("rank %d ends requests faster than it can profile them; %d were left out so far", self._about.rank, self.lost)
+
+    async def run(self) -> None:
+        """Follow the clusters, profile and say, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._clusters.run(), name=f"follow the clusters of {self._about.model}")
+            tasks.create_task(self._profile_and_say(), name=f"profile the requests of rank {self._about.rank} of {self._engine}")
+
+    async def _profile_and_say(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._said_at + self._config.experts_seconds if self._batch else None):
+                    await self._work.wait()
+            await self._profile(clock())
+            if self._batch and (self._batch_bytes >= MESSAGE_BYTES or clock() - self._said_at >= self._config.experts_seconds):
+                await self._say()
+                self._said_at = clock()
+
+    async def _profile(self, now: float) -> None:
+        """Work off one turn of what waits."""
+        model = self._clusters.model
+        turn = self._turn(1 if model is None else min(TURN_REQUESTS, most_together(model)))
+        if not self._waiting:
+            self._work.clear()
+        if model is None or not turn:
+            return
+        sampled = [self._samples.take(now) for _ in turn]
+        profiles = await asyncio.to_thread(self._read, turn, sampled, model)
+        self._batch.setdefault((turn[0].placement.epoch, model.version), []).extend(profiles)
+        self._batch_bytes += sum(map(_size, profiles))
+
+    def _turn(self, most: int) -> list[_Waiting]:
+        """The next ones that are read together: all of one placement, and few enough that a turn is short."""
+        turn: list[_Waiting] = []
+        limit = self._waiting_bytes - TURN_BYTES
+        while self._waiting and (not turn or (self._waiting_bytes > limit and len(turn) < most and self._waiting[0].placement is turn[0].placement)):
+            turn.append(self._next())
+        return turn
+
+    def _next(self) -> _Waiting:
+        one = self._waiting.popleft()
+        self._waiting_bytes -= one.ended.nbytes
+        return one
+
+    def _read(self, turn: Sequence[_Waiting], sampled: Sequence[bool], model: ClusterModel) -> list[RequestProfile]:
+        """In a thread, one turn at a time."""
+        return request_profiles(
+            [one.ended for one in turn],
+            model,
+            turn[0].placement,
+            self._about.rank,
+            self._node,
+            block_size=self._about.block_size,
+            most_blocks=self._config.profile_blocks,
+            sampled=sampled,
+        )
+
+    async def _say(self) -> None:
+        batch, self._batch, self._batch_bytes = self._batch, {}, 0
+        for (epoch, clusters), profiles in batch.items():
+            for part in _messages(profiles):
+                await self._publisher.publish(
+                    RequestsProfiled(
+                        engine=self._engine,
+                        worker_id=self._worker_id,
+                        rank=self._about.rank,
+                        model=self._about.model,
+                        epoch=epoch,
+                        clusters=clusters,
+                        requests=tuple(part),
+                    )
+                )
+
+
+def _messages(profiles: Sequence[RequestProfile]) -> Iterator[list[RequestProfile]]:
+    """In order, in parts of some MESSAGE_BYTES; a larger profile stands alone."""
+    part: list[RequestProfile] = []
+    size = 0
+    for profile in profiles:
+        if part and size + _size(profile) > MESSAGE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(profile)
+        size += _size(profile)
+    if part:
+        yield part
+
+
+def _size(profile: RequestProfile) -> int:
+    """Bytes on the bus, more or less."""
+    sample = profile.sample
+    tables = 0 if sample is None else len(sample.prompt.values) + len(sample.completion.values)
+    return _PROFILE_BYTES + len(profile.blocks) + len(profile.block_signatures) + tables

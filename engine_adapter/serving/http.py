@@ -1,0 +1,310 @@
+"""The HTTP face of a rank: OpenAI's completions API in the form of `fleet.completions`, as a raw ASGI application.
+
+POST /v1/completions, GET /v1/models, GET /health. The router is its client, but any OpenAI client will do.
+"""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from engine_adapter.batching.request_validation import GenerationRequest, check, decision_id, generation_request, parse
+from engine_adapter.batching.scheduler import Overloaded
+from engine_adapter.engine import EngineDescription, EngineFailed
+from engine_adapter.serving.admission import HEALTH_PATH, Admission
+from engine_adapter.serving.generation import Answer, Delta, Outcome, ScoredToken
+from fleet.completions import DECISION_HEADER, DONE, ApiError, Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage, sse
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+_Read = TypeVar("_Read")
+
+MOST_BODY_BYTES = 8 * 1024 * 1024
+LONG_TEXT = 4096
+"""characters from which a prompt is tokenised off the event loop"""
+_RETRY_SECONDS = 1.0
+_JSON = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+class Tokenizer(Protocol):
+    """What turns a text prompt into ids and names an id."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def piece(self, token: int) -> str: ...
+
+
+class Served(Protocol):
+    """A started rank of an engine, as its HTTP face sees it."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids run from 0 to this, exclusive."""
+        ...
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why the engine serves no more; None while it lives."""
+        ...
+
+    def fresh_seed(self) -> int:
+        """A seed for a request that states none."""
+        ...
+
+    async def submit(self, request: GenerationRequest) -> Answer:
+        """Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        ...
+
+
+class Tracing(Protocol):
+    """See `engine_adapter.tracing`."""
+
+    def record(self, traceparent: str | None, outcome: Outcome | None) -> None: ...
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """How one request's answer is put into words."""
+
+    id: str
+    model: str
+    created: int
+    request: RankRequest
+    piece: Callable[[int], str]
+
+    def completion(self, choices: list[Choice], usage: Usage | None = None) -> Completion:
+        return Completion(id=self.id, model=self.model, choices=choices, created=self.created, usage=usage)
+
+    def choice(self, delta: Delta) -> Choice:
+        return Choice(
+            text=delta.text,
+            token_ids=delta.token_ids if self.request.return_token_ids else None,
+            logprobs=None if self.request.logprobs is None else _logprobs(delta.scored, self.piece),
+            finish_reason=None if delta.outcome is None else delta.outcome.reason,
+        )
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        """The server-sent events that a piece of an answer is worth; none when it shows nothing yet."""
+        if delta.text or delta.outcome is not None or self.request.return_token_ids or delta.scored:
+            yield sse(self.completion([self.choice(delta)]))
+        if delta.outcome is not None:
+            options = self.request.stream_options
+            if options is not None and options.include_usage:
+                yield sse(self.completion([], _usage(delta.outcome)))
+            yield DONE
+
+
+class RankApp:
+    """The ASGI application over a started engine."""
+
+    def __init__(self, engine: Served, tracing: Tracing | None = None, admission: Admission | None = None) -> None:
+        """admission: None, the application before this one has checked who asks."""
+        self._engine = engine
+        self._admission = admission
+        self._tracing = tracing
+        self._started = int(time.time())
+        self._routes: dict[str, tuple[str, Callable[[Scope, Receive, Send], Awaitable[None]]]] = {
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._models),
+            HEALTH_PATH: ("GET", self._health),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        try:
+            if self._admission is not None:
+                self._admission.check(scope["path"], scope["headers"])
+            await self._route(scope)(scope, receive, send)
+        except ApiError as error:
+            await refuse(send, error)
+        except ClientGone:
+            return
+
+    def _route(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        method, handler = self._routes.get(scope["path"], ("", None))
+        if handler is None:
+            raise ApiError(404, f"there is no {scope['path']} here; known: {', '.join(self._routes)}")
+        if scope["method"] != method and not (method == "GET" and scope["method"] == "HEAD"):
+            raise ApiError(405, f"{scope['path']} takes {method}, not {scope['method']}")
+        return handler
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._engine.failure is not None:
+            raise ApiError(503, "the engine has failed; its log says why", code="engine_failed")
+        await respond(send, 200, b'{"status":"ok"}')
+
+    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        about = self._engine.description
+        model = {"id": about.model, "object": "model", "created": self._started, "owned_by": "roost", "max_model_len": about.max_context}
+        await respond(send, 200, msgspec.json.encode({"object": "list", "data": [model]}))
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = parse(await read_body(scope, receive))
+        model = self._engine.description.model
+        check(request, model)
+        answer = await self._submit(request, decision_id(_header(scope, DECISION_HEADER.encode())))
+        reply = _Reply(f"cmpl-{uuid.uuid4().hex}", model, int(time.time()), request, self._engine.tokenizer.piece)
+        traceparent = _header(scope, b"traceparent")
+        failure: ApiError | None = None
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_cancel_when_gone(receive, answer), name=f"watches the client of {reply.id}")
+            try:
+                await (self._stream if request.stream else self._whole)(answer, reply, send)
+            except ApiError as error:  # kept out of the group, which would wrap it
+                failure = error
+            finally:
+                answer.cancel()
+                watch.cancel()
+                if self._tracing is not None:
+                    self._tracing.record(traceparent, answer.outcome)
+        if failure is not None:
+            raise failure
+
+    async def _submit(self, request: RankRequest, decision: str) -> Answer:
+        engine = self._engine
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(engine.tokenizer.encode, prompt) if len(prompt) > LONG_TEXT else engine.tokenizer.encode(prompt)
+        limits = engine.description
+        seed = engine.fresh_seed()
+        wanted = generation_request(request, prompt, vocabulary=engine.vocabulary, max_context=limits.max_context, seed=seed, decision=decision)
+        try:
+            return await engine.submit(wanted)
+        except (EngineFailed, Overloaded) as error:
+            raise _unavailable(error) from error
+
+    async def _whole(self, answer: Answer, reply: _Reply, send: Send) -> None:
+        whole = await _read(answer.rest())
+        if whole.outcome is not None:
+            await respond(send, 200, msgspec.json.encode(reply.completion([reply.choice(whole)], _usage(whole.outcome))))
+
+    async def _stream(self, answer: Answer, reply: _Reply, send: Send) -> None:
+        """The status goes out with the first piece, so that an engine that fails before it is a 503; later it is an error event."""
+        begun = False
+        try:
+            while (delta := await _read(anext(answer, None))) is not None:
+                events = b"".join(reply.events(delta))
+                if not events:
+                    continue
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
+                await send({"type": "http.response.body", "body": events, "more_body": delta.outcome is None})
+        except ApiError as error:
+            if not begun:
+                raise
+            await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n", "more_body": False})
+
+
+async def _read(reading: Awaitable[_Read]) -> _Read:
+    """What reading an answer gives; what ended the answer early becomes an ApiError."""
+    try:
+        return await reading
+    except (EngineFailed, Overloaded) as error:
+        raise _unavailable(error) from error
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+    except asyncio.CancelledError:  # by the server, at the end of the time for open requests
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+        raise ApiError(503, "the rank is stopping", code="engine_failed", retry_after=_RETRY_SECONDS) from None
+
+
+def _unavailable(error: EngineFailed | Overloaded) -> ApiError:
+    code = "overloaded" if isinstance(error, Overloaded) else "engine_failed"
+    return ApiError(503, str(error), code=code, retry_after=_RETRY_SECONDS)
+
+
+async def _cancel_when_gone(receive: Receive, answer: Answer) -> None:
+    """Wait for the client's disconnect; what it asked for is then cancelled, and everything it holds is free at the next step."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    answer.cancel()
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body of a request. ApiError 413 when it is too large; ClientGone when the client leaves before its end."""
+    announced = _header(scope, b"content-length")
+    if announced is not None and announced.isdecimal():
+        _check_size(int(announced))
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        _check_size(size)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_BODY_BYTES:
+        raise ApiError(413, f"the body has {size} bytes or more; {MOST_BODY_BYTES} are allowed")
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    found: bytes | None = next((value for key, value in scope["headers"] if key == name), None)
+    return None if found is None else found.decode("latin-1")
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+    """A whole answer as JSON."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Send, error: ApiError) -> None:
+    """An error as an answer."""
+    retry = () if error.retry_after is None else ((b"retry-after", str(math.ceil(error.retry_after)).encode()),)
+    await respond(send, error.status, error.body(), retry)
+
+
+def _usage(outcome: Outcome) -> Usage:
+    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
+    details = PromptDetails(cached_tokens=outcome.cached_tokens)
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details)
+
+
+def _logprobs(scored: Sequence[ScoredToken], piece: Callable[[int], str]) -> Logprobs:
+    return Logprobs(
+        tokens=[piece(one.token) for one in scored],
+        token_logprobs=[one.logprobs.chosen for one in scored],
+        top_logprobs=[{piece(token): value for token, value in one.logprobs.top} for one in scored],
+        text_offset=[one.offset for one in scored],
+    )
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Nothing to do at either end: the engine's life is its composition root's."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

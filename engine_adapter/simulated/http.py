@@ -1,0 +1,122 @@
+"""The HTTP face of a simulated engine: every rank's completions API, told apart by the port asked, and the door for accidents.
+
+POST /simulate takes a `faults.FaultOrder` as JSON, e.g. {"fault": "slow", "rank": 1, "seconds": 10, "factor": 4}; GET /simulate
+tells what lasts. Faults of requests (refused, failed, broken in the middle) happen here, those of steps and reports in the engine.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from engine_adapter.serving.admission import Admission
+from engine_adapter.serving.http import RankApp, Receive, Scope, Send, Served, Tracing, read_body, refuse, respond
+from engine_adapter.simulated.engine import SimulatedEngine
+from engine_adapter.simulated.model.faults import FaultOrder
+from fleet.completions import ApiError
+
+_RETRY_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.02
+"""from the order to die to the death, for the answer to get out"""
+_LATEST_BREAK = 16
+"""pieces of an answer after which a connection breaks at the latest"""
+_ORDERS = msgspec.json.Decoder(FaultOrder)
+
+
+class ConnectionCut(Exception):
+    """The connection is to break now."""
+
+
+class SimulatedDoor:
+    """ASGI application of all ranks of an engine; `ranks`: the rank of each port. A connection is broken by returning in mid-answer."""
+
+    def __init__(self, engine: SimulatedEngine, ranks: Mapping[int, int], tracings: Mapping[int, Tracing] | None, admission: Admission) -> None:
+        self._engine = engine
+        self._ranks = dict(ranks)
+        self._admission = admission
+        served: list[Served] = list(engine.ranks)
+        self._apps = [RankApp(one, (tracings or {}).get(rank)) for rank, one in enumerate(served)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._apps[0](scope, receive, send)
+            return
+        rank = self._ranks[scope["server"][1]]
+        try:
+            self._admission.check(scope["path"], scope["headers"])
+            if scope["path"] == "/simulate":
+                await self._simulate(scope, receive, send)
+            elif scope["path"] == "/v1/completions":
+                await self._complete(rank, scope, receive, send)
+            else:
+                await self._apps[rank](scope, receive, send)
+        except ApiError as error:
+            await refuse(send, error)
+
+    async def _simulate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in ("GET", "POST"):
+            raise ApiError(405, f"/simulate takes GET and POST, not {scope['method']}")
+        if scope["method"] == "POST":
+            self._obey(_order(await read_body(scope, receive)))
+        await respond(send, 200, msgspec.json.encode({"faults": self._active()}))
+
+    def _obey(self, order: FaultOrder) -> None:
+        try:
+            self._engine.faults.check(order)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        if order.fault == "die":
+            asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._engine.order, order)
+        else:
+            self._engine.order(order)
+
+    def _active(self) -> list[dict[str, Any]]:
+        now = self._engine.now
+        return [
+            {"fault": one.kind, "rank": one.rank, "share": one.share, "factor": one.factor, "seconds_left": None if math.isinf(one.until) else one.until - now}
+            for one in self._engine.faults.active(now)
+        ]
+
+    async def _complete(self, rank: int, scope: Scope, receive: Receive, send: Send) -> None:
+        config = self._engine.config
+        if self._hit("refuse", rank, config.refuse_share):
+            raise ApiError(503, f"rank {rank} was told to refuse this request", code="overloaded", retry_after=_RETRY_SECONDS)
+        if self._hit("error", rank, config.error_share):
+            raise ApiError(500, f"rank {rank} was told to fail this request", code="simulated_error")
+        if not self._hit("break_stream", rank, config.break_share):
+            await self._apps[rank](scope, receive, send)
+            return
+        with suppress(ConnectionCut):
+            try:
+                await self._apps[rank](scope, receive, _Breaking(send, self._engine.draw(_LATEST_BREAK)))
+            except* ConnectionCut as cut:
+                raise ConnectionCut from cut
+
+    def _hit(self, kind: str, rank: int, configured: float) -> bool:
+        share = max(configured, self._engine.faults.share(kind, rank, self._engine.now))
+        return share > 0 and self._engine.chance(share)
+
+
+class _Breaking:
+    """Passes an answer on up to a piece of it, then cuts."""
+
+    def __init__(self, send: Send, pieces: int) -> None:
+        self._send = send
+        self._left = pieces
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            if self._left <= 0 or not message.get("more_body", False):
+                raise ConnectionCut
+            self._left -= 1
+        await self._send(message)
+
+
+def _order(body: bytes) -> FaultOrder:
+    try:
+        return _ORDERS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f'{error}; expected e.g. {{"fault": "slow", "rank": 1, "seconds": 10, "factor": 4}}') from error

@@ -1,0 +1,109 @@
+"""How simulated ranks read experts from each other: what lies in their small cells is really copied, after the time that the experts' real size
+needs on the link between the two machines."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.faults import Faults
+from engine_adapter.simulated.model.memory import SimulatedCells
+from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled
+from engine_adapter.transfer.read_validation import Reading, own_address, refuse
+from fleet.events import MemoryAddress
+
+
+class Links:
+    """Between all ranks of one engine. Several reads of one rank take their turns on its link."""
+
+    def __init__(self, config: SimulatedConfig, faults: Faults, chance: Callable[[float], bool]) -> None:
+        """chance: True with this probability."""
+        self._config = config
+        self._faults = faults
+        self._chance = chance
+        self._ranks: dict[str, tuple[int, SimulatedCells]] = {}
+        """rank and memory by name"""
+
+    def join(self, rank: int, memory: SimulatedCells) -> "SimulatedTransfer":
+        """The way of one rank to read all others, and to be read by them."""
+        self._ranks[f"rank-{rank}"] = (rank, memory)
+        return SimulatedTransfer(self, rank, memory)
+
+    def memory(self, name: str) -> tuple[int, SimulatedCells] | None:
+        """Whose it is, and it; None: there is none of this name."""
+        return self._ranks.get(name)
+
+    @property
+    def expert_bytes(self) -> int:
+        """What an expert of the model has, as opposed to a cell."""
+        return self._config.model_shape.expert_bytes
+
+    def seconds(self, reader: int, source: int, experts: int, now: float) -> float:
+        """Of the clock, to read so many."""
+        config, node = self._config, self._config.node_of_rank
+        speed = config.rank_bytes_per_second if node[reader] == node[source] else config.node_bytes_per_second
+        return config.time_scale * experts * self.expert_bytes / speed * self._faults.factor("slow_reads", reader, now)
+
+    def fails(self, kind: str, reader: int, now: float) -> bool:
+        """Whether a fault of this kind hits a rank's read, or one of its experts."""
+        return self._chance(self._faults.share(kind, reader, now))
+
+
+class SimulatedTransfer:
+    """One rank's way (`engine_adapter.transfer.Transfer`)."""
+
+    name = "simulated"
+
+    def __init__(self, links: Links, rank: int, memory: SimulatedCells) -> None:
+        self._links = links
+        self._rank = rank
+        self._memory = memory
+        self._own = own_address(memory)
+        self._free_at = 0.0
+        """when the link has done what was asked before"""
+        self._landing: set[asyncio.TimerHandle] = set()
+
+    def address(self, address: MemoryAddress) -> MemoryAddress:
+        return msgspec.structs.replace(address, agent=f"rank-{self._rank}")
+
+    def reaches(self, address: MemoryAddress) -> bool:
+        return self._links.memory(address.agent) is not None
+
+    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+        refuse(address, pulls, self._own)
+        found = self._links.memory(address.agent)
+        if found is None:
+            raise AddressRefused(f"{address.agent!r} is no rank of this engine")
+        source, memory = found
+        loop, reading = asyncio.get_running_loop(), Reading()
+        began = loop.time()
+        self._free_at = max(self._free_at, began) + self._links.seconds(self._rank, source, len(pulls), began)
+
+        def land() -> None:
+            self._landing.discard(landing)
+            now = loop.time()
+            if self._links.fails("break_reads", self._rank, now):
+                return reading.end(PeerGone(f"rank {source} is gone, by order: read another replica"))
+            for pull in pulls:
+                cell = self._memory.cell(pull.cell)
+                cell[:] = memory.cell(pull.source)
+                if self._links.fails("corrupt_reads", self._rank, now):
+                    cell[-1] ^= 0xFF
+            return reading.end(Pulled(len(pulls) * self._links.expert_bytes, now - began))
+
+        landing = loop.call_at(self._free_at, land)
+        self._landing.add(landing)
+        return await reading.wait(seconds, f"reading {len(pulls)} experts from rank {source}")
+
+    def forget(self, address: MemoryAddress) -> None:
+        """Ranks of one engine end together."""
+
+    def busy(self, active: bool) -> None:
+        """Nobody's help is needed."""
+
+    async def close(self) -> None:
+        """What is under way never lands, and never settles."""
+        for landing in self._landing:
+            landing.cancel()
+        self._landing.clear()

@@ -1,0 +1,138 @@
+"""Which experts a token goes to, as a fixed function of the tokens up to it, and where they are in epoch 0. Pure numpy.
+
+A prompt's first full blocks choose its domain by their hash; tokens of the first block itself are of no domain yet. So the experts of
+a position depend on the tokens before it and on itself alone, as in a model, and equal prefixes want equal experts everywhere.
+Popularity is log-normal per layer, domains and tokens differ from it by further normal terms, and a token takes the best k after
+Gumbel noise: the model of the Monte-Carlo behind Roost's cost model. Tokens share `BUCKETS` rows per domain, so that
+whatever a step does is a sum over rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.batching.kv_cache import Block
+from engine_adapter.initial_placement import with_slots
+from engine_adapter.simulated.model.config import SimulatedConfig
+from fleet.blocks import local_hash, sequence_hashes
+from fleet.experts import ModelShape
+from fleet.placement import Placement, linear
+from fleet.routings import UNKNOWN
+
+BUCKETS = 64
+"""kinds of tokens of one domain"""
+_MIX = 0x9E3779B1
+_BALANCE = 1.05
+"""load of a rank above the mean that alignment accepts"""
+
+
+class Tastes:
+    """The table of routings: row `domain * BUCKETS + bucket`; domain `domains` is that of tokens whose prefix has chosen none yet."""
+
+    def __init__(self, config: SimulatedConfig) -> None:
+        self.shape: ModelShape = config.model_shape
+        self.domains = config.domains
+        self.rows = (config.domains + 1) * BUCKETS
+        self._domain_blocks = config.domain_blocks
+        self._block_size = config.block_size
+        self.table = _table(config)
+        """int16 [rows, layers, k] distinct experts"""
+        places = self.table.astype(np.int32) + np.arange(self.shape.layers, dtype=np.int32)[None, :, None] * self.shape.experts
+        self.places = places.reshape(self.rows, -1)
+        """int32 [rows, layers * k]: the same as layer * experts + expert"""
+
+    def domain_of(self, blocks: Sequence[Block]) -> int:
+        """The domain of what follows these full blocks, which begin a prompt; `domains` when there are none. Tenants' equal prompts have one."""
+        if not blocks:
+            return self.domains
+        first = blocks[: self._domain_blocks]
+        name = first[-1].block_hash if not first[-1].salt else sequence_hashes([local_hash(block.tokens) for block in first])[-1]
+        return (name >> 17) % self.domains
+
+    def row(self, token: int, position: int, blocks: Sequence[Block]) -> int:
+        """Row of the token at a position; blocks: the full blocks of the sequence, at least those before the position's."""
+        before = min(position // self._block_size, self._domain_blocks)
+        return self.domain_of(blocks[:before]) * BUCKETS + _bucket(token)
+
+    def rows_of(self, tokens: Sequence[int], start: int, blocks: Sequence[Block]) -> NDArray[np.int16]:
+        """int16 [n]: rows of consecutive tokens from position `start`."""
+        known = min(len(blocks), self._domain_blocks)
+        domains = np.array([self.domain_of(blocks[:before]) for before in range(known + 1)], np.int64)
+        before = np.minimum(np.arange(start, start + len(tokens)) // self._block_size, known)
+        return (domains[before] * BUCKETS + _buckets(np.asarray(tokens, np.uint64))).astype(np.int16)
+
+    def counts(self, tokens_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 [layers, experts] (token, k) pairs of so many tokens [rows] of each row."""
+        there = np.flatnonzero(tokens_of_row)
+        pairs = self.places[there]
+        weights = np.repeat(tokens_of_row[there], pairs.shape[1])
+        counted = np.bincount(pairs.ravel(), weights, minlength=self.shape.layers * self.shape.experts)
+        return counted.astype(np.int64).reshape(self.shape.layers, self.shape.experts)
+
+    def chosen(self, rows: NDArray[np.int16]) -> NDArray[np.int16]:
+        """int16 [positions, layers, k]; UNKNOWN where the row is."""
+        chosen = self.table[rows]
+        chosen[rows == UNKNOWN] = UNKNOWN
+        return chosen
+
+
+def _table(config: SimulatedConfig) -> NDArray[np.int16]:
+    shape, dice = config.model_shape, np.random.default_rng(config.seed)
+    layers, experts = shape.layers, shape.experts
+    popular = config.popularity_skew * dice.standard_normal((layers, experts), np.float32)
+    domain = config.domain_skew * dice.standard_normal((config.domains + 1, 1, layers, experts), np.float32)
+    domain[-1] = 0.0
+    token = config.token_skew * dice.standard_normal((1, BUCKETS, layers, experts), np.float32)
+    gumbel = -np.log(dice.standard_exponential((config.domains + 1, BUCKETS, layers, experts), np.float32) + 1e-30)
+    score = popular + domain + token + gumbel
+    best = np.argpartition(-score, shape.top_k - 1, axis=-1)[..., : shape.top_k]
+    return best.astype(np.int16).reshape(-1, layers, shape.top_k)
+
+
+def _bucket(token: int) -> int:
+    return (token * _MIX & 0xFFFFFFFF) * BUCKETS >> 32
+
+
+def _buckets(tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return ((tokens * np.uint64(_MIX) & np.uint64(0xFFFFFFFF)) * np.uint64(BUCKETS) >> np.uint64(32)).astype(np.int64)
+
+
+def place(tastes: Tastes, config: SimulatedConfig) -> Placement:
+    """Epoch 0 as configured, where that is a named one."""
+    if config.placement == "aligned":
+        placement = aligned(tastes, config.ranks)
+        return placement if config.slots_per_rank is None else with_slots(placement, config.slots_per_rank)
+    return linear(layers=tastes.shape.layers, experts=tastes.shape.experts, ranks=config.ranks, slots_per_rank=config.slots_per_rank)
+
+
+def aligned(tastes: Tastes, ranks: int) -> Placement:
+    """Each expert on the rank whose domains want it most, ranks kept balanced within 5 %; no replicas. Domain d belongs to rank d mod ranks.
+
+    Per layer, experts in descending order of their best rank's wish above the mean; a rank that is full, or would have more than its
+    share of load, passes to the next that wants it.
+    """
+    shape = tastes.shape
+    slots = -(-shape.experts // ranks)
+    of_domain = tastes.table[: tastes.domains * BUCKETS].reshape(tastes.domains, -1, shape.layers, shape.top_k)
+    table = np.full((shape.layers, ranks, slots), -1, np.int16)
+    for layer in range(shape.layers):
+        wish = np.stack([np.bincount(one[:, layer].ravel(), minlength=shape.experts) for one in of_domain]).astype(np.float64)
+        by_rank = np.stack([wish[rank % tastes.domains :: max(ranks, 1)].sum(axis=0) for rank in range(ranks)])
+        for rank, experts in enumerate(_balanced(by_rank, wish.sum(axis=0), slots)):
+            table[layer, rank, : len(experts)] = experts
+    return Placement(table.reshape(shape.layers, -1), experts=shape.experts, ranks=ranks)
+
+
+def _balanced(wish: NDArray[np.float64], load: NDArray[np.float64], slots: int) -> list[list[int]]:
+    """The experts of each rank; wish: [ranks, experts]; load: [experts]."""
+    ranks, most = len(wish), _BALANCE * load.sum() / len(wish)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    carried = np.zeros(ranks)
+    for expert in np.argsort(wish.mean(axis=0) - wish.max(axis=0), kind="stable"):
+        free = np.array([len(one) < slots for one in held])
+        fits = free & (carried + load[expert] <= most)
+        chosen = int(np.argmax(np.where(fits, wish[:, expert], -1.0))) if fits.any() else int(np.argmin(np.where(free, carried, np.inf)))
+        held[chosen].append(int(expert))
+        carried[chosen] += load[expert]
+    return held

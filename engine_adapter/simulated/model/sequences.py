@@ -1,0 +1,127 @@
+"""One request in a simulated rank, and what is kept of the experts it used: a row per token instead of a table."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.sampling import TokenLogprobs
+from engine_adapter.batching.scheduler import Generation
+from engine_adapter.engine import EndedRequest
+from engine_adapter.serving.detokenizer import TextStream
+from engine_adapter.serving.generation import Answer, Delta, Ending, Moments, Outcome, ScoredToken
+from engine_adapter.simulated.model.routing_model import Tastes
+from engine_adapter.simulated.model.text import Script
+from fleet.events import KvBlock
+from fleet.routings import UNKNOWN, count_pairs
+
+
+class RowTrace:
+    """The rows of one request's tokens by position: `rank.routed.Routed` in two bytes a position."""
+
+    def __init__(self, tastes: Tastes) -> None:
+        self._tastes = tastes
+        self._rows = array("h")
+
+    @property
+    def positions(self) -> int:
+        """Up to the last computed one."""
+        return len(self._rows)
+
+    def note(self, start: int, rows: NDArray[np.int16]) -> None:
+        """Tokens at positions start, start + 1, ... were computed. Computing a position again replaces it."""
+        if start > len(self._rows):
+            self._rows.extend([UNKNOWN] * (start - len(self._rows)))
+        self._rows[start : start + len(rows)] = array("h", rows.tobytes())
+
+    def chosen(self) -> NDArray[np.int16]:
+        """int16 [positions, layers, k], UNKNOWN where nothing was computed."""
+        return self._tastes.chosen(np.array(self._rows, np.int16))
+
+    def counts(self) -> NDArray[np.int64]:
+        """int64 [layers, experts]: (token, k) pairs of all computed positions."""
+        return count_pairs(self.chosen(), self._tastes.shape.experts)
+
+
+class EndedRows(EndedRequest):
+    """A request that is over, whose table is made when somebody reads it: it may be a thousand times as large as its rows."""
+
+    __slots__ = ("_trace",)
+    _trace: RowTrace
+
+    def __init__(self, decision: str, prompt_tokens: int, trace: RowTrace, blocks: Sequence[KvBlock]) -> None:
+        for name, value in (("decision", decision), ("prompt_tokens", prompt_tokens), ("_trace", trace), ("blocks", blocks)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def routed(self) -> NDArray[np.int16]:
+        """[positions, layers, k], made anew."""
+        return self._trace.chosen()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this keeps alive, more or less."""
+        return 2 * self._trace.positions + 64 * len(self.blocks)
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One request and all of its state."""
+
+    request: GenerationRequest
+    answer: Answer
+    generation: Generation
+    text: TextStream
+    script: Script
+    trace: RowTrace
+    moments: Moments
+    end: int
+    """id that ends the answer"""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The client's own."""
+        return len(self.request.prompt) - self.request.emitted
+
+    def outcome(self, reason: Ending, now: int, failure: Exception | None = None) -> Outcome:
+        """Everything known of the request, at its end."""
+        moments = replace(self.moments)
+        moments.finished = max(now, moments.admitted, moments.first_token)
+        return Outcome(
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.generation.generated,
+            cached_tokens=min(self.generation.cached_tokens, self.prompt_tokens),
+            preemptions=self.generation.preemptions,
+            moments=moments,
+            routed=self.trace,
+            failure=failure,
+        )
+
+    def ended(self) -> EndedRows | None:
+        """What is reported of the request once it is over; None when nothing was computed."""
+        if not self.trace.positions:
+            return None
+        blocks = [block.identity for block in self.generation.blocks]
+        return EndedRows(self.request.decision, self.prompt_tokens, self.trace, blocks)
+
+    def say(self, token: int, now: int) -> Delta:
+        """The piece of the answer that a token makes, which the generation has already."""
+        scored = self._scored(token)
+        if token == self.end and not self.request.ignore_eos:
+            return Delta([token], self.text.finish(), scored, self.outcome("stop", now))
+        text = self.text.feed(token)
+        if not self.text.stopped and self.generation.generated < self.generation.max_new:
+            return Delta([token], text, scored)
+        rest = "" if self.text.stopped else self.text.finish()
+        return Delta([token], text + rest, scored, self.outcome("stop" if self.text.stopped else "length", now))
+
+    def _scored(self, token: int) -> list[ScoredToken]:
+        """No other token was possible: its log-probability is 0."""
+        wanted = self.request.sampling.logprobs
+        if wanted is None:
+            return []
+        return [ScoredToken(token, TokenLogprobs(0.0, ((token, 0.0),) if wanted else ()), self.text.decoded)]

@@ -1,0 +1,77 @@
+"""How long a step takes. Pure numpy."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.batching.scheduler import Slice
+from engine_adapter.simulated.model.dispatch_model import Traffic
+from engine_adapter.simulated.model.routing_model import Tastes
+from fleet.timing import EngineSpeed, step_seconds, surplus_pairs
+
+
+class Planned(NamedTuple):
+    """A slice of the next step and the row of each of its tokens."""
+
+    part: Slice
+    rows: NDArray[np.int16]
+
+
+class Plan(NamedTuple):
+    """What one rank does in the next step."""
+
+    parts: list[Planned]
+    prefill_tokens: int
+    prefill_pairs: float
+    """pairs of a computed prompt token and one that it attends to, itself included"""
+    sequences: int
+    """that decode"""
+    blocks: int
+    """KV blocks that those hold"""
+
+
+NOTHING = Plan([], 0, 0.0, 0, 0)
+
+
+def plan(slices: Sequence[Slice], tastes: Tastes) -> Plan:
+    """Measure a rank's slices. A slice of one last token counts as decoding, as it does for the scheduler."""
+    if not slices:
+        return NOTHING
+    parts: list[Planned] = []
+    tokens = sequences = blocks = 0
+    pairs = 0.0
+    for one in slices:
+        about = one.generation
+        if one.count == 1 and one.last:
+            parts.append(Planned(one, np.array([tastes.row(about.tokens[one.start], one.start, about.blocks)], np.int16)))
+            sequences += 1
+            blocks += len(about.table.pages)
+        else:
+            parts.append(Planned(one, tastes.rows_of(one.tokens, one.start, about.blocks)))
+            tokens += one.count
+            pairs += one.count * (one.start + (one.count + 1) / 2)
+    return Plan(parts, tokens, pairs, sequences, blocks)
+
+
+def tokens_of_row(parts: Sequence[Planned], rows: int) -> NDArray[np.int64]:
+    """int64 [rows]: how many tokens there are of each row."""
+    if not parts:
+        return np.zeros(rows, np.int64)
+    return np.bincount(np.concatenate([one.rows for one in parts]), minlength=rows).astype(np.int64, copy=False)
+
+
+def seconds(speed: EngineSpeed, plans: Sequence[Plan], caused: Traffic) -> NDArray[np.float64]:
+    """float64 [ranks]: simulated seconds each rank needs for the step, by `fleet.timing`. The longest counts."""
+    return step_seconds(
+        speed,
+        prefill_tokens=np.array([one.prefill_tokens for one in plans], np.float64),
+        prefill_pairs=np.array([one.prefill_pairs for one in plans], np.float64),
+        sequences=np.array([one.sequences for one in plans], np.float64),
+        blocks=np.array([one.blocks for one in plans], np.float64),
+        remote_ranks=caused.remote_ranks,
+        remote_nodes=caused.remote_nodes,
+        distinct_experts=caused.distinct_experts,
+        surplus=float(surplus_pairs(caused.served)),
+    )

@@ -1,0 +1,332 @@
+"""One rank of the simulated engine: its books, its requests, what it reports. The steps are `engine`'s."""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_adapter.batching.kv_cache import Change, KvCache, identify
+from engine_adapter.batching.request_validation import GenerationRequest
+from engine_adapter.batching.scheduler import Generation, Scheduler
+from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load, Sent
+from engine_adapter.serving.detokenizer import TextStream
+from engine_adapter.serving.fact_log import FactLog
+from engine_adapter.serving.generation import Answer, Delta, Moments, Outcome
+from engine_adapter.simulated.handover import Flipping, SimulatedExperts
+from engine_adapter.simulated.link_model import Links
+from engine_adapter.simulated.model.config import SimulatedConfig
+from engine_adapter.simulated.model.dispatch_model import Routes
+from engine_adapter.simulated.model.faults import Faults
+from engine_adapter.simulated.model.presets import cache_token_bytes
+from engine_adapter.simulated.model.routing_model import Tastes
+from engine_adapter.simulated.model.sequences import RowTrace, Seat
+from engine_adapter.simulated.model.step_time import Plan, plan, tokens_of_row
+from engine_adapter.simulated.model.step_totals import Sums
+from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenizer
+from fleet.events import Capabilities
+from fleet.layout import EP
+from fleet.placement import Placement
+
+_MOST_SENT = 16
+"""reports of what was sent that wait to be taken; beyond, the oldest are let go"""
+_ENDED_BYTES = 4 * 1024 * 1024
+"""of a rank's ended requests that wait to be taken"""
+_FACT_BLOCKS_PER_PAGE = 4
+_LONG_PROMPT = 4096
+"""ids from which a request is prepared off the event loop"""
+
+
+class Group(Protocol):
+    """The engine, as one of its ranks sees it; see `engine.SimulatedEngine`."""
+
+    config: SimulatedConfig
+    tastes: Tastes
+    tokenizer: WordTokenizer
+    placement: Placement
+    faults: Faults
+    flipping: Flipping
+    links: Links
+    routes: Routes
+    sums: Sums
+    failure: EngineFailed | None
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def step_seconds(self) -> float | None: ...
+
+    def chance(self, share: float) -> bool: ...
+
+    def wake(self) -> None: ...
+
+    def refuse_if_failed(self) -> None: ...
+
+    async def serve(self, rank: int) -> None: ...
+
+
+class SimulatedRank:
+    """One rank behind the Engine port (`engine_adapter.engine`) and behind an HTTP face (`engine_adapter.serving.http.Served`)."""
+
+    def __init__(self, engine: Group, number: int) -> None:
+        config = engine.config
+        self.description = _describe(config, number, engine.tokenizer.archive)
+        self.vocabulary = VOCABULARY
+        self.tokenizer = engine.tokenizer
+        self._engine = engine
+        self._config = config
+        self._number = number
+        self._cache = KvCache(config.kv_blocks, config.block_size)
+        self.scheduler = Scheduler(self._cache, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running, max_waiting=config.max_waiting)
+        shape = config.model_shape
+        self._facts = FactLog(shape.layers, shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks, _ENDED_BYTES)
+        self._seats: dict[Generation, Seat] = {}
+        self._open: dict[Answer, Seat] = {}
+        self._news = asyncio.Event()
+        self._activity = np.zeros(engine.tastes.rows, np.int64)
+        """tokens by row since the activations were last counted"""
+        self.counted = engine.sums
+        """what the engine's steps added up to when the activations were last counted"""
+        self._sent: deque[Sent] = deque(maxlen=_MOST_SENT)
+        self._counted_at = float("-inf")
+        self._budget = float(config.profiled_tokens_per_second)
+        self._budget_at = float("-inf")
+        self._experts = SimulatedExperts(engine, number)
+        self.transfer = engine.links.join(number, self._experts.memory)
+        """how it reads other ranks' experts"""
+
+    @property
+    def placement(self) -> Placement:
+        return self._engine.placement
+
+    @property
+    def experts(self) -> SimulatedExperts:
+        return self._experts
+
+    @property
+    def handover_seconds(self) -> float:
+        return self._engine.faults.handover_left(self._engine.now)
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why the engine serves no more; None while it lives."""
+        return self._engine.failure
+
+    async def start(self) -> None:
+        """Nothing is to be loaded."""
+
+    async def run(self) -> None:
+        """Serve until cancelled or until EngineFailed; rank 0 steps for all. Either way no request stays open."""
+        await self._engine.serve(self._number)
+
+    async def wait_facts(self) -> None:
+        await self._news.wait()
+
+    def take_facts(self) -> Facts:
+        self.say()
+        self._news.clear()
+        now = self._engine.now
+        if not self._seats or now - self._counted_at >= self._config.activity_seconds:
+            self.count()
+        sent = tuple(self._sent)
+        self._sent.clear()
+        return replace(self._facts.take(), sent=sent)
+
+    async def submit(self, request: GenerationRequest) -> Answer:
+        """Queue a request. Overloaded when too many are open; EngineFailed when the engine is gone; ValueError for a request out of bounds."""
+        self._engine.refuse_if_failed()
+        self._check(request)
+        answer = Answer(self._cancel)
+        seat = await asyncio.to_thread(self._seat, request, answer) if len(request.prompt) > _LONG_PROMPT else self._seat(request, answer)
+        self._engine.refuse_if_failed()
+        if self._is_over(seat):
+            answer.put(Delta(outcome=seat.outcome("stop", time.time_ns())))
+            return answer
+        self.scheduler.submit(seat.generation)
+        self._seats[seat.generation] = self._open[answer] = seat
+        self.say()
+        self._engine.wake()
+        return answer
+
+    def fresh_seed(self) -> int:
+        """Requests that state no seed get the same answer everywhere."""
+        return 0
+
+    # what the engine calls
+
+    def plan(self) -> Plan:
+        """The next step's work; noted as admitted from now on."""
+        slices = self.scheduler.plan()
+        now = time.time_ns() if slices else 0
+        for one in slices:
+            moments = self._seats[one.generation].moments
+            if not moments.admitted:
+                moments.admitted = max(moments.submitted, now)
+                if one.generation.cached_tokens:
+                    self._facts.add_cached(one.generation.cached_tokens)
+        return plan(slices, self._engine.tastes)
+
+    def book(self, done: Plan, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The step is over; by_row: int [rows] its tokens. What was cancelled meanwhile was never computed: without it, by_row again."""
+        parts = [one for one in done.parts if one.part.generation in self._seats]
+        if len(parts) < len(done.parts):
+            by_row = tokens_of_row(parts, len(by_row))
+        self._activity += by_row
+        now = time.time_ns()
+        for one in parts:
+            seat = self._seats[one.part.generation]
+            self.scheduler.computed(one.part)
+            seat.trace.note(one.part.start, one.rows)
+            if one.part.last:
+                self._advance(seat, now)
+        if done.parts:
+            self.say()
+        return by_row
+
+    def say(self) -> None:
+        """Put down what changed, for the agent to take."""
+        engine = self._engine
+        changes = self._kept(self._cache.take_changes())
+        self._facts.add_kv(changes, self._cache.restated)
+        factor = engine.faults.factor("lie_load", self._number, engine.now)
+        load = Load(
+            running=round(factor * self.scheduler.running),
+            waiting=round(factor * self.scheduler.waiting),
+            prefill_tokens=round(factor * self.scheduler.uncomputed_prompt_tokens),
+            decode_blocks=round(factor * self._cache.held),
+            used_blocks=self._cache.used,
+            step_seconds=engine.step_seconds,
+        )
+        if self._facts.set_load(load) or changes:
+            self._news.set()
+
+    def count(self) -> None:
+        """Put down what was activated and sent since the last time, under the placement that is still served."""
+        self._counted_at = self._engine.now
+        if self._engine.sums is self.counted:
+            return
+        tokens, new = int(self._activity.sum()), self._engine.sums.since(self.counted)
+        self.counted = self._engine.sums
+        self._sent.append(self._sent_in(new, tokens))
+        if tokens:
+            self._facts.add_activations(self._engine.tastes.counts(self._activity), tokens)
+            self._activity[:] = 0
+
+    def _sent_in(self, new: Sums, tokens: int) -> Sent:
+        remote, local = self._engine.routes.sent(self._number, self._activity)
+        return Sent(
+            epoch=self.placement.epoch,
+            steps=new.steps,
+            step_seconds=new.seconds,
+            tokens=tokens,
+            pairs=tokens * self._config.model_shape.top_k,
+            remote_ranks=remote,
+            local=local,
+            served=new.served[:, self._number],
+            balance=new.balance,
+        )
+
+    def fail(self, failure: EngineFailed) -> None:
+        """Every open request ends with it."""
+        seats, now = list(self._open.items()), time.time_ns()
+        for answer, seat in seats:
+            answer.fail(type(failure)(str(failure)), seat.outcome("failed", now, failure))
+            self._end(seat)
+        if seats:
+            self.say()
+
+    def check_idle(self) -> None:
+        """RuntimeError when pages are held although nothing runs."""
+        self.scheduler.check_idle()
+
+    def _check(self, request: GenerationRequest) -> None:
+        known, most = len(request.prompt), self.description.max_context
+        if not known or request.max_tokens < 1 or known + request.max_tokens > most:
+            raise ValueError(f"request of {known} ids and {request.max_tokens} to generate: at least 1 and 1 are needed, {most} in all fit (max_context)")
+        if not 0 <= request.emitted < known:
+            raise ValueError(f"request with {request.emitted} emitted ids of {known}: at least one id of the prompt must be the client's own")
+        if min(request.prompt) < 0 or max(request.prompt) >= VOCABULARY:
+            raise ValueError(f"request with an id outside 0..{VOCABULARY - 1}")
+
+    def _seat(self, request: GenerationRequest, answer: Answer) -> Seat:
+        blocks = identify(request.prompt, self._config.block_size, request.salt)
+        generation = Generation(list(request.prompt), request.max_tokens, blocks=blocks, salt=request.salt)
+        text = TextStream(self.tokenizer.detokenizer(), request.stop)
+        if request.emitted:
+            text.resume(request.prompt[-request.emitted :])
+        own = request.prompt[: len(request.prompt) - request.emitted]
+        seed = request.sampling.seed if request.sampling.temperature > 0 else 0
+        script = Script(self.tokenizer, own, seed, 0 if request.ignore_eos else self._config.output_tokens)
+        trace = RowTrace(self._engine.tastes)
+        return Seat(request, answer, generation, text, script, trace, Moments(submitted=time.time_ns()), self.tokenizer.end)
+
+    def _is_over(self, seat: Seat) -> bool:
+        """Whether a continuation had come to its end already before it broke."""
+        request = seat.request
+        return seat.text.stopped or bool(request.emitted and not request.ignore_eos and request.prompt[-1] == seat.end)
+
+    def _advance(self, seat: Seat, now: int) -> None:
+        token = seat.script.token(len(seat.generation.tokens))
+        self.scheduler.append(seat.generation, token)
+        if not seat.moments.first_token:
+            seat.moments.first_token = now
+        delta = seat.say(token, now)
+        seat.answer.put(delta)
+        if delta.outcome is not None:
+            self._end(seat)
+
+    def _cancel(self, answer: Answer) -> Outcome | None:
+        seat = self._open.get(answer)
+        if seat is None:
+            return None
+        self._end(seat)
+        self.say()
+        return seat.outcome("cancelled", time.time_ns())
+
+    def _end(self, seat: Seat) -> None:
+        """Free everything that a request holds, and report what it computed."""
+        del self._open[seat.answer], self._seats[seat.generation]
+        self.scheduler.remove(seat.generation)
+        ended = seat.ended()
+        if ended is not None and self._may_report(seat.trace.positions):
+            self._facts.add_ended(ended)
+            self._news.set()
+
+    def _may_report(self, positions: int) -> bool:
+        rate, now = self._config.profiled_tokens_per_second, self._engine.now
+        self._budget = min(rate, self._budget + rate * (now - self._budget_at))
+        self._budget_at = now
+        if self._budget <= 0:
+            return False
+        self._budget -= positions
+        return True
+
+    def _kept(self, changes: list[Change]) -> list[Change]:
+        """Without those that are to be lost."""
+        told = self._engine.faults.share("lose_kv_events", self._number, self._engine.now)
+        share = max(told, self._config.lose_kv_share)
+        return [one for one in changes if not self._engine.chance(share)] if share else changes
+
+
+def _describe(config: SimulatedConfig, rank: int, archive: bytes) -> EngineDescription:
+    return EngineDescription(
+        model=config.served_model,
+        rank=rank,
+        ranks=config.ranks,
+        block_size=config.block_size,
+        kv_blocks=config.kv_blocks,
+        kv_block_bytes=config.block_size * cache_token_bytes(config.shape),
+        max_context=config.context,
+        max_batch_tokens=config.max_batch_tokens,
+        capabilities=Capabilities(isolates_tenants=True),
+        shape=config.model_shape,
+        layout=EP,
+        dispatch=config.dispatch_rule,
+        speed=config.real_speed,
+        tokenizer=archive,
+        weights_digest=config.weights,
+    )

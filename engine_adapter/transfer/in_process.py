@@ -1,0 +1,153 @@
+"""Transfers between ranks of one process, with faults to order: the other ways' twin for tests and simulation.
+
+`MemoryFabric` is what lies between the ranks. It can stop a rank (reads from it hang until it goes on, as from a stopped process), and kill it (reads fail,
+hanging ones too). A single pull can be given a `Fault`. All delays are of the event loop's clock, which a test may run as fast as it likes.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from engine_adapter.engine import ExpertMemory
+from engine_adapter.transfer.port import AddressRefused, PeerGone, Pull, Pulled, TransferError
+from engine_adapter.transfer.read_validation import Reading, own_address, refuse
+from fleet.events import MemoryAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one pull."""
+
+    delay_seconds: float = 0.0
+    """until its bytes land; more than the pull is given makes it overdue, and they land late"""
+    broken: bool = False
+    """half of the first cell lands, and then the peer is gone"""
+    corrupt: int | None = None
+    """offset in each cell of a byte that lands with all its bits turned"""
+
+
+class _Rank:
+    def __init__(self, memory: ExpertMemory) -> None:
+        self.memory = memory
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        self.killed = asyncio.Event()
+
+
+class MemoryFabric:
+    """The ranks of one process that can read each other, by the name of their agents."""
+
+    def __init__(self) -> None:
+        self._names = count()
+        self._ranks: dict[str, _Rank] = {}
+
+    def join(self, memory: ExpertMemory) -> "MemoryTransfer":
+        """A way for a rank with this memory to read all others, and to be read by them."""
+        name = f"memory.{next(self._names)}"
+        self._ranks[name] = _Rank(memory)
+        return MemoryTransfer(self, name, memory)
+
+    def rank(self, name: str) -> _Rank | None:
+        """None: there never was such a one."""
+        return self._ranks.get(name)
+
+    def stop(self, transfer: "MemoryTransfer") -> None:
+        """Reads from this rank hang from now on."""
+        self._ranks[transfer.agent].goes_on.clear()
+
+    def resume(self, transfer: "MemoryTransfer") -> None:
+        """Reads from it go on, those too that nobody waits for any more."""
+        self._ranks[transfer.agent].goes_on.set()
+
+    def kill(self, transfer: "MemoryTransfer") -> None:
+        """It is gone, and every read from it fails."""
+        self._ranks[transfer.agent].killed.set()
+
+
+class MemoryTransfer:
+    """One rank's way through a `MemoryFabric`."""
+
+    name = "memory"
+
+    def __init__(self, fabric: MemoryFabric, agent: str, memory: ExpertMemory) -> None:
+        self.agent = agent
+        self.faults: deque[Fault] = deque()
+        """of the next pulls, one each"""
+        self.asked: list[tuple[str, tuple[Pull, ...]]] = []
+        """every pull so far: agent that was read from, cells"""
+        self.forgotten: list[str] = []
+        """agents that were let go of"""
+        self.helping = False
+        """what `busy` said last"""
+        self._fabric = fabric
+        self._memory = memory
+        self._own = own_address(memory)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def address(self, address: MemoryAddress) -> MemoryAddress:
+        return msgspec.structs.replace(address, agent=self.agent)
+
+    def reaches(self, address: MemoryAddress) -> bool:
+        return self._fabric.rank(address.agent) is not None
+
+    async def pull(self, address: MemoryAddress, pulls: Sequence[Pull], seconds: float) -> Pulled:
+        refuse(address, pulls, self._own)
+        peer = self._fabric.rank(address.agent)
+        if peer is None:
+            raise AddressRefused(f"agent {address.agent!r} is not of this process")
+        self.asked.append((address.agent, tuple(pulls)))
+        fault = self.faults.popleft() if self.faults else Fault()
+        reading = Reading()
+        task = asyncio.create_task(self._carry_out(reading, peer, tuple(pulls), fault), name=f"{self.agent} reads from {address.agent}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await reading.wait(seconds, f"reading {len(pulls)} cells from {address.agent}")
+
+    def forget(self, address: MemoryAddress) -> None:
+        self.forgotten.append(address.agent)
+
+    def busy(self, active: bool) -> None:
+        self.helping = active
+
+    async def close(self) -> None:
+        """What hangs is left as it is: nothing lands any more, and it never settles."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _carry_out(self, reading: Reading, peer: _Rank, pulls: tuple[Pull, ...], fault: Fault) -> None:
+        began = asyncio.get_running_loop().time()
+        try:
+            await self._until_it_runs(peer, fault.delay_seconds)
+            self._land(peer, pulls, fault)
+        except TransferError as error:
+            reading.end(error)
+        else:
+            reading.end(Pulled(len(pulls) * self._own.cell_bytes, asyncio.get_running_loop().time() - began))
+
+    async def _until_it_runs(self, peer: _Rank, delay: float) -> None:
+        killed = asyncio.create_task(peer.killed.wait(), name=f"{self.agent} waits for its peer to die")
+        goes_on = asyncio.create_task(peer.goes_on.wait(), name=f"{self.agent} waits for its peer to go on")
+        try:
+            await asyncio.wait((killed,), timeout=delay)
+            await asyncio.wait((killed, goes_on), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            killed.cancel()
+            goes_on.cancel()
+        if peer.killed.is_set():
+            raise PeerGone("the rank that was read from is dead: read another replica")
+
+    def _land(self, peer: _Rank, pulls: tuple[Pull, ...], fault: Fault) -> None:
+        if fault.broken and pulls:
+            half = self._own.cell_bytes // 2
+            self._memory.cell(pulls[0].cell)[:half] = peer.memory.cell(pulls[0].source)[:half]
+            raise PeerGone("the connection broke after half a cell: read another replica")
+        for pull in pulls:
+            cell = self._memory.cell(pull.cell)
+            cell[:] = peer.memory.cell(pull.source)
+            if fault.corrupt is not None:
+                cell[fault.corrupt] ^= 0xFF

@@ -1,0 +1,48 @@
+"""Which ways a rank has to read others, and to be read."""
+
+import logging
+
+from engine_adapter.config import TransferConfig
+from engine_adapter.engine import ExpertMemory
+from engine_adapter.transfer.nixl import NixlTransfer
+from engine_adapter.transfer.port import Transfer, TransferError
+from engine_adapter.transfer.shared_memory import SharedTransfer, this_host
+
+_log = logging.getLogger(__name__)
+
+
+async def open_transfers(config: TransferConfig, memory: ExpertMemory, agent: str, *, one_machine: bool) -> tuple[Transfer, ...]:
+    """The ways to try in this order, those that are needed from the start open; the caller closes them.
+
+    agent: this rank's NIXL agent, should it get one. one_machine: all ranks of the engine are on this one. Then `auto` leaves NIXL alone, which takes a
+    moment to load and a few wake-ups per second for ever, until a rank has to be read that shared memory does not reach. TransferError when the one way
+    that was asked for, or every way, is impossible here.
+    """
+    can_share = memory.descriptor >= 0 and bool(this_host())
+    if config.way == "shared":
+        if not can_share:
+            raise TransferError("way is set to shared, and this rank's memory cannot be shared (no memfd, or no /proc): set it to nixl, or to auto")
+        _log.info("experts are read through shared memory, and in no other way")
+        return (SharedTransfer(memory, config),)
+    over_network = NixlTransfer(memory, config, agent)
+    if config.way == "nixl":
+        await over_network.open()
+        _log.info("experts are read over NIXL, and in no other way")
+        return (over_network,)
+    shared = SharedTransfer(memory, config)
+    if can_share and one_machine:
+        _log.info("experts are read through shared memory: all ranks are on this machine; over NIXL only if that fails to reach one")
+        return shared, over_network
+    return await _both(shared, over_network, can_share)
+
+
+async def _both(shared: SharedTransfer, over_network: NixlTransfer, can_share: bool) -> tuple[Transfer, ...]:
+    try:
+        await over_network.open()
+    except TransferError as error:
+        if not can_share:
+            raise
+        _log.warning("experts can be read only by ranks of the same machine: %s", error)
+        return (shared,)
+    _log.info("experts are read through shared memory where it reaches, and else over NIXL")
+    return shared, over_network
