@@ -29,7 +29,7 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from bus import Bus, Subscription
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import MigrateExpert, MigrationAborted, MigrationAccepted, MigrationCommitted, PlacementCommitted
 from fleet.placement import EMPTY, Placement
 

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from benchmarks.rig.decisions import BLOCK_SIZE, RANKS, Held, Prompts, Rank, fresh, prompts
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, median, percentile
 from bus import Message, Received
-from bus.codec import decode, encode, seal, unseal
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import KV_EVENTS
+from bus.protocol.codec import decode, encode, seal, unseal
+from bus.protocol.subjects import KV_EVENTS
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
 from router.chain import Runs

@@ -31,7 +31,7 @@ from benchmarks.rig.flow import EXPERTS, LAYERS, Flow, Mix, mix
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percentile
 from benchmarks.rig.report_publisher import report
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.natsd import answers, binary
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.profile_signatures import request_profiles

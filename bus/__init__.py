@@ -106,7 +106,7 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """The port. All methods may raise BusError; subjects come from `bus.subjects`."""
+    """The port. All methods may raise BusError; subjects come from `bus.protocol.subjects`."""
 
     def publisher(self, subject: str) -> Publisher:
         """A new publisher with a random u64 identity."""
@@ -114,7 +114,7 @@ class Bus(Protocol):
 
     def subscribe(self, *subjects: str, limit: int = 65536) -> AbstractAsyncContextManager[Subscription]:
         """Telemetry from now on; `*` matches one token of a subject, `>` the rest. Live before the context is entered.
-        Undecodable and unknown messages are counted (`bus.codec.Rejected`) and never reach the reader."""
+        Undecodable and unknown messages are counted (`bus.protocol.codec.Rejected`) and never reach the reader."""
         ...
 
     async def request(self, subject: str, message: Message, seconds: float = 2.0) -> Message:
@@ -166,7 +166,7 @@ class Bus(Protocol):
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        """How many arriving messages were refused since the start, by reason (`bus.codec.Reason`)."""
+        """How many arriving messages were refused since the start, by reason (`bus.protocol.codec.Reason`)."""
         ...
 
     @property

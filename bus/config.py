@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from bus.redaction import without_secrets
-from bus.subjects import check_token
+from bus.protocol.subjects import check_token
+from fleet.redaction import without_secrets
 
 MOST_REPLICAS = 5
 """JetStream's own limit."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from bus import Bus, BusError, Received
 from bus.claims import LOOK_SECONDS, holder_of
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import EngineJoined, EngineLeft
 
 CLAIM_SECONDS = 5.0

@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from bus import BlobLost, BusError, Declined, Message, Received, StoreFull
-from bus.codec import (
+from bus.parts import Answers, Exchange, fetch_parts, wanted_part
+from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
     NO_PART_TOPIC,
@@ -36,9 +37,8 @@ from bus.codec import (
     topic_of,
     unseal,
 )
-from bus.parts import Answers, Exchange, fetch_parts, wanted_part
+from bus.protocol.subjects import check_subject, engine_of, matches
 from bus.stores import FullStores
-from bus.subjects import check_subject, engine_of, matches
 from fleet.events import STORED, RequestRefused
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from bus import BlobLost, BusError, BusTimeout, Claim, ClaimLost, Message, NobodyThere, Received, StoreFull, StoreUse
-from bus.codec import Refused, Rejected
 from bus.config import BusConfig
 from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, asked, audible, check_stored, opened, sendable
 from bus.parts import Answers
+from bus.protocol.codec import Refused, Rejected
+from bus.protocol.subjects import Subjects, check_key, matches
 from bus.stores import FullStores
-from bus.subjects import Subjects, check_key, matches
 
 
 @dataclass(frozen=True, slots=True)

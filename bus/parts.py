@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from bus import BusError, BusTimeout, Message, NobodyThere, StoreFull
-from bus.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, Reason, Refused, checksum, unseal
+from bus.protocol.codec import PART_BYTES, PART_TOPIC, Envelope, PartsOffer, PartWanted, Reason, Refused, checksum, unseal
 
 PART_SECONDS = 1.0
 """A part that has not come after this time is requested again; the time doubles with every try, since the server may only be slow."""

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bus.config import BusConfig
-from bus.redaction import without_secrets
-from bus.roles import Role
+from bus.protocol.roles import Role
 from deploy.config import ConfigError, Configuration, Key
 from deploy.credentials import of_run
 from deploy.exposure import missing_at_ranks, missing_at_router
@@ -22,6 +21,7 @@ from deploy.rundir import Running, home, live_runs
 from deploy.settings import WorkerConfig, read_settings
 from deploy.tls import CertificateError, ServerTls
 from engine_adapter.serving.admission import Admission, NoSecret
+from fleet.redaction import without_secrets
 from router.config import RouterConfig
 from router.credentials import Credentials
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from bus.config import BusConfig
-from bus.permissions import rights
-from bus.roles import ROLES
-from bus.subjects import Subjects
+from bus.protocol.permissions import rights
+from bus.protocol.roles import ROLES
+from bus.protocol.subjects import Subjects
 from deploy.commandline import CONFIG, JSON, USAGE, ConfigOption, JsonOption, fail, settings_from, show
 from deploy.credentials import Credentials
 from deploy.rundir import private_text

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from bus.redaction import without_secrets
 from deploy.commandline import CONFIG, JSON, NATS, USAGE, ConfigOption, JsonOption, KeyFileOption, NatsOption, UrlOption, bus_from, fail, key_from
 from deploy.rundir import home, live_runs
+from fleet.redaction import without_secrets
 
 RELOAD_SECONDS = 15.0
 """for every router process and the planner to say what became of the new settings"""

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from bus.redaction import without_secrets
 from deploy.commandline import (
     CONFIG,
     NATS,
@@ -44,6 +43,7 @@ from deploy.settings import DEMO_CHECKPOINT, SECTIONS, UpConfig, WorkerConfig, e
 from deploy.spans import TracingError, exporters
 from deploy.supervise import UnitFailed
 from engine_adapter.config import EmbeddedConfig
+from fleet.redaction import without_secrets
 from router.config import RouterConfig
 
 

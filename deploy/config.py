@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bus.redaction import without_secrets
+from fleet.redaction import without_secrets
 
 FILE = "roost.toml"
 PREFIX = "ROOST_"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from bus.permissions import server_users
-from bus.roles import ROLES, Login, Role, inbox_prefix, user_name
-from bus.subjects import Subjects
+from bus.protocol.permissions import server_users
+from bus.protocol.roles import ROLES, Login, Role, inbox_prefix, user_name
+from bus.protocol.subjects import Subjects
 from deploy.rundir import Running, private_text
 
 FOLDER = "bus"

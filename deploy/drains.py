@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Message, Subscription
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from deploy.view_fleet import EngineNow, members
 from fleet.events import DescribeReservations, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed

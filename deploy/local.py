@@ -24,9 +24,8 @@ import msgspec
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.redaction import without_secrets
-from bus.roles import Role
-from bus.subjects import Subjects
+from bus.protocol.roles import Role
+from bus.protocol.subjects import Subjects
 from deploy.config import ConfigError, Configuration, Key, without_settings
 from deploy.credentials import FOLDER, Credentials
 from deploy.doors import HttpError, listen, probe, url_of
@@ -39,6 +38,7 @@ from deploy.rundir import SETTINGS, RunDirectory, Running, private_text
 from deploy.settings import UpConfig, WorkerConfig, engine_ranks
 from deploy.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
 from fleet.events import ConfigChanged
+from fleet.redaction import without_secrets
 from router.config import RouterConfig
 
 LOOK_SECONDS = 0.02

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bus.redaction import without_secrets
+from fleet.redaction import without_secrets
 
 GATHER_SECONDS = 0.05
 """A line is written this much late at most."""

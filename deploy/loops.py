@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from bus import Bus, BusTimeout, Declined, NobodyThere
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import DescribeLoop, LoopDescribed, SteerLoop
 
 ASK_SECONDS = 3.0

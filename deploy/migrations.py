@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from bus import Bus, BusTimeout, Declined, Message, Received, Subscription
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from deploy.view_fleet import members
 from fleet.events import (

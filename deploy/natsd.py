@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from bus.roles import Login
+from bus.protocol.roles import Login
 from deploy.rundir import private_text
 from deploy.supervise import Command, Incarnation
 

@@ -9,7 +9,7 @@ from bus import Bus, BusError
 from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside, first_failure, first_of
 from engine_adapter.agent.engine_agent import Agent, Identity
 from engine_adapter.config import AgentConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.doors import CannotListen
 from deploy.orders import tell
 from deploy.process import alongside, first_failure, on_hangup, until_ready

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.doors import url_of
 from deploy.exposure import missing_at_router
 from deploy.http_limits import HttpLimits

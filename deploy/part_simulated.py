@@ -14,7 +14,7 @@ from bus import Bus, BusError
 from bus.claims import NameTaken
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.http_limits import RANK_LIMITS
 from deploy.orders import RankOrder, tell
 from deploy.process import alongside, on_hangup, until_ready

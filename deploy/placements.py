@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.view_fleet import members
 from fleet.dispatch import numbered
 from fleet.events import EngineJoined, PlacementCommitted

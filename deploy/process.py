@@ -18,9 +18,9 @@ from typing import Any
 
 import uvloop
 
-from bus.redaction import without_secrets
 from deploy.descriptors import raise_limit
 from deploy.log_writer import Bare, JsonLines, LogFile, LogWriter
+from fleet.redaction import without_secrets
 
 FAILURE = 1
 FINAL = 2

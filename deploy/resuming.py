@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from bus import Bus, BusError, Received
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.last_word import before_verdicts
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import last_decided, last_is_left, leave_last

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bus.config import BusConfig
-from bus.subjects import check_token
+from bus.protocol.subjects import check_token
 from deploy.config import Configuration, Key, load
 from deploy.spans import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig

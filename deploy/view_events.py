@@ -10,7 +10,7 @@ import msgspec
 
 from bus import Bus, Message, Received
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import in_json, show
 from deploy.view_fleet import on_bus
 from fleet.events import KeyedRows, LoopFigures, RankPopularity, RequestOutcome, RequestProfile

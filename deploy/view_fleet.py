@@ -12,7 +12,7 @@ from bus import Bus, BusError, Received
 from bus.config import BusConfig
 from bus.joins import vouched
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.last_word import before_verdicts
 from deploy.process import run as run_process
 from fleet.events import (

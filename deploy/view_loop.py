@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bus import Bus
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import console, fail, in_json, note, printable, show
 from deploy.loops import NotTold, described, steered
 from deploy.view_fleet import on_bus

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bus import Bus
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, in_json, note, show
 from deploy.migrations import Course, NoSuchEngine, NotAccepted, Order, carried_out, engine_named
 from deploy.process import FAILURE, print_error

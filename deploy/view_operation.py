@@ -9,7 +9,7 @@ import typer
 
 from bus import Bus, Subscription
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import fail, in_json, note, show
 from deploy.credentials import of_run
 from deploy.drains import NoSuchPlace, Place, drain, find, undrain, until_idle

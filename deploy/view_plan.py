@@ -8,7 +8,7 @@ import msgspec
 
 from bus import Bus, BusTimeout, Declined
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, note, show, table
 from deploy.migrations import NoSuchEngine, engine_named
 from deploy.view_fleet import on_bus

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bus import Bus
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import USAGE, console, fail, in_json, note, show, table
 from deploy.drawing import drawer, named
 from deploy.panels import Panel, Rows, Table, demand_panels

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bus import Bus, BusError, StoreUse
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import USAGE, fail, in_json, printable, show
 from deploy.loops import NotTold, described
 from deploy.view_backends import backend_lines

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from bus import Bus, BusError, Received, Subscription
 from bus.config import BusConfig
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commandline import in_json, show
 from deploy.live import Happened, Live
 from deploy.loops import NotTold

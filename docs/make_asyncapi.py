@@ -1,4 +1,4 @@
-"""Writes docs/asyncapi.yaml: every subject of `bus.subjects` and every message of `fleet.events`, with their fields, as AsyncAPI 3.0.
+"""Writes docs/asyncapi.yaml: every subject of `bus.protocol.subjects` and every message of `fleet.events`, with their fields, as AsyncAPI 3.0.
 
     python docs/make_asyncapi.py
 
@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import yaml
 
-from bus.codec import BlobReference, Envelope, PartsOffer, PartWanted
-from bus.subjects import Subjects
+from bus.protocol.codec import BlobReference, Envelope, PartsOffer, PartWanted
+from bus.protocol.subjects import Subjects
 from fleet import events as say
 
 FILE = Path(__file__).with_name("asyncapi.yaml")
@@ -162,7 +162,7 @@ def document() -> dict[str, Any]:
 
 def text() -> str:
     """The file's content."""
-    head = "# Written by docs/make_asyncapi.py from fleet/events.py and bus/subjects.py; change those.\n"
+    head = "# Written by docs/make_asyncapi.py from fleet/events.py and bus/protocol/subjects.py; change those.\n"
     return head + yaml.dump(document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
 

@@ -13,12 +13,12 @@ from typing import Never
 import aiohttp
 import msgspec
 
-from bus.redaction import without_secrets
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load
 from fleet.blocks import BLOCK_SIZE
 from fleet.events import Capabilities
 from fleet.experts import ModelShape
 from fleet.placement import Placement
+from fleet.redaction import without_secrets
 
 MOST_BYTES = 1024 * 1024
 """of a list of models; a longer answer is no list of models"""

@@ -1,7 +1,7 @@
 """Everything said on the bus: a closed, tagged union of past-tense facts, and the two payloads in Dynamo's own form.
 
 Every `worker_id` is a random u64 per incarnation of an engine; `rank` is Dynamo's `dp_rank`. Sequence numbers, publisher
-and time travel in the envelope (`bus.codec`), not here. A field that a reader does not know is ignored.
+and time travel in the envelope (`bus.protocol.codec`), not here. A field that a reader does not know is ignored.
 """
 
 from typing import Any, Literal

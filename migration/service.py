@@ -16,8 +16,8 @@ from concurrent.futures import Executor
 from bus import Bus, BusError, Received, Subscription
 from bus.claims import LeaseTaken
 from bus.joins import holds_its_name, vouched
-from bus.sequence import Order, Sequences
-from bus.subjects import Subjects
+from bus.protocol.sequence import Order, Sequences
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
     ConfigChanged,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bus.redaction import without_secrets
+from fleet.redaction import without_secrets
 
 Policy = Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
 ZERO_ALLOWED = (

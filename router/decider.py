@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import msgspec
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.completions import ApiError
 from router.config import RouterConfig
 from router.decision import NOTHING, Decision

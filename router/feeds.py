@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, Message, Received, Subscription
 from bus.joins import holds_its_name, vouched
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.dispatch import numbered
 from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, HomesPublished, KvMetrics, PlacementCommitted, RankDrained
 from fleet.placement import Placement

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bus import Bus, BusError
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import CountsImported, RequestProfile, RequestsProfiled, SampledProfile
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts

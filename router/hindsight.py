@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import EngineJoined, KvMetrics, RequestProfile, RequestsProfiled
 from fleet.signatures import PACKED, unpack
 from router.decision import Decision

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from bus import Bus, Message
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.completions import ApiError
 from fleet.events import DecisionDescribed, DescribeDecision, RequestRefused, RouteDecided, RouteReleased, RouteRequested
 from router.decider import Decider

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bus import Bus, BusError, Received
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import KvEvent, KvSnapshot, KvSnapshotRequested, RoutedKvEvent
 from router.chores import Chores
 from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
@@ -41,7 +41,7 @@ Batch = tuple[RoutedKvEvent, ...]
 class _Feed:
     """One rank's feed. `late`: messages that wait for a snapshot; None: the feed is in step. `blocks`: what they count, with their events.
 
-    KV events depend on one another, so only the message with exactly the `next` number will do (`bus.sequence` is laxer).
+    KV events depend on one another, so only the message with exactly the `next` number will do (`bus.protocol.sequence` is laxer).
     """
 
     engine: str

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bus import Bus, BusError
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import RequestOutcome, RequestsFinished
 from fleet.prediction import MOST_TOKENS
 from fleet.signatures import PACKED, pack

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from bus import Bus, BusError, BusTimeout, Message, Subscription
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import DecisionDescribed, DescribeDecision, DescribeReservations, ReservationsChanged, ReservationsDescribed
 from router.chores import Chores
 from router.config import RouterConfig

@@ -14,7 +14,7 @@ from math import inf
 import msgspec
 
 from bus import Bus, BusError
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.events import ConfigChanged
 from router.bodies.reader import BodyReader

@@ -12,8 +12,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from bus.redaction import without_secrets
 from fleet.completions import MOST_NAME, shortened
+from fleet.redaction import without_secrets
 from router.decision import Decision
 from router.foresight import LayerExperts, PredictionRecord
 from router.record import Candidate, DecisionRecord

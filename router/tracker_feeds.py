@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bus import Bus, BusError, Subscription
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import ClustersPublished, DescribeClusters, DescribeTables, TablesPublished
 from fleet.signatures import ClusterModel
 from router.chores import Chores

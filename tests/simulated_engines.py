@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.doors import listen, url_of
 from deploy.part_simulated import OPEN, Host, hosted, nodes
 from engine_adapter.agent.engine_agent import Identity

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from bus import Bus, BusError, Message, Received, Subscription
-from bus.codec import LARGE
 from bus.joins import vouched
-from bus.sequence import Order, Sequences
-from bus.subjects import Subjects
+from bus.protocol.codec import LARGE
+from bus.protocol.sequence import Order, Sequences
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
     CountsImported,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.demo_model import checkpoint_path
 from deploy.process import alongside, until_ready
 from engine_adapter.agent.engine_agent import Agent, Identity

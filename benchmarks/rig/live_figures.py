@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bus import Bus, Subscription
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     DispatchMeasured,
     HomesPublished,

@@ -19,7 +19,7 @@ from benchmarks.rig.live_traffic import Request, Texts
 from bus import Bus, ClaimLost
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.migrations import carried_out
 from deploy.settings import DEMO_MODEL
 from fleet.events import ApplyPlan, EngineJoined, RollBack

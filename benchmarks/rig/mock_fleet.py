@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bus.claims import NameClaim
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.blocks import BLOCK_SIZE, local_hashes, sequence_hashes
 from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bus.codec import encode, seal, topic_of
-from bus.subjects import Subjects
+from bus.protocol.codec import encode, seal, topic_of
+from bus.protocol.subjects import Subjects
 from fleet.events import ExpertsActivated
 from fleet.popularity import ExpertCounts
 

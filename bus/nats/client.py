@@ -10,14 +10,14 @@ from nats import errors
 from nats.aio.msg import Msg
 
 from bus import BlobLost, BusError, BusTimeout, Claim, Message, NobodyThere, Received, StoreUse
-from bus.codec import Refused, Rejected
 from bus.config import BusConfig
 from bus.mailbox import Answer, Desk, Inbox, Outbox, Speaker, asked, audible, check_stored, opened, sendable
 from bus.nats.link import Link, because, whole
 from bus.nats.storage import Storage
 from bus.parts import Answers
+from bus.protocol.codec import Refused, Rejected
+from bus.protocol.subjects import Subjects
 from bus.stores import FullStores
-from bus.subjects import Subjects
 
 
 class NatsBus:

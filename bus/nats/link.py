@@ -17,11 +17,11 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import errors as js_errors
 
 from bus import BusError, StoreFull
-from bus.codec import LARGE
 from bus.config import BusConfig
 from bus.nats.login import read_login, tls_context
-from bus.redaction import without_secrets
-from bus.roles import Login
+from bus.protocol.codec import LARGE
+from bus.protocol.roles import Login
+from fleet.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import msgspec
 
 from bus import BusError
 from bus.config import BusConfig
-from bus.roles import Login, inbox_prefix
+from bus.protocol.roles import Login, inbox_prefix
 
 
 class _File(msgspec.Struct):

@@ -24,10 +24,10 @@ from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
 from bus import BlobLost, BusError, Claim, ClaimLost, StoreFull, StoreUse
-from bus.names import Names
 from bus.nats.link import GONE, Link, because, is_full, whole
+from bus.protocol.names import Names
+from bus.protocol.subjects import Subjects, check_key
 from bus.stores import FullStores
-from bus.subjects import Subjects, check_key
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

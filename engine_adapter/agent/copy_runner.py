@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bus import Bus, BusError
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import ExpertMemory
 from engine_adapter.handover.inbound_copies import (

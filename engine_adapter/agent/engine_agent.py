@@ -17,7 +17,7 @@ from typing import Literal
 
 from bus import Bus, BusError, Message
 from bus.claims import NameClaim
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.agent.handover_agent import HandoverDesk, Staging
 from engine_adapter.batching.kv_snapshot import KvMirror
 from engine_adapter.config import AgentConfig

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bus import Bus, Message
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.agent.copy_runner import Attributes, Errands, Tracing
 from engine_adapter.agent.memory_audit import Audit
 from engine_adapter.config import TransferConfig

@@ -8,7 +8,7 @@ import asyncio
 import logging
 
 from bus import Bus, BusError, Received
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import ClustersPublished, DescribeClusters
 from fleet.experts import ModelShape
 from fleet.signatures import ClusterModel, ClusterRecord

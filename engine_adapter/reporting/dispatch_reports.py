@@ -1,7 +1,7 @@
 """Says on the bus where a rank's tokens were really sent (`fleet.events.DispatchMeasured`), never of two epochs at once."""
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.engine import EngineDescription, Sent
 from fleet.events import DispatchMeasured
 

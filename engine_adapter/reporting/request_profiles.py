@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.batching.profile_signatures import most_together, request_profiles
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import EndedRequest, EngineDescription
@@ -27,7 +27,7 @@ from fleet.placement import Placement
 from fleet.signatures import ClusterModel
 
 MESSAGE_BYTES = 400_000
-"""of profiles in one message; below what the bus sends in one piece (`bus.codec.LARGE`)"""
+"""of profiles in one message; below what the bus sends in one piece (`bus.protocol.codec.LARGE`)"""
 TURN_BYTES = 8 * 1024 * 1024
 """of traces that the thread is given at once, unless one is larger"""
 TURN_REQUESTS = 64

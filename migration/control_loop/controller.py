@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from bus import Bus, BusError, Message
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     DescribeLoop,
     LoopDescribed,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import LoopFigures, PlanJudged
 from fleet.placement import Placement
 from migration.config import MigrationConfig

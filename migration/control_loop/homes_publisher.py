@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from bus import Bus, BusError
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import HomesPublished
 from migration.engine_state.demand_windows import Watch
 from migration.engine_state.placement_registry import Entry, Ledger

@@ -13,7 +13,7 @@ import msgspec
 
 from bus import BlobLost, Bus, BusError, Subscription
 from bus.claims import LeaseTaken
-from bus.subjects import Subjects, engine_of
+from bus.protocol.subjects import Subjects, engine_of
 from fleet.events import EngineHeartbeat, HandoverDescribed, MigrationAccepted, MigrationPlanned, Origin, PlacementCommitted
 from fleet.handover import Conducting as State
 from migration.config import MigrationConfig

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 from bus import Bus, BusError, Declined
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import DescribeHandover, HandoverDescribed
 from fleet.handover import Conducting
 from migration.execution.leader_lease import Leadership

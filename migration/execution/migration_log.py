@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from bus import BlobLost, Bus, BusError, Claim, ClaimLost, StoreFull
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationPlanned, MigrationStaged, PlacementCommitted
 from migration.engine_state.placement_registry import Ledger
 from migration.handover.coordinator import OpenHandover

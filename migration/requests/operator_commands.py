@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from bus import Bus, BusError, Message
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     ApplyPlan,
     HandoverDescribed,

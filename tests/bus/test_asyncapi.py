@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import yaml
 
-from bus import codec
-from bus.subjects import Subjects
+from bus.protocol import codec
+from bus.protocol.subjects import Subjects
 from fleet.events import STORED, AnyEvent, KvMetrics, RoutedKvEvent
 from fleet.experts import ModelShape
 

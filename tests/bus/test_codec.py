@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import BusError, Message
-from bus.codec import (
+from bus.protocol.codec import (
     BLOB_TOPIC,
     LARGE,
     PAYLOAD_BYTES,
@@ -29,7 +29,7 @@ from bus.codec import (
     topic_of,
     unseal,
 )
-from bus.subjects import Subjects, matches
+from bus.protocol.subjects import Subjects, matches
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import (
     AnyEvent,

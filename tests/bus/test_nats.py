@@ -17,7 +17,7 @@ from nats.js import api
 from bus import BusError, Message, Received
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import EngineHeartbeat, EngineLeft
 
 CONFIG = BusConfig(

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from bus import Message, StoreFull
-from bus.codec import PART_BYTES, PartsOffer, PartWanted
 from bus.parts import IN_USE_SECONDS, Answers
+from bus.protocol.codec import PART_BYTES, PartsOffer, PartWanted
 from bus.stores import AGAIN_SECONDS, FullStores
 from fleet.events import RequestRefused
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from bus import BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.redaction import without_secrets
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import WithoutSecrets
 from deploy.settings import read_settings
 from engine_adapter.openai_backend import PlainConfig
+from fleet.redaction import without_secrets
 from router.config import RouterConfig
 
 SECRET = "s3cr3t"

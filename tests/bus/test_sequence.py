@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.sequence import WINDOW, Order, Sequences
+from bus.protocol.sequence import WINDOW, Order, Sequences
 
 U64 = st.integers(0, (1 << 64) - 1)
 

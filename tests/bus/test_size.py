@@ -10,7 +10,7 @@ import pytest
 
 from bus import Bus, Message
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import DescribeTables, KeyedRows, KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, TablesPublished
 from fleet.prediction import ROW
 

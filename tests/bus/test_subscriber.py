@@ -9,7 +9,7 @@ from typing import Any
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.credentials import Credentials
 from fleet.events import MigrationAborted, MigrationPlanned
 

@@ -16,7 +16,7 @@ from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
 from bus.nats.link import Link
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 
 CONFIG = BusConfig(
     request_seconds=1.0,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bus import BlobLost, Bus, BusError, BusTimeout, ClaimLost, Declined, Message, NobodyThere, Received, StoreFull
-from bus.codec import BLOB_TOPIC, LARGE, PART_TOPIC, PART_WANTED_TOPIC, PARTS_TOPIC, BlobReference, PartWanted, seal, unseal
+from bus.protocol.codec import BLOB_TOPIC, LARGE, PART_TOPIC, PART_WANTED_TOPIC, PARTS_TOPIC, BlobReference, PartWanted, seal, unseal
 from fleet.events import DescribeProfile, EngineHeartbeat, EngineLeft, KvMetrics, ProfilePublished, RequestRefused
 from fleet.popularity import ExpertTable
 

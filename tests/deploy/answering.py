@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from bus import Bus
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 
 
 @contextmanager

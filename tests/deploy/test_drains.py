@@ -8,7 +8,7 @@ import pytest
 
 from bus import Message
 from bus.memory import MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.drains import NoSuchPlace, drain, find, undrain, until_idle
 from deploy.view_fleet import members
 from fleet.events import BookedLoad, Capabilities, EngineJoined, EngineLeft, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed

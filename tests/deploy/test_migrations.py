@@ -15,7 +15,7 @@ import pytest
 
 from bus import Bus, Message
 from bus.memory import MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy import migrations
 from deploy.commands_views import FAMILIES, KINDS
 from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named

@@ -9,7 +9,7 @@ import typer
 
 from bus.config import BusConfig
 from bus.memory import MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy import view_placement, view_popularity
 from deploy.drawing import drawer
 from deploy.panels import MOST_LAYERS, Panel, Rows, demand_panels, placement_panels, shown_layers

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bus import BusError, Message, StoreUse
 from bus.memory import MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy import loops
 from deploy.commandline import in_json
 from deploy.loops import NotTold, described, steered

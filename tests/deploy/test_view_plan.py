@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from bus import Message
 from bus.memory import MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.commands_plan import in_bytes
 from deploy.view_placing import first_placement
 from deploy.view_plan import Asked, described, print_plan

@@ -16,7 +16,7 @@ from typer.testing import Result
 
 from bus import BusError
 from bus.memory import MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.view_popularity import as_record, demands, describe, learn, loaded, print_popularity, skew
 from fleet.events import ClusterPopularity, EngineJoined, ExpertsActivated, PopularityDescribed, RankPopularity, SourceQuality
 from fleet.experts import ModelShape

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bus import Bus, Message
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy import loops, view_top
 from deploy.view_top import JsonLines, Lines, Page, Watch, clock, keys, page
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, SteerLoop

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.agent.handover_agent import HandoverDesk, Staging
 from engine_adapter.config import TransferConfig
 from engine_adapter.engine import EngineDescription

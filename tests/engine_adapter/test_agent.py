@@ -11,7 +11,7 @@ import pytest
 from bus import Declined, Message, Received, Subscription
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.agent.engine_agent import Agent, Identity
 from engine_adapter.config import AgentConfig
 from engine_adapter.engine import Activations, EndedRequest, EngineDescription, Facts, Load, Sent

@@ -9,7 +9,7 @@ import pytest
 
 TOUCH = """
 import resource, sys, numpy
-from engine_adapter.embedded.allocator import keep_freed_memory
+from engine_adapter.embedded.malloc_tuning import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def touch():

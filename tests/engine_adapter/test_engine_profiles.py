@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from bus import Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.agent.engine_agent import Agent, Identity
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.config import AgentConfig, EmbeddedConfig

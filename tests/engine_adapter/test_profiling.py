@@ -13,7 +13,7 @@ import pytest
 
 from bus import Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.config import AgentConfig

@@ -19,7 +19,7 @@ import msgspec
 from bus import Bus, BusError
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.config import Configuration
 from deploy.lifeline import wrapped
 from deploy.orders import Order

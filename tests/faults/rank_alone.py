@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside, first_failure, set_up_logging, until_ready
 from engine_adapter.agent.engine_agent import Agent, Identity
 from engine_adapter.agent.handover_agent import HandoverDesk, Staging

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from bus import Bus, BusError, Declined
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     ApplyPlan,
     EngineJoined,

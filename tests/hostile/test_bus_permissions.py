@@ -16,8 +16,8 @@ from bus import BusError, ClaimLost, Message
 from bus.claims import Lease
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.roles import ROLES
-from bus.subjects import Subjects
+from bus.protocol.roles import ROLES
+from bus.protocol.subjects import Subjects
 from deploy.credentials import Credentials
 from fleet.events import DescribeLoop, EngineHeartbeat, EngineLeft, KvMetrics, MigrationAborted, RankDrained, RequestRefused, SteerLoop
 

@@ -8,7 +8,7 @@ import msgspec
 
 from bus import Bus, Message
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import ApplyPlan, MigrationAccepted, PlacementCommitted
 from fleet.handover import Conducting, RankState
 from fleet.placement import Placement, linear

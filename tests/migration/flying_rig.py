@@ -10,7 +10,7 @@ import numpy as np
 
 from bus import Bus
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     DemandPublished,
     DescribeLoop,

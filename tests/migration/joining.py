@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from bus import Bus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import EngineJoined
 from fleet.experts import ModelShape
 from fleet.layout import EP

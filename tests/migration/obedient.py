@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from bus import Bus, Message
 from bus.mailbox import Answer
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     AbortHandover,
     CommitHandover,

@@ -14,7 +14,7 @@ from bus import Bus, BusError, Message
 from bus.config import BusConfig
 from bus.memory import MemoryBroker, MemoryBus
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import DescribeEngine, EngineHeartbeat, EngineJoined, EngineLeft, PlacementCommitted
 from fleet.layout import EP
 from fleet.placement import Placement

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.doors import listen, url_of
 from deploy.http_limits import Count
 from deploy.part_router import http_limits

@@ -13,7 +13,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import EngineHeartbeat, EngineJoined
 from router.api import create_app
 from router.config import RouterConfig

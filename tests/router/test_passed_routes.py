@@ -10,7 +10,7 @@ from aiohttp import ClientResponse, web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from router.api import create_app
 from router.config import RouterConfig
 from router.keys import key_line, parse_rights

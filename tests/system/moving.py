@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from deploy.settings import DEMO_CHECKPOINT
 from fleet.events import DescribeHandover, HandoverDescribed, MigrationCommitted

@@ -11,7 +11,7 @@ import nats
 import psutil
 import pytest
 
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from tests.system.fleets import Fleet, Home, until
 
 STORY = "Tell me a long story about a computer that learns to cook."

@@ -15,7 +15,7 @@ import pytest
 
 from bus import BusError
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from fleet.events import (
     DescribeLoop,

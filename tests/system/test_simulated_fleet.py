@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.part_simulated import Host
 from router.api import create_app
 from router.config import RouterConfig

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from bus.nats import NatsBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from fleet.events import MigrationCommitted, MigrationPlanned, PlanJudged
 from tests.faults.house import until

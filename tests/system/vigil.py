@@ -9,7 +9,7 @@ import psutil
 from numpy.typing import NDArray
 
 from bus import Bus, Received
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import ExpertsActivated, MigrationAborted, MigrationCommitted, MigrationPlanned, PlacementCommitted
 from fleet.placement import Placement
 from tests.system.fleets import Fleet

@@ -13,7 +13,7 @@ import pytest
 
 from bus import BusError, Message, Subscription
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     ClustersPublished,
     CountsImported,

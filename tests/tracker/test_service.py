@@ -12,7 +12,7 @@ import pytest
 
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 from fleet.events import (
     DemandPublished,
     DescribeEngine,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bus.subjects import check_token
+from bus.protocol.subjects import check_token
 
 Role = Literal["engine", "router", "tracker", "planner", "operator", "subscriber"]
 ROLES: tuple[Role, ...] = get_args(Role)

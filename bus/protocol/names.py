@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from bus.subjects import Subjects
+from bus.protocol.subjects import Subjects
 
 
 class Names(NamedTuple):

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from bus import BusError, Message
-from bus.subjects import KV_EVENTS, KV_METRICS
+from bus.protocol.subjects import KV_EVENTS, KV_METRICS
 from fleet.events import AnyEvent, Event, KvMetrics, RoutedKvEvent
 
 BLOB_TOPIC = "roost-blob"

@@ -1,16 +1,16 @@
 """What each role may do on a NATS server: subjects in, allow lists out, and the same as a server's configuration. Pure.
 
 A role is what its part of Roost does on the bus, and no more. Requests are answered under `allow_responses`: a part may publish to the inbox
-of whoever asked it, once, and to no other inbox. Each user listens to an inbox of its own (`bus.roles.inbox_prefix`).
+of whoever asked it, once, and to no other inbox. Each user listens to an inbox of its own (`bus.protocol.roles.inbox_prefix`).
 """
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bus.names import Names
-from bus.roles import Login, Role, inbox_prefix, user_name
-from bus.subjects import Subjects
+from bus.protocol.names import Names
+from bus.protocol.roles import Login, Role, inbox_prefix, user_name
+from bus.protocol.subjects import Subjects
 
 RESPONSE_MINUTES = 5
 """A request may be answered within this time."""

@@ -28,7 +28,7 @@ def check_subject(subject: str, *, wildcards: bool = False) -> str:
     for place, token in enumerate(tokens):
         wild = wildcards and (token == "*" or (token == ">" and place == len(tokens) - 1))
         if not wild and not _SUBJECT_TOKEN.fullmatch(token):
-            raise ValueError(f"subject {subject!r}: token {token!r} is not allowed here; take subjects from bus.subjects")
+            raise ValueError(f"subject {subject!r}: token {token!r} is not allowed here; take subjects from bus.protocol.subjects")
     return subject
 
 
