@@ -32,7 +32,7 @@ from benchmarks.rig.report import AsJson, Check, Quick, Report, Target, percenti
 from benchmarks.rig.report_publisher import report
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.natsd import answers, binary
+from deploy.local.nats_server import answers, binary
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.profile_signatures import request_profiles
 from engine_adapter.engine import EndedRequest

@@ -11,9 +11,9 @@ import msgspec
 
 from bus.config import BusConfig
 from deploy.config import ConfigError, Configuration
-from deploy.doors import CannotListen, adopt
-from deploy.orders import Order
-from deploy.parts import run_part
+from deploy.http.sockets import CannotListen, adopt
+from deploy.launch_spec import Order
+from deploy.parts.launch import run_part
 from deploy.process import FINAL, print_error
 from deploy.reload import planner_settings, router_settings
 from deploy.settings import WorkerConfig, named_engine, read_settings

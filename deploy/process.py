@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from deploy.descriptors import raise_limit
-from deploy.log_writer import Bare, JsonLines, LogFile, LogWriter
+from deploy.telemetry.log_writer import Bare, JsonLines, LogFile, LogWriter
 from fleet.redaction import without_secrets
 
 FAILURE = 1

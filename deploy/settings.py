@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bus.config import BusConfig
 from bus.protocol.subjects import check_token
 from deploy.config import Configuration, Key, load
-from deploy.spans import TracingConfig
+from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
 from migration.config import MigrationConfig

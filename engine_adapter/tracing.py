@@ -1,7 +1,7 @@
 """Spans of a request's time inside a rank: queue, prefill, decode, as children of the caller's `traceparent`; and of what a handover's staging
 consists of on a rank: pull, verify, prepare, as children of the handover's.
 
-Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/tracing.py`). The spans
+Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/telemetry/otel.py`). The spans
 are made after the fact, from the moments the step thread noted anyway, so that a request which is not traced costs one check.
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from bus import Bus
 from bus.protocol.subjects import Subjects
-from deploy.doors import listen, url_of
-from deploy.part_simulated import OPEN, Host, hosted, nodes
+from deploy.http.sockets import listen, url_of
+from deploy.parts.simulated import OPEN, Host, hosted, nodes
 from engine_adapter.agent.engine_agent import Identity
 from engine_adapter.config import AgentConfig
 from engine_adapter.serving.admission import Admission

@@ -1,6 +1,6 @@
 """A shift of popularity is the first span of a trace: what is done about it goes on below it. Off without a provider, at no cost.
 
-Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/tracing.py`).
+Only OpenTelemetry's API is used here; whether spans go anywhere is the composition root's choice (`deploy/telemetry/otel.py`).
 """
 
 from collections.abc import Iterator

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.rig.processes import ROOST, ROOT
-from deploy.lifeline import wrapped
+from deploy.local.parent_death import wrapped
 
 START_SECONDS = 120.0
 COMMAND_SECONDS = 120.0

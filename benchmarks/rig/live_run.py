@@ -20,7 +20,7 @@ from bus import Bus, ClaimLost
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.migrations import carried_out
+from deploy.client.migrations import carried_out
 from deploy.settings import DEMO_MODEL
 from fleet.events import ApplyPlan, EngineJoined, RollBack
 from fleet.placement import Placement, even_split

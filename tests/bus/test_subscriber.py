@@ -10,7 +10,7 @@ from typing import Any
 from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.credentials import Credentials
+from deploy.security.credentials import Credentials
 from fleet.events import MigrationAborted, MigrationPlanned
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

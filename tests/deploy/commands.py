@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner, Result
 
-from deploy.cli import app
+from deploy.cli.app import app
 
 
 def roost(*arguments: str) -> Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.supervise import Command
+from deploy.local.supervise import Command
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from bus import Message
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.drains import NoSuchPlace, drain, find, undrain, until_idle
-from deploy.view_fleet import members
+from deploy.client.drains import NoSuchPlace, drain, find, undrain, until_idle
+from deploy.client.fleet_status import members
 from fleet.events import BookedLoad, Capabilities, EngineJoined, EngineLeft, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed
 from fleet.layout import Layout
 

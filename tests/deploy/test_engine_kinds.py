@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.app import app
 from deploy.config import ConfigError
-from deploy.local import EngineLauncher, Ground
-from deploy.orders import Order
-from deploy.rundir import RunDirectory
+from deploy.launch_spec import Order
+from deploy.local.fleet import EngineLauncher, Ground
+from deploy.run_directory import RunDirectory
 from deploy.settings import WorkerConfig, engine_ranks, read_settings, served_model
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from deploy.doors import listen
-from deploy.gathering import MOST_GATHERED, Gathering
-from deploy.serving import HttpFace
+from deploy.http.server import HttpFace
+from deploy.http.sockets import listen
+from deploy.http.write_coalescing import MOST_GATHERED, Gathering
 
 
 class Wire(asyncio.Transport):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus import Message, Received
-from deploy.live import LAST_SECONDS, MOST_EVENTS, Live, figures, sound
-from deploy.ticker import words
-from deploy.view_fleet import EngineNow
+from deploy.client.fleet_status import EngineNow
+from deploy.views.event_lines import words
+from deploy.views.live_state import LAST_SECONDS, MOST_EVENTS, Live, figures, sound
 from fleet.events import (
     ConfigChanged,
     DispatchMeasured,

@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from deploy.local import Fleet, child_environment
-from deploy.routers import RouterDoors
-from deploy.rundir import run_directory
+from deploy.local.fleet import Fleet, child_environment
+from deploy.local.router_sockets import RouterDoors
+from deploy.local.supervise import Command, Incarnation, Policy, Unit, UnitFailed
+from deploy.run_directory import run_directory
 from deploy.settings import read_settings
-from deploy.supervise import Command, Incarnation, Policy, Unit, UnitFailed
 from tracker.config import TrackerConfig
 
 Script = Callable[..., Command]

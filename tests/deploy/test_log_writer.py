@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import deploy.log_writer
-from deploy.log_writer import MOST_LINE_CHARACTERS, Bare, JsonLines, LogFile, LogWriter
+import deploy.telemetry.log_writer
+from deploy.telemetry.log_writer import MOST_LINE_CHARACTERS, Bare, JsonLines, LogFile, LogWriter
 
 PIPE_BYTES = 4096
 
@@ -65,7 +65,7 @@ def test_lines_arrive_in_order(pipe: Pipe, say: logging.Logger) -> None:
 
 
 def test_a_flush_writes_at_once_what_is_held(pipe: Pipe, say: logging.Logger, handler: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy.log_writer, "GATHER_SECONDS", 600.0)
+    monkeypatch.setattr(deploy.telemetry.log_writer, "GATHER_SECONDS", 600.0)
     say.info("last words")
     handler.flush()
     assert pipe.until("\n") == "last words\n"
@@ -74,8 +74,8 @@ def test_a_flush_writes_at_once_what_is_held(pipe: Pipe, say: logging.Logger, ha
 def test_nobody_reading_holds_nobody_up_and_is_told_when_the_reader_is_back(
     pipe: Pipe, say: logging.Logger, handler: LogWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploy.log_writer, "MOST_HELD_CHARACTERS", 20_000)
-    monkeypatch.setattr(deploy.log_writer, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(deploy.telemetry.log_writer, "MOST_HELD_CHARACTERS", 20_000)
+    monkeypatch.setattr(deploy.telemetry.log_writer, "FLUSH_SECONDS", 0.05)
     for at in range(2000):
         say.info("%090d", at)  # 180 kB: the pipe takes 4, the handler 20
     dropped = handler.dropped

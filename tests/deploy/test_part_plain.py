@@ -10,7 +10,7 @@ from aiohttp import web
 from bus.claims import NameTaken
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.part_plain import represent
+from deploy.parts.plain import represent
 from deploy.process import alongside, first_of
 from engine_adapter.config import AgentConfig
 from engine_adapter.openai_backend import PlainConfig

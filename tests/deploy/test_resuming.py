@@ -10,7 +10,7 @@ import pytest
 from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.resuming import READ_SECONDS, agree, last_life
+from deploy.parts.resume import READ_SECONDS, agree, last_life
 from engine_adapter.engine import EngineFailed
 from engine_adapter.initial_placement import fitting, last_decided, leave_last, resumed
 from fleet.events import MigrationAborted, MigrationCommitted, MigrationStaged, PlacementCommitted, PlanJudged

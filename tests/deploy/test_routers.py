@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.doors import CannotListen, listen, listen_together
-from deploy.local import Fleet
-from deploy.orders import Order
-from deploy.routers import RouterDoors
-from deploy.rundir import run_directory
+from deploy.http.sockets import CannotListen, listen, listen_together
+from deploy.launch_spec import Order
+from deploy.local.fleet import Fleet
+from deploy.local.router_sockets import RouterDoors
+from deploy.run_directory import run_directory
 from deploy.settings import read_settings
 from router.config import RouterConfig
 from tests.conftest import free_port

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from deploy import rundir
-from deploy.rundir import Running, home, live_runs, run_directory
+from deploy.run_directory import KEPT, LONGEST_SOCKET_FOLDER, Running, home, live_runs, run_directory
 
 HOLDER = """
 import sys
 from pathlib import Path
-from deploy.rundir import Running, run_directory
+from deploy.run_directory import Running, run_directory
 with run_directory(Path(sys.argv[1])) as run:
     run.tell(Running(pid=1, namespace="n", nats="nats://127.0.0.1:1"))
     run.log("engine-0/1").write_text("words")
@@ -89,20 +88,20 @@ def test_a_live_run_is_left_alone(base: Path) -> None:
 
 
 def test_of_the_dead_only_the_newest_few_are_kept(base: Path) -> None:
-    for number in range(rundir.KEPT + 3):
+    for number in range(KEPT + 3):
         dead = base / f"run-{10_000_000 + number}"
         dead.mkdir(parents=True)
         (dead / "lock").touch()
         os.utime(dead / "lock", (number, number))
     with run_directory(base) as run:
         kept = sorted(path.name for path in base.iterdir() if path != run.path)
-    assert kept == [f"run-{10_000_000 + number}" for number in range(3, rundir.KEPT + 3)]
+    assert kept == [f"run-{10_000_000 + number}" for number in range(3, KEPT + 3)]
 
 
 def test_meeting_folders_have_paths_short_enough_for_sockets_and_are_removed_with_the_run(tmp_path: Path) -> None:
     with run_directory(tmp_path / ("long" * 20)) as run:
         folders = [run.meeting_folder(name) for name in ("a", "b")]
-        assert all(len(str(folder)) <= rundir.LONGEST_SOCKET_FOLDER and folder.stat().st_mode & 0o077 == 0 for folder in folders)
+        assert all(len(str(folder)) <= LONGEST_SOCKET_FOLDER and folder.stat().st_mode & 0o077 == 0 for folder in folders)
         run.drop("a")
         assert [folder.exists() for folder in folders] == [False, True]
     assert not folders[1].exists()
@@ -120,7 +119,7 @@ def test_a_new_run_removes_meeting_folders_that_a_killed_one_had_elsewhere(tmp_p
 
 
 def test_a_log_that_grew_too_long_is_moved_aside(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "LOG_BYTES", 10)
+    monkeypatch.setattr("deploy.run_directory.LOG_BYTES", 10)
     with run_directory(base) as run, run.log("router").open("a") as log:
         log.write("0123456789 and more\n")
         log.flush()
@@ -132,7 +131,7 @@ def test_a_log_that_grew_too_long_is_moved_aside(base: Path, monkeypatch: pytest
 
 
 def test_lines_that_come_while_a_long_log_is_moved_aside_are_not_lost(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "LOG_BYTES", 10)
+    monkeypatch.setattr("deploy.run_directory.LOG_BYTES", 10)
     with run_directory(base) as run, run.log("router").open("a") as log:
         log.write("0123456789 and more\n")
         log.flush()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.doors import CannotListen
-from deploy.scraping import offer_metrics
+from deploy.http.metrics_server import offer_metrics
+from deploy.http.sockets import CannotListen
 from tests.conftest import free_port
 
 

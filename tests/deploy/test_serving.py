@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deploy.doors import CannotListen, HttpError, adopt, listen, probe, url_of
-from deploy.serving import HttpFace
+from deploy.http.server import HttpFace
+from deploy.http.sockets import CannotListen, HttpError, adopt, listen, probe, url_of
 
 
 class App:

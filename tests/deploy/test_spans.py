@@ -13,14 +13,14 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
-from deploy.spans import TracingError, exporters
-from deploy.tracing import SpanFile
+from deploy.telemetry.otel import SpanFile
+from deploy.telemetry.tracing_config import TracingError, exporters
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
 from opentelemetry import trace
-from deploy.spans import TracingConfig, tracing
+from deploy.telemetry.tracing_config import TracingConfig, tracing
 with tracing("roost-test", TracingConfig(spans=Path(sys.argv[1]) if sys.argv[1] else None), os.environ):
     tracer = trace.get_tracer("t")
     with tracer.start_as_current_span("outer", attributes={"id": str(2**64 - 1), "ms": 1.5}) as outer:

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from bus.memory import MemoryBroker, MemoryBus
-from deploy.doors import listen, url_of
-from deploy.part_router import serve
+from deploy.http.sockets import listen, url_of
+from deploy.parts.router import serve
 from router.config import RouterConfig
 from tests.hostile.clients import raw_client, until
 from tests.router.houses import served_web

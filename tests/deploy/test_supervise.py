@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.supervise import Child, Command, Incarnation, Policy, Unit, UnitFailed, tail
+from deploy.local.supervise import Child, Command, Incarnation, Policy, Unit, UnitFailed, tail
 
 Script = Callable[..., Command]
 FOREVER = "import time; print('up'); time.sleep(600)"
@@ -72,7 +72,7 @@ async def test_children_end_when_their_parent_is_killed_with_minus_nine(tmp_path
     program = f"""
 import asyncio, os, signal, sys
 from pathlib import Path
-from deploy.supervise import Child, Command
+from deploy.local.supervise import Child, Command
 async def main():
     log = Path({str(tmp_path)!r}) / "log"
     children = [await Child.start(Command(str(n), [sys.executable, "-S", "-u", "-c", {FOREVER!r}], log)) for n in range(2)]
@@ -96,7 +96,7 @@ asyncio.run(main())
 
 async def test_a_child_whose_parent_is_gone_before_it_starts_does_not_run(tmp_path: Path) -> None:
     other = 1  # alive, but not the parent
-    path = Path(__file__).parents[2] / "deploy" / "lifeline.py"
+    path = Path(__file__).parents[2] / "deploy" / "local" / "parent_death.py"
     process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", str(path), str(other), "touch", str(tmp_path / "ran"), stderr=subprocess.PIPE)
     assert b"the parent process is gone" in (await process.communicate())[1]
     assert not (tmp_path / "ran").exists()

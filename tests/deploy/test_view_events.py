@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bus import Message, Received
-from deploy.view_events import _line, kind_of
+from deploy.views.events import _line, kind_of
 from fleet.events import (
     ClustersPublished,
     CountsImported,

@@ -13,12 +13,12 @@ from rich.text import Text
 from bus import BusError, Message, StoreUse
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy import loops
-from deploy.commandline import in_json
-from deploy.loops import NotTold, described, steered
-from deploy.view_fleet import EngineNow
-from deploy.view_loop import foretold_of, overview, sparkline, story
-from deploy.view_status import Loop, alarms, fitting, loop_of, loop_record, stores_of
+from deploy.client import control_loop
+from deploy.client.control_loop import NotTold, described, steered
+from deploy.client.fleet_status import EngineNow
+from deploy.terminal.options import in_json
+from deploy.views.loop import foretold_of, overview, sparkline, story
+from deploy.views.status import Loop, alarms, fitting, loop_of, loop_record, stores_of
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, RequestRefused, SteerLoop
 from tests.deploy.loop_figures import ENGINE, FORETOLD, KEPT, NOW, ROLLBACK, START, loop
 
@@ -187,7 +187,7 @@ async def test_pausing_is_asked_of_the_planner_and_what_it_says_comes_back(bus: 
 
 
 async def test_a_planner_that_takes_over_is_waited_for_and_then_given_up(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "TAKEOVER_SECONDS", 0.01)
+    monkeypatch.setattr(control_loop, "TAKEOVER_SECONDS", 0.01)
     said: list[str] = []
     with pytest.raises(NotTold, match="nothing was changed"):
         await steered(bus, SUBJECTS, True, "", said.append)

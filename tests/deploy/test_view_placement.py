@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bus.config import BusConfig
-from deploy import view_placement
-from deploy.placements import Placements
+from deploy.client.placements import Placements
+from deploy.views import placement as placement_view
 from fleet.events import EngineJoined
 from fleet.placement import FULL, Placement
 
@@ -29,8 +29,8 @@ def shown(placement: Placement, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def answer(config: BusConfig, ask: Any) -> dict[str, Placements]:
         return {"a": Placements(JOINED, None, placement)}
 
-    monkeypatch.setattr(view_placement, "on_bus", answer)
-    view_placement.show_placement(BusConfig(), layer, as_json=as_json)
+    monkeypatch.setattr(placement_view, "on_bus", answer)
+    placement_view.show_placement(BusConfig(), layer, as_json=as_json)
     return capsys.readouterr().out
 
 

@@ -13,9 +13,9 @@ from typer.testing import Result
 from bus import Message
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.commands_plan import in_bytes
-from deploy.view_placing import first_placement
-from deploy.view_plan import Asked, described, print_plan
+from deploy.cli.plan import in_bytes
+from deploy.views.first_placement import first_placement
+from deploy.views.plan import Asked, described, print_plan
 from engine_adapter.initial_placement import initial
 from fleet.events import DescribePlan, EngineJoined, PlanDescribed
 from fleet.experts import ModelShape
@@ -213,6 +213,6 @@ async def test_the_planner_is_asked_about_the_only_engine_with_experts() -> None
 
 def test_a_fleet_without_engines_is_said_as_such(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOST_BUS_NAMESPACE", "plan-test")
-    monkeypatch.setattr("deploy.view_plan.ASK_SECONDS", 0.2)
+    monkeypatch.setattr("deploy.views.plan.ASK_SECONDS", 0.2)
     nothing = roost("--nats", nats_url)
     assert (nothing.exit_code, "no engine with experts has joined" in nothing.stderr) == (2, True)

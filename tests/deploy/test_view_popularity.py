@@ -17,7 +17,7 @@ from typer.testing import Result
 from bus import BusError
 from bus.memory import MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.view_popularity import as_record, demands, describe, learn, loaded, print_popularity, skew
+from deploy.views.popularity import as_record, demands, describe, learn, loaded, print_popularity, skew
 from fleet.events import ClusterPopularity, EngineJoined, ExpertsActivated, PopularityDescribed, RankPopularity, SourceQuality
 from fleet.experts import ModelShape
 from fleet.popularity import ExpertCounts, ExpertTable
@@ -135,7 +135,7 @@ def test_without_matplotlib_the_remedy_is_named(dump: Path, monkeypatch: pytest.
     true_import = builtins.__import__
 
     def no_drawing(name: str, *rest: Any) -> Any:
-        if name == "deploy.view_heatmaps":
+        if name == "deploy.terminal.heatmaps":
             raise ImportError("No module named 'matplotlib'")
         return true_import(name, *rest)
 
@@ -165,7 +165,7 @@ def test_what_cannot_work_is_refused_in_words(dump: Path, arguments: tuple[str, 
 
 def test_a_fleet_without_engines_or_without_a_tracker_is_said_as_such(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOST_BUS_NAMESPACE", "popularity-test")
-    monkeypatch.setattr("deploy.view_popularity.ASK_SECONDS", 0.2)
+    monkeypatch.setattr("deploy.views.popularity.ASK_SECONDS", 0.2)
     nothing = roost("--nats", nats_url)
     assert (nothing.exit_code, "no engine has joined" in nothing.stderr) == (2, True)
     silent = roost("--nats", nats_url, "--model", "m")

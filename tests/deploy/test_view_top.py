@@ -18,8 +18,9 @@ from rich.console import Console
 from bus import Bus, Message
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy import loops, view_top
-from deploy.view_top import JsonLines, Lines, Page, Watch, clock, keys, page
+from deploy.client import control_loop
+from deploy.views import top
+from deploy.views.top import JsonLines, Lines, Page, Watch, clock, keys, page
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, LoopDescribed, SteerLoop
 from tests.deploy.answering import on_nats
 from tests.deploy.commands import roost
@@ -93,10 +94,10 @@ async def test_the_page_is_never_longer_than_the_window(bus: MemoryBus, height: 
 
 async def test_a_planner_that_is_gone_is_said_and_measurements_go_on(bus: MemoryBus) -> None:
     async with asyncio.timeout(10), watching(bus) as watch:
-        watch.loop = view_top.NotTold("nobody is there")
+        watch.loop = top.NotTold("nobody is there")
         await bus.publisher(SUBJECTS.dispatched("engine-0")).publish(measured())
         await until(watch, watch.live.figures)
-        watch.loop = view_top.NotTold("nobody is there")
+        watch.loop = top.NotTold("nobody is there")
         said = plain(watch)
         assert any("nobody is there" in line for line in said)
         assert any(line.startswith("served locally") for line in said)
@@ -122,10 +123,10 @@ async def test_pages_of_text_and_json_tell_an_event_once(bus: MemoryBus, capsys:
 
 
 async def test_without_a_bus_for_a_while_it_says_so_and_goes_on(broker: MemoryBroker, bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(control_loop, "ASK_SECONDS", 0.05)
     async with watching(bus) as watch:
         broker.reachable = False
-        await until(watch, lambda: isinstance(watch.loop, view_top.NotTold))
+        await until(watch, lambda: isinstance(watch.loop, top.NotTold))
         broker.reachable = True
         await until(watch, lambda: isinstance(watch.loop, LoopDescribed))
 
@@ -166,9 +167,9 @@ async def test_the_screen_is_a_page_of_its_own_also_when_something_fails(bus: Me
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=80, height=24)
     async with watching(bus) as watch:
-        with view_top._screen(console, asyncio.Event()) as screen:
+        with top._screen(console, asyncio.Event()) as screen:
             screen.show(watch)
-        with pytest.raises(ZeroDivisionError), view_top._screen(console, asyncio.Event()):
+        with pytest.raises(ZeroDivisionError), top._screen(console, asyncio.Event()):
             _ = 1 / 0
     said = drawn.getvalue()
     assert "engine-0: m, epoch 4" in said
@@ -183,8 +184,8 @@ async def test_the_screen_is_a_page_of_its_own_also_when_something_fails(bus: Me
 @pytest.mark.usefixtures("elsewhere")
 def test_the_loop_is_watched_paused_and_resumed_from_the_command_line(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOST_BUS_NAMESPACE", "watched")
-    monkeypatch.setattr(view_top, "LISTEN_SECONDS", 0.1)
-    monkeypatch.setattr("deploy.view_fleet.LISTEN_SECONDS", 0.1)
+    monkeypatch.setattr(top, "LISTEN_SECONDS", 0.1)
+    monkeypatch.setattr("deploy.client.fleet_status.LISTEN_SECONDS", 0.1)
 
     @asynccontextmanager
     async def serving(bus: Bus, subjects: Subjects) -> AsyncIterator[None]:

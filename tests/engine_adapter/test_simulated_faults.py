@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from bus.memory import MemoryBroker, MemoryBus
-from deploy.part_simulated import Host
+from deploy.parts.simulated import Host
 from engine_adapter.engine import EngineFailed
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
@@ -49,7 +49,7 @@ async def house() -> AsyncIterator[House]:
 
 
 def test_loading_it_loads_no_torch():
-    code = "import sys, deploy.part_simulated; sys.exit('torch' in sys.modules)"
+    code = "import sys, deploy.parts.simulated; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

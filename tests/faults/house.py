@@ -21,10 +21,10 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.config import Configuration
-from deploy.lifeline import wrapped
-from deploy.orders import Order
+from deploy.launch_spec import Order
+from deploy.local.parent_death import wrapped
+from deploy.parts.resume import last_life
 from deploy.process import alongside
-from deploy.resuming import last_life
 from deploy.settings import read_settings
 from fleet.events import (
     AbortHandover,

@@ -100,7 +100,7 @@ class World(Store):
     # Lives
 
     def begin_life(self) -> None:
-        """The engine starts, with what was decided last (`deploy.resuming`)."""
+        """The engine starts, with what was decided last (`deploy.parts.resume`)."""
         found = self.open
         last = next((one for one in reversed(self.log) if not isinstance(one, PlacementCommitted)), None)
         decided = isinstance(last, MigrationStaged) and found is not None and found.state is Conducting.COMMITTING and found.handover == last.handover

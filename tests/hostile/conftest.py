@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import deploy.serving
-from deploy.doors import listen, url_of
-from deploy.http_limits import HttpLimits
-from deploy.serving import HttpFace
+import deploy.http.server
+from deploy.http.limits import HttpLimits
+from deploy.http.server import HttpFace
+from deploy.http.sockets import listen, url_of
 from tests.hostile.clients import Recorder
 from tests.router.conftest import bpe_archive, byte_archive, open_house, serve_rank
 
@@ -34,7 +34,7 @@ StartTarget = Callable[..., Awaitable[Target]]
 @pytest.fixture
 def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are kept to a hundredth of a second."""
-    monkeypatch.setattr(deploy.serving, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(deploy.http.server, "SWEEP_SECONDS", 0.01)
 
 
 @pytest.fixture

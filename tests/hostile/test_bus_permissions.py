@@ -18,7 +18,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.roles import ROLES
 from bus.protocol.subjects import Subjects
-from deploy.credentials import Credentials
+from deploy.security.credentials import Credentials
 from fleet.events import DescribeLoop, EngineHeartbeat, EngineLeft, KvMetrics, MigrationAborted, RankDrained, RequestRefused, SteerLoop
 
 SUBJECTS = Subjects()

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from deploy.descriptors import most_connections
-from deploy.doors import listen, url_of
+from deploy.http.sockets import listen, url_of
 from tests.hostile.clients import RawAnswer, raw_client, until
 from tests.hostile.conftest import StartTarget
 from tests.router.houses import OpenHouse, chat, served_web

@@ -8,7 +8,7 @@ import sys
 
 import aiohttp
 
-from deploy.doors import listen, url_of
+from deploy.http.sockets import listen, url_of
 from tests.conftest import free_port
 
 REQUESTS = 400

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from deploy.doors import listen, probe, url_of
-from deploy.gathering import Gathering
-from deploy.http_limits import LIMITS, HttpLimits
-from deploy.serving import HttpFace
-from deploy.tls import CertificateError, ServerTls
+from deploy.http.limits import LIMITS, HttpLimits
+from deploy.http.server import HttpFace
+from deploy.http.sockets import listen, probe, url_of
+from deploy.http.write_coalescing import Gathering
+from deploy.security.tls import CertificateError, ServerTls
 from router.config import RouterConfig
 from router.proxy import Upstream, UpstreamFailed
 from router.wire import HttpClient

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bus.memory import MemoryBroker, MemoryBus
 from bus.protocol.subjects import Subjects
-from deploy.doors import listen, url_of
-from deploy.http_limits import Count
-from deploy.part_router import http_limits
-from deploy.serving import HttpFace
+from deploy.http.limits import Count
+from deploy.http.server import HttpFace
+from deploy.http.sockets import listen, url_of
+from deploy.parts.router import http_limits
 from fleet.blocks import sequence_hashes
 from fleet.completions import Choice, Completion, Logprobs, PromptDetails, RankRequest, Usage
 from fleet.events import Capabilities, EngineHeartbeat, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent

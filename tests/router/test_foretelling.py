@@ -10,7 +10,7 @@ import pytest
 
 from bus import Message
 from bus.memory import MemoryBroker, MemoryBus
-from deploy.view_decision import show_decision
+from deploy.views.decision import show_decision
 from fleet.blocks import local_hashes, sequence_hashes, words
 from fleet.completions import ApiError
 from fleet.events import Capabilities, DescribeClusters, RequestOutcome, RequestsFinished

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.app import app
 from fleet.completions import ApiError
 from fleet.events import RouteRequested
 from fleet.timing import EngineSpeed

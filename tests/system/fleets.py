@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from bus.config import BusConfig
-from deploy.lifeline import wrapped
+from deploy.local.parent_death import wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "roost-demo"

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 
 from bus import BusError, Declined
-from deploy.local import FLEET_SECRET
-from deploy.supervise import Policy
+from deploy.local.fleet import FLEET_SECRET
+from deploy.local.supervise import Policy
 from fleet.events import LoopDescribed, MigrationPlanned, RollBack, SteerLoop
 from fleet.shared_secret import SharedSecret
 from tests.faults.plans import Impossible, series

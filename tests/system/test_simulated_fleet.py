@@ -14,7 +14,7 @@ import pytest
 
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
-from deploy.part_simulated import Host
+from deploy.parts.simulated import Host
 from router.api import create_app
 from router.config import RouterConfig
 from router.service import RouterService

@@ -1,0 +1,71 @@
+"""The `roost` command: the composition root, where every choice between implementations is made."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from deploy.cli import bus, keys, loop, migrate, operate, parts, plan, up, views
+from deploy.run_directory import home, settings_file
+from deploy.settings import SECTIONS
+from deploy.terminal.options import CONFIG, JSON, ConfigOption, JsonOption, fail, running, settings_from, show
+
+app = typer.Typer(
+    name="roost",
+    help="Front-end router and migration service for Mixture-of-Experts LLM serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+up.add_to(app)
+parts.add_to(app)
+views.add_to(app)
+plan.add_to(app)
+migrate.add_to(app)
+loop.add_to(app)
+operate.add_to(app)
+keys.add_to(app)
+bus.add_to(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            show(version("roost"))
+        except PackageNotFoundError:
+            show("not installed (running from a source folder)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(wanted: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = False) -> None:
+    """Front-end router and migration service for Mixture-of-Experts LLM serving."""
+
+
+@app.command()
+def config(
+    in_force: Annotated[bool, typer.Option("--running", help="What the running fleet uses, not what it would use if it started now.")] = False,
+    file: ConfigOption = CONFIG,
+    as_json: JsonOption = JSON,
+) -> None:
+    """Print the effective roost.toml, every key with its source."""
+    if in_force:
+        run = running()
+        if run is None:
+            fail("no fleet of this user runs here")
+        try:
+            file = settings_file(home(os.environ), run)
+        except OSError as error:
+            fail(f"its settings cannot be read: {error}")
+        if not as_json:
+            show(file.read_text(encoding="utf-8").rstrip("\n"))
+            return
+    settings = settings_from(file, {}, *SECTIONS.values())
+    show(settings.as_json() if as_json else settings.as_toml().rstrip("\n"))
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app(prog_name="roost")

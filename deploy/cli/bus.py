@@ -1,0 +1,83 @@
+"""`roost bus`: users and permissions of a NATS server, for those who run their own."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bus.config import BusConfig
+from bus.protocol.permissions import rights
+from bus.protocol.roles import ROLES
+from bus.protocol.subjects import Subjects
+from deploy.run_directory import private_text
+from deploy.security.credentials import Credentials
+from deploy.terminal.options import CONFIG, JSON, USAGE, ConfigOption, JsonOption, fail, settings_from, show
+
+AUTHORIZATION = "authorization.conf"
+EngineOption = Annotated[list[str] | None, typer.Option("--engine", metavar="NAME", help="An engine with a user of its own; repeat for more.")]
+
+
+class RoleName(StrEnum):
+    """Roles on the bus."""
+
+    engine = "engine"
+    router = "router"
+    tracker = "tracker"
+    planner = "planner"
+    operator = "operator"
+    subscriber = "subscriber"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    group = typer.Typer(help="Users and permissions of a NATS server of your own.", no_args_is_help=True)
+    group.command("permissions")(permissions)
+    group.command("credentials")(credentials)
+    app.add_typer(group, name="bus")
+
+
+def permissions(
+    role: Annotated[RoleName | None, typer.Option("--role", help="One role alone.  [default: all]", show_default=False)] = None,
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="The engine that the role `engine` speaks for; *: any.")] = "*",
+    as_json: JsonOption = JSON,
+    config: ConfigOption = CONFIG,
+) -> None:
+    r"""Print what each role may publish on and listen to, in the namespace of \[bus]."""
+    subjects = Subjects(settings_from(config, {}, BusConfig).part(BusConfig).namespace)
+    try:
+        found = {name: rights(name, subjects, engine if name == "engine" else "*") for name in ROLES if role is None or name == role.value}
+    except ValueError as error:
+        fail(str(error), USAGE)
+    if as_json:
+        said = {name: {"publish": may.publish, "subscribe": may.subscribe, "allow_responses": may.answers} for name, may in found.items()}
+        return show(json.dumps(said))
+    for name, may in found.items():
+        show(f"{name}{': answers requests that reach it' if may.answers else ''}")
+        for what, allowed in (("publish", may.publish), ("subscribe", may.subscribe)):
+            for subject in dict.fromkeys(allowed):
+                show(f"  {what:9} {subject}")
+    return None
+
+
+def credentials(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the files go; it is made where it is missing, and its files are replaced.")],
+    engine: EngineOption = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the server, for the files of people's own programs.")] = None,
+    config: ConfigOption = CONFIG,
+) -> None:
+    r"""Draw random logins for every role (and every --engine): a file for \[bus] credentials_file each, and the server's `authorization` block.
+
+    Include FOLDER/authorization.conf in the configuration of nats-server and let it read that again (nats-server --signal reload). Drawing again is
+    how secrets are changed: whoever is connected with an old one is cut off, reads its file again, and comes back.
+    """
+    namespace = settings_from(config, {}, BusConfig).part(BusConfig).namespace
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        drawn = Credentials(folder, Subjects(namespace), engine or ())
+        drawn.tell(url)
+        private_text(folder / AUTHORIZATION, drawn.authorization())
+    except (OSError, ValueError) as error:
+        fail(str(error), USAGE)
+    show(f"logins of {len(ROLES) + len(engine or ())} users are in {folder}; include {folder / AUTHORIZATION} in the server's configuration")

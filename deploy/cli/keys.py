@@ -1,0 +1,89 @@
+"""`roost key`: makes client keys for the router's keys file."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.terminal.options import CONFIG, USAGE, ConfigOption, fail, note, settings_from, show
+from router.config import RouterConfig
+from router.keys import (
+    ALL,
+    DEFAULT_RIGHTS,
+    KEY_PREFIX,
+    RIGHTS,
+    TENANT_FORM,
+    is_tenant,
+    key_line,
+    parse_keys,
+    parse_rights,
+)
+
+_SECRET_BYTES = 32
+_RIGHTS_HELP = "; ".join(f"{name}: {about}" for name, about in {**RIGHTS, ALL: "every right"}.items())
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    key = typer.Typer(name="key", help="Keys that clients of the router present.", no_args_is_help=True)
+    key.command("new")(new)
+    key.callback()(_group)
+    app.add_typer(key)
+
+
+def _group() -> None:
+    """Keys that clients of the router present."""
+
+
+def new(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant that the key belongs to.")],
+    priority_class: Annotated[
+        str | None,
+        typer.Option(
+            "--class",
+            metavar="CLASS",
+            help="The most urgent class that it may ask for; else \\[router] default_class.",
+        ),
+    ] = None,
+    rights: Annotated[str, typer.Option("--rights", metavar="RIGHT,...", help=f"{_RIGHTS_HELP}.")] = ",".join(sorted(DEFAULT_RIGHTS)),
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="Keys file to add it to.  [default: \\[router] api_key_file]"),
+    ] = None,
+    config: ConfigOption = CONFIG,
+) -> None:
+    """Make a key: print the secret, once, and add its hashed line to the keys file (without one: print the
+    line). `roost reload` makes it valid."""
+    if not is_tenant(tenant):
+        fail(f"TENANT must be {TENANT_FORM}; not {tenant!r}", USAGE)
+    router = settings_from(config, {}, RouterConfig).part(RouterConfig)
+    if priority_class is not None and priority_class not in router.classes:
+        fail(f"--class {priority_class!r} is none of [router] classes: {', '.join(router.classes)}", USAGE)
+    try:
+        chosen = parse_rights(rights, "--rights: ")
+    except ValueError as error:
+        fail(str(error), USAGE)
+    key = KEY_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+    line = key_line(key, tenant, priority_class, chosen)
+    path = file or router.api_key_file
+    if path is not None:
+        _add_line(path, line, router)
+        note(f"its line is in {path}; `roost reload` makes it valid in routers that run. This is the only time that the key is shown:")
+    show(key)
+    if path is None:
+        show(line)
+
+
+def _add_line(path: Path, line: str, router: RouterConfig) -> None:
+    """Append to a keys file, which is made for its user alone where there is none. Ends the command where the
+    file could not be used afterwards."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", encoding="utf-8") as file:
+            before = file.read()
+            gap = "\n" if before and not before.endswith("\n") else ""
+            parse_keys(before + gap + line, router.classes, router.default_class)
+            file.write(f"{gap}{line}\n")
+    except (OSError, ValueError) as error:
+        fail(f"{path}: {error}")

@@ -1,0 +1,163 @@
+"""Draining: an operator's word that a rank, or an engine, gets no new requests; stored on the bus, where every router hears it, also later ones.
+
+What runs there goes on. The word is about one incarnation: an engine that starts again takes requests.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bus import Bus, BusError, Message, Subscription
+from bus.protocol.subjects import Subjects
+from deploy.client.fleet_status import EngineNow, members
+from deploy.process import alongside
+from fleet.events import DescribeReservations, KvMetrics, RankDrained, ReservationsChanged, ReservationsDescribed
+
+LOOK_SECONDS = 0.5
+"""between two looks at what still runs"""
+SETTLE_SECONDS = 1.0
+"""A router that chose a rank just before it was drained has told so by then, and every router has been heard."""
+QUIET_REPORTS = 2
+"""A rank is idle after so many load reports in a row that say so."""
+
+
+class NoSuchPlace(Exception):
+    """There is no such engine or rank; the text says what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank of an engine, or (None) all of them."""
+
+    engine: EngineNow
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        return self.engine.joined.engine if self.rank is None else f"{self.engine.joined.engine}/{self.rank}"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(_targets(self.engine)) if self.rank is None else (self.rank,)
+
+
+async def find(bus: Bus, subjects: Subjects, text: str) -> Place:
+    """The place that ENGINE or ENGINE/RANK names. NoSuchPlace says what there is instead."""
+    engines = {engine.joined.engine: engine for engine in await members(bus, subjects)}
+    name, slash, number = text.partition("/")
+    there = ", ".join(f"{engine} (ranks 0 to {_targets(now) - 1})" if _targets(now) > 1 else engine for engine, now in engines.items()) or "none"
+    if name not in engines:
+        said = f"no engine {name!r} is a member of the fleet; engines: {there}. Servers given by --backend are no members: name their router with --url"
+        raise NoSuchPlace(said)
+    if not slash:
+        return Place(engines[name], None)
+    targets = _targets(engines[name])
+    if not number.isdecimal() or int(number) >= targets:
+        one = " (it is one target: its ranks work on every request together)" if targets == 1 else ""
+        raise NoSuchPlace(f"engine {name} has no rank {number!r}{one}; ranks: {', '.join(map(str, range(targets)))}")
+    return Place(engines[name], int(number))
+
+
+async def drain(bus: Bus, subjects: Subjects, place: Place, reason: str) -> None:
+    """No new requests there. BusError when it cannot be stored."""
+    await _say(bus, subjects, place.engine, place.rank, draining=True, reason=reason)
+
+
+async def undrain(bus: Bus, subjects: Subjects, place: Place) -> bool:
+    """Requests again; of a whole engine also where ranks were drained singly. False when nothing there was drained.
+
+    NoSuchPlace when a rank was drained with its whole engine.
+    """
+    drained = place.engine.drains
+    if place.rank is not None and None in drained:
+        engine = place.engine.joined.engine
+        raise NoSuchPlace(f"engine {engine} is drained as a whole; undo that with: roost drain {engine} --undo, and drain its other ranks singly")
+    lifted = list(drained) if place.rank is None else [rank for rank in drained if rank == place.rank]
+    for rank in lifted:
+        await _say(bus, subjects, place.engine, rank, draining=False, reason="")
+    return bool(lifted)
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What is known of who works there. `running`: by rank, sequences running or waiting; `quiet`: reports in a row without any."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    quiet: dict[int, int] = field(default_factory=dict)
+    routers: set[int] = field(default_factory=set)
+
+    def note(self, message: Message, worker_id: int) -> None:
+        if isinstance(message, ReservationsChanged):
+            self.routers.add(message.router)
+        elif isinstance(message, KvMetrics) and message.worker_id == worker_id:
+            busy = (message.running or 0) + (message.waiting or 0)
+            self.running[message.dp_rank] = busy
+            self.quiet[message.dp_rank] = 0 if busy or message.active_prefill_tokens else self.quiet.get(message.dp_rank, 0) + 1
+
+
+async def until_idle(bus: Bus, subjects: Subjects, place: Place, seconds: float, say: Callable[[str], None]) -> bool:
+    """Wait until nothing runs there by the ranks' own word, and nothing is booked there by that of the routers; False after `seconds`.
+
+    say: told the progress, in words, whenever it changes.
+    """
+    heard, told, clock = _Heard(), "", asyncio.get_running_loop().time
+    until = clock() + seconds
+    async with bus.subscribe(subjects.kv_metrics, subjects.reservations) as said, alongside(_listen(said, heard, place), "hear who still works"):
+        await asyncio.sleep(min(SETTLE_SECONDS, seconds))
+        while True:
+            booked = await _booked(bus, subjects, heard, place)
+            idle, words = _state(heard, booked, place)
+            if words != told:
+                say(f"{place.name}: {words}")
+                told = words
+            if idle:
+                return True
+            left = until - clock()
+            if left <= 0:
+                return False
+            await asyncio.sleep(min(LOOK_SECONDS, left))
+
+
+async def _listen(said: Subscription, heard: _Heard, place: Place) -> None:
+    async for received in said:
+        heard.note(received.message, place.engine.joined.worker_id)
+
+
+async def _booked(bus: Bus, subjects: Subjects, heard: _Heard, place: Place) -> int:
+    """Requests that routers have booked there; a router that does not answer is gone."""
+    wanted = {(place.engine.joined.worker_id, rank) for rank in place.ranks}
+    count = 0
+    for router in sorted(heard.routers):
+        try:
+            answer = await bus.request(subjects.describe_reservations(router), DescribeReservations(router=0), LOOK_SECONDS)
+        except BusError:
+            heard.routers.discard(router)
+            continue
+        if isinstance(answer, ReservationsDescribed):
+            count += sum((booking.worker_id, booking.rank) in wanted for booking in answer.booked)
+    return count
+
+
+def _state(heard: _Heard, booked: int, place: Place) -> tuple[bool, str]:
+    """Whether nothing runs there, and what is known in words."""
+    loads = place.engine.joined.capabilities.load
+    silent = [rank for rank in place.ranks if rank not in heard.running] if loads else []
+    if silent:
+        return False, f"no load report of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} yet"
+    if not loads and not heard.routers:
+        return False, "it reports no load, and no router is heard: nobody knows what runs there"
+    running = sum(heard.running.get(rank, 0) for rank in place.ranks)
+    quiet = not loads or all(heard.quiet.get(rank, 0) >= QUIET_REPORTS for rank in place.ranks)
+    return quiet and not booked, f"{running} running or waiting, {booked} booked by routers" if running or booked or not quiet else "idle"
+
+
+async def _say(bus: Bus, subjects: Subjects, engine: EngineNow, rank: int | None, *, draining: bool, reason: str) -> None:
+    said = RankDrained(engine=engine.joined.engine, worker_id=engine.joined.worker_id, rank=rank, draining=draining, reason=reason)
+    await bus.record(subjects.drains(engine.joined.engine, rank), said)
+
+
+def _targets(engine: EngineNow) -> int:
+    """Ranks that can be drained singly; 1 for an engine whose ranks are one target."""
+    layout = engine.joined.layout
+    one = (layout is not None and not layout.targets_are_ranks) or len(set(engine.joined.urls)) == 1
+    return 1 if one else len(engine.joined.urls)

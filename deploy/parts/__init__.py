@@ -1,0 +1,1 @@
+"""Each part of Roost as a process: router, tracker, planner, ranks, simulated engines, agents of static backends."""

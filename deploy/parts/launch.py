@@ -1,0 +1,33 @@
+"""Runs one part as this process. Parts are imported when they are run: a tracker must not load what an engine needs."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.config import Configuration
+from deploy.process import FINAL, print_error, run, set_up_logging
+from deploy.settings import UpConfig
+from deploy.telemetry.tracing_config import TracingConfig, TracingError, tracing
+
+
+def log_as_set(settings: Configuration) -> None:
+    """Set up this process's logging. OSError when the access log cannot be opened."""
+    up = settings.part(UpConfig)
+    set_up_logging(up.log_level, up.log_format, up.access_log)
+
+
+def run_part(name: str, settings: Configuration, environment: Mapping[str, str], *arguments: Any) -> int:
+    """`serve` of the module `deploy.parts.<name>`, until it ends or is told to; the process's exit status."""
+    service = "roost-engine" if name in ("rank", "simulated") else f"roost-{name}"
+    part = importlib.import_module(f"deploy.parts.{name}")
+    try:
+        log_as_set(settings)
+    except OSError as error:
+        print_error(f"access_log {settings.part(UpConfig).access_log}: {error.strerror}")
+        return FINAL
+    try:
+        with tracing(service, settings.part(TracingConfig), environment):
+            return run(part.serve(*arguments), expected=part.EXPECTED, final=getattr(part, "FINAL", ()))
+    except TracingError as error:
+        print_error(str(error))
+        return FINAL

@@ -1,0 +1,77 @@
+"""What an engine served in the life before this one: asked of the bus by rank 0, and left where all ranks of the engine look."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+
+from bus import Bus, BusError, Received
+from bus.protocol.subjects import Subjects
+from deploy.client.last_plan_entry import before_verdicts
+from engine_adapter.engine import EngineFailed
+from engine_adapter.initial_placement import last_decided, last_is_left, leave_last
+from fleet.events import MigrationStaged, PlacementCommitted
+from fleet.handover import Conducting
+from fleet.placement import PlacementRecord
+from migration.handover.coordinator import OpenHandover
+
+READ_SECONDS = 10.0
+"""what asking may take"""
+_LOOK_SECONDS = 0.05
+
+log = logging.getLogger(__name__)
+
+
+async def agree(bus: Bus, subjects: Subjects, engine: str, rank: int, meeting: Path, seconds: float) -> None:
+    """Return once all ranks of an engine can know what it served last. EngineFailed when rank 0 says nothing of it within so many seconds."""
+    if rank == 0:
+        leave_last(meeting, await last_life(bus, subjects, engine))
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            while not last_is_left(meeting):  # noqa: ASYNC110 another process makes the file
+                await asyncio.sleep(_LOOK_SECONDS)
+    except TimeoutError:
+        raise EngineFailed(f"rank {rank}: rank 0 did not say within {seconds:g} s which epoch {engine} begins with; see why in its log") from None
+
+
+async def last_life(bus: Bus, subjects: Subjects, engine: str) -> PlacementRecord | None:
+    """The last epoch of the engine of this name; None: there was none, or the bus cannot say. A life that begins at epoch 0 is never wrong.
+
+    The key is read before the log: what is decided by the key is in the log already, and what is decided meanwhile may be taken or left.
+    """
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            decided = await _decided(bus, subjects, engine)
+            placement = await _latest(bus, subjects.placements(engine))
+            newest = await _latest(bus, subjects.migrations(engine))
+            migration = None if newest is None else await before_verdicts(bus, newest)
+    except (BusError, TimeoutError) as error:
+        log.warning("%s begins with its configured placement: what it served last cannot be read: %s", engine, str(error) or "the bus did not answer")
+        return None
+    record = last_decided(
+        placement.message if placement is not None and isinstance(placement.message, PlacementCommitted) else None,
+        migration if isinstance(migration, MigrationStaged) and migration.handover == decided else None,
+    )
+    if record is not None:
+        log.info("%s goes on with epoch %d of its last life", engine, record.epoch)
+    return record
+
+
+async def _latest(bus: Bus, subject: str) -> Received | None:
+    stored = [received async for received in bus.replay(subject, latest=True, follow=False)]
+    return stored[-1] if stored else None
+
+
+async def _decided(bus: Bus, subjects: Subjects, engine: str) -> int | None:
+    """The open handover of an engine that was decided: what its coordinator will finish. That all ranks had staged is no decision yet."""
+    claim = await bus.read_claim(subjects.handover_key(engine))
+    if claim is None:
+        return None
+    try:
+        found = msgspec.json.decode(claim.value, type=OpenHandover)
+    except msgspec.DecodeError as error:
+        log.warning("what is stored of the handover of engine %s cannot be read, and counts as not decided: %s", engine, error)
+        return None
+    return found.handover if found.state is Conducting.COMMITTING else None

@@ -1,0 +1,137 @@
+"""The router as a process, before engines that speak on the bus, before plain servers, or both."""
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from bus import BusError
+from bus.config import BusConfig
+from bus.nats import NatsBus
+from bus.protocol.subjects import Subjects
+from deploy.http.limits import HttpLimits
+from deploy.http.server import HttpFace
+from deploy.http.sockets import url_of
+from deploy.launch_spec import take_back, tell
+from deploy.process import alongside, dropped_lines, first_failure, on_hangup, until_ready
+from deploy.security.exposure import missing_at_router
+from deploy.security.tls import ServerTls
+from router.api import create_app
+from router.config import RouterConfig
+from router.decider import Decider
+from router.inquiries import Inquiries
+from router.service import RouterService
+
+EXPECTED = (BusError, OSError, ValueError)
+_COLLECTED_AFTER = 10_000
+"""New containers after which garbage is looked for. A request makes hundreds, and hardly any are garbage that only a collection finds: Python's own
+700 are reached several times while a few requests are answered together."""
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    door: socket.socket,
+    bus_config: BusConfig | None,
+    config: RouterConfig,
+    ready: Path | None,
+    private: socket.socket | None = None,
+    read: Callable[[], RouterConfig] | None = None,
+) -> None:
+    """Serve until cancelled; make the file `ready` once it knows what it should. Without a bus (None) plain backends alone.
+
+    read: the settings as they are when SIGHUP comes; ValueError or OSError when they cannot be used. None: SIGHUP ends it.
+    private: where this process alone is asked how it is. With it, `door` is one of several on one port, and no connection is taken there
+    before the router is ready: its siblings serve. BusError when NATS cannot be reached at start.
+    """
+    subjects = Subjects("roost" if bus_config is None else bus_config.namespace)
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # it is given one text at a time, and a pool of threads costs each of them microseconds
+    async with AsyncExitStack() as stack:
+        for opened in (door, private):
+            if opened is not None:
+                stack.enter_context(opened)
+        bus = None
+        if bus_config is not None:
+            bus = await NatsBus.connect(bus_config.servers, subjects, bus_config, name="router")
+            stack.push_async_callback(bus.close)
+        service = RouterService(bus, subjects, config)
+        service.metrics.dropped_lines = dropped_lines
+        running = await stack.enter_async_context(alongside(service.run(), "keep the router's view fresh"))
+        app = create_app(service)
+        tls = ServerTls.of(config.tls_cert, config.tls_key)
+        if (lacks := missing_at_router(config)) is not None:  # else it would not have been started
+            log.warning("insecure: %s", lacks)
+        tasks = [running]
+        if read is not None:
+            hangup = asyncio.Event()
+            stack.enter_context(on_hangup(hangup.set))
+            tasks.append(await stack.enter_async_context(alongside(_reload(service, read, hangup, tls), "read the settings again")))
+        if bus is not None:
+            inquiries = Inquiries(bus, subjects, Decider(service))
+            tasks.append(await stack.enter_async_context(alongside(inquiries.run(), "answer questions on the bus")))
+        if private is not None:
+            tasks.append(await _face(stack, app, private, service, tls))
+            await until_ready(service.warmup.done, *tasks)
+        tasks.append(await _face(stack, app, door, service, tls))
+        stack.push_async_callback(_begin_to_stop, service)
+        log.info("the router listens on %s", url_of(door, tls=tls is not None))
+        await until_ready(service.warmup.done, *tasks)
+        gc.collect()
+        gc.freeze()  # what was made to start lives as long as the process: no collection need look at it again, in the middle of a request
+        gc.set_threshold(_COLLECTED_AFTER, *gc.get_threshold()[1:])
+        tell(ready)
+        stack.callback(take_back, ready)  # before the faces stop, which no health probe reaches from then on
+        await first_failure(tasks)
+
+
+async def _reload(service: RouterService, read: Callable[[], RouterConfig], hangup: asyncio.Event, tls: ServerTls | None) -> None:
+    """At every hangup; those that come meanwhile are one."""
+
+    def settings() -> RouterConfig:
+        if tls is not None:
+            tls.check()
+        return read()
+
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        report = await service.reload(settings)
+        if tls is not None and report.refused is None:
+            tls.load()
+
+
+async def _begin_to_stop(service: RouterService) -> None:
+    """Say that it is not ready any more, and take requests for a while yet, if there is to be one; then the faces stop, and refuse them."""
+    service.draining = True
+    seconds = service.config.pre_stop_seconds
+    if seconds:
+        log.info("the router will stop: it is not ready any more, and takes requests for %g s yet", seconds)
+        await asyncio.sleep(seconds)
+    service.refusing = True
+    log.info("the router stops: answers under way have %g s", service.config.drain_seconds)
+
+
+async def _face(stack: AsyncExitStack, app: FastAPI, door: socket.socket, service: RouterService, tls: ServerTls | None) -> "asyncio.Task[None]":
+    config = service.config
+    count = service.metrics.connection_cut
+    face = HttpFace(app, door, drain_seconds=config.drain_seconds, limits=http_limits(config), count=count, tls=tls)
+    await stack.enter_async_context(face)
+    return await stack.enter_async_context(alongside(face.failed(), f"the router's HTTP face on {url_of(door)}"))
+
+
+def http_limits(config: RouterConfig) -> HttpLimits:
+    """The limits of the router's HTTP server, as its settings say."""
+    return HttpLimits(
+        head_bytes=config.max_head_bytes,
+        head_fields=config.max_head_fields,
+        url_bytes=config.max_url_bytes,
+        head_seconds=config.head_seconds,
+        body_seconds=config.body_seconds,
+        idle_seconds=config.idle_seconds,
+        write_seconds=config.write_seconds,
+    )

@@ -1,0 +1,34 @@
+"""What the doors of an engine's ranks check and show: the fleet's secret and the certificate, both read again
+at SIGHUP."""
+
+import logging
+
+from deploy.security.exposure import missing_at_ranks
+from deploy.security.tls import CertificateError, ServerTls
+from deploy.settings import WorkerConfig
+from engine_adapter.serving.admission import Admission
+
+log = logging.getLogger(__name__)
+
+
+class RankSecurity:
+    """Of one process with ranks. NoSecret or CertificateError when a file cannot be used at the start."""
+
+    def __init__(self, worker: WorkerConfig) -> None:
+        self.admission = Admission(worker.fleet_secret_file)
+        self.tls = ServerTls.of(worker.tls_cert, worker.tls_key)
+        if (lacks := missing_at_ranks(worker)) is not None:  # else it would not have been started
+            log.warning("insecure: %s", lacks)
+
+    def reload(self) -> None:
+        """Read the files again. What cannot be used leaves what is in force, and is logged."""
+        self.admission.reload()
+        if self.tls is None:
+            return
+        try:
+            self.tls.check()
+        except CertificateError as error:
+            log.error("the certificate stays as it was: %s", error)  # noqa: TRY400 an operator's mistake, not a fault
+        else:
+            self.tls.load()
+            log.info("the certificate was read again")

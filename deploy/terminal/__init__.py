@@ -1,0 +1,1 @@
+"""Options shared by all commands, and drawing on terminals and into files."""

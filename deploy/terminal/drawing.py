@@ -1,0 +1,31 @@
+"""Drawing pictures for commands: matplotlib comes with the extra `plot`, and is imported for this alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.terminal.options import USAGE, fail
+from deploy.terminal.panels import Rows
+
+Draw = Callable[[Path, Rows, str], None]
+
+
+def drawer() -> Draw:
+    """What writes one picture of rows of panels under a title. Ends the command when matplotlib is not there; so does what is returned where the
+    file cannot be written."""
+    try:
+        from deploy.terminal.heatmaps import draw
+    except ImportError as error:
+        fail(f"--plot needs matplotlib, which is not installed ({error}); install it with: pip install 'roost[plot]'", USAGE)
+
+    def draw_or_fail(path: Path, rows: Rows, title: str) -> None:
+        try:
+            draw(path, rows, title)
+        except (OSError, ValueError) as error:
+            fail(f"cannot draw {path}: {error}", USAGE)
+
+    return draw_or_fail
+
+
+def named(file: Path, engine: str, several: bool) -> Path:
+    """The file of one engine's picture: each has its own where there are several."""
+    return file.with_stem(f"{file.stem}-{engine}") if several else file

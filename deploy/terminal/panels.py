@@ -1,0 +1,100 @@
+"""What heat maps show of placements and of demand: rows of panels, made of arrays. Pure; `deploy.terminal.heatmaps` draws them."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.dispatch import served_by
+from fleet.placement import Placement
+
+Table = NDArray[np.floating[Any]]
+Scale = Literal["amount", "signed", "holding"]
+"""amount: from 0 up; signed: about 0; holding: 0, 1, 2, ... replicas of an expert, where a rank holds one"""
+MOST_LAYERS = 12
+"""that are drawn rank by rank; of more every so-and-so-many'th, the first and the last among them"""
+
+
+_PALE = 1.5
+"""end of a scale on which 1 is not the darkest colour"""
+
+
+class Panel(NamedTuple):
+    """One heat map."""
+
+    title: str
+    values: Table
+    """[down, across]"""
+    scale: Scale = "amount"
+    down: str = "layer"
+    across: str = "expert"
+    marks: NDArray[np.bool_] | None = None
+    """[down, across]: cells with a dot"""
+    most: float | None = None
+    """at the end of the scale; None: the largest of the values"""
+
+
+Rows = list[tuple[Panel, ...]]
+
+
+def shown_layers(layers: int) -> list[int]:
+    """Those that are drawn rank by rank."""
+    return sorted({round(at) for at in np.linspace(0, layers - 1, min(layers, MOST_LAYERS))})
+
+
+def placement_panels(now: Placement, before: Placement | None, layer: int | None = None) -> Rows:
+    """How many replicas there are of which expert, then who holds what, layer by layer. before: stands beside it, and what differs.
+
+    layer: only this one. ValueError for placements of different shapes.
+    """
+    if before is not None and (before.layers, before.experts, before.ranks) != (now.layers, now.experts, now.ranks):
+        raise ValueError(f"{before} and {now} cannot be compared")
+    times = [("now", now)] if before is None else [(f"first epoch, {before.epoch}", before), (f"now, epoch {now.epoch}", now)]
+    replicas = [(name, one.replicas_on_rank.sum(axis=1, dtype=np.float64)) for name, one in times]
+    most = max(2.0, *(float(table.max()) for _, table in replicas))
+    rows: Rows = [] if layer is not None else [_beside("replicas", "layer", replicas, most)]
+    for at in shown_layers(now.layers) if layer is None else (layer,):
+        rows.append(_beside(f"layer {at}", "rank", [(name, _holding(one, at)) for name, one in times], most))
+    return rows
+
+
+def _beside(what: str, down: str, tables: Sequence[tuple[str, Table]], most: float) -> tuple[Panel, ...]:
+    """The tables, and where there are two what differs: of ranks what they got and gave away, else by how many."""
+    panels = [Panel(f"{what}: {name}", values, "holding", down, most=most) for name, values in tables]
+    if len(tables) > 1:
+        (_, first), (_, now) = tables
+        if down == "rank":
+            panels.append(Panel(f"{what}: came (red), went (blue)", np.sign(now) - np.sign(first), "signed", down, most=_PALE))
+        else:
+            panels.append(Panel(f"{what}: more (red), fewer (blue)", now - first, "signed", down, most=most))
+    return tuple(panels)
+
+
+def _holding(placement: Placement, layer: int) -> Table:
+    """float64 [ranks, experts]: replicas of an expert that there are, where the rank holds one; else 0."""
+    held = placement.replicas_on_rank[layer]
+    return np.asarray(held * held.sum(axis=0), np.float64)
+
+
+def demand_panels(demand: Table, placements: Sequence[tuple[str, Placement]], node: NDArray[np.intp], layer: int | None = None) -> Rows:
+    """Which rank's requests want which expert, layer by layer; under each placement, with dots where the rank holds it and the share of the demand
+    that is then served where its requests live.
+
+    demand: [ranks, layers, experts] pairs/s; each rank is drawn in even shares of its own. node: [ranks], the machine of each.
+    """
+    served = [served_by(placement, demand, node) for _, placement in placements]
+    wanted = demand * demand.shape[2] / np.maximum(demand.sum(axis=2, keepdims=True), 1e-12)
+    rows: Rows = []
+    for at in shown_layers(demand.shape[1]) if layer is None else (layer,):
+        row = [
+            Panel(f"layer {at}: {name}, {_local(found[at]):.0%} local", wanted[:, at], "amount", "rank", marks=one.replicas_on_rank[at] > 0)
+            for (name, one), found in zip(placements, served, strict=True)
+        ]
+        rows.append(tuple(row or [Panel(f"layer {at}", wanted[:, at], "amount", "rank")]))
+    return rows
+
+
+def _local(served: Table) -> float:
+    """served: [ranks, ranks], by whom and whose."""
+    return float(np.trace(served) / max(float(served.sum()), 1e-12))

@@ -1,0 +1,101 @@
+"""Static backends (`[router] backends`, `[backends.NAME]`, `--backend`), asked of their router over HTTP: no bus knows of them."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import typer
+
+from deploy.process import FAILURE
+from deploy.terminal.options import console, in_json, note, printable, show
+from deploy.views.decision import RouterDoor
+from router.backend_record import BackendSpeed, BackendStatus
+
+_PATH = "/v1/backends"
+_LOOK_SECONDS = 0.5
+HEAD = ("backend", "state", "requests", "prefill", "prompt tok/s", "output tok/s", "speed", "KV cache", "models", "URL")
+_MOST_MODELS = 3
+
+
+class _Listed(msgspec.Struct):
+    data: list[BackendStatus]
+
+
+def backends_of(door: RouterDoor) -> list[BackendStatus]:
+    """The static backends of a router; ends the command when it does not answer."""
+    return msgspec.json.decode(door.get(_PATH), type=_Listed).data
+
+
+def backends_if_any(door: RouterDoor) -> list[BackendStatus]:
+    """The same; none where no router answers, or it does not say."""
+    body = door.try_get(_PATH)
+    try:
+        return [] if body is None else msgspec.json.decode(body, type=_Listed).data
+    except msgspec.DecodeError:
+        return []  # another server, at an address that nobody chose
+
+
+def backend_lines(backends: Sequence[BackendStatus]) -> list[str]:
+    """Aligned columns, a line each."""
+    rows = [HEAD, *(_row(one) for one in backends)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def show_backends(door: RouterDoor, backends: Sequence[BackendStatus], *, as_json: bool) -> None:
+    """What `roost status` says where there is no bus."""
+    if as_json:
+        show(in_json({"router": door.url, "backends": backends}))
+        return
+    show(f"router {door.url}: {len(backends)} backend{'s' * (len(backends) != 1)}")
+    for line in backend_lines(backends) if backends else ():
+        show(line)
+
+
+def watch_backends(door: RouterDoor, interval: float, *, once: bool, as_json: bool) -> None:
+    """What `roost top` shows where there is no bus, until Ctrl-C."""
+    out = console()
+    try:
+        while True:
+            backends = backends_of(door)
+            if out.is_terminal and not as_json:
+                out.clear()
+            show_backends(door, backends, as_json=as_json)
+            if once:
+                return
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        return
+
+
+def drain_backend(door: RouterDoor, name: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
+    """Drain a backend at its router, or undo it, and wait for `wait` seconds until nothing runs there, if asked to; 1 if it takes longer."""
+    body: dict[str, Any] = {"draining": not undo, "reason": reason}
+    now = msgspec.json.decode(door.post(f"{_PATH}/{name}/drain", body, {}), type=BackendStatus)
+    ends = time.monotonic() + (wait or 0.0)
+    while wait is not None and now.requests and time.monotonic() < ends:
+        time.sleep(min(_LOOK_SECONDS, max(ends - time.monotonic(), 0.0)))
+        now = next((one for one in backends_of(door) if one.name == name), now)
+    idle = None if wait is None else not now.requests
+    if as_json:
+        show(in_json({"backend": now, "draining": not undo, "reason": reason, "idle": idle}))
+    elif undo:
+        show(f"{name} takes new requests again")
+    else:
+        show(f"{name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {name} --undo --url {door.url}")
+    if idle is False:
+        note(f"{name} is not idle after {wait:g} s; it goes on draining")
+        raise typer.Exit(FAILURE)
+
+
+def _row(one: BackendStatus) -> tuple[str, ...]:
+    models = [*one.models[:_MOST_MODELS], *([f"and {len(one.models) - _MOST_MODELS} more"] if len(one.models) > _MOST_MODELS else [])]
+    state, speed = printable(one.state), one.speed
+    requests, cache = f"{one.requests}/{one.max_requests}", "by tenant" if one.isolates_tenants else "shared"
+    return (one.name, state, requests, str(one.prefill_tokens), *_speeds(speed), speed.source, cache, printable(", ".join(models)) or "-", one.url)
+
+
+def _speeds(speed: BackendSpeed) -> Iterator[str]:
+    for each in (speed.prompt_tokens_per_second, speed.output_tokens_per_second):
+        yield "-" if each is None else f"{each:,.0f}" if each >= 10 else f"{each:.1f}"

@@ -1,0 +1,88 @@
+"""What happens to a fleet, each in one line for people. Pure."""
+
+from collections.abc import Mapping
+
+from bus import Message
+from deploy.terminal.options import printable
+from fleet.events import (
+    ConfigChanged,
+    EngineJoined,
+    EngineLeft,
+    HomesPublished,
+    LoopFigures,
+    MigrationAborted,
+    MigrationCommitted,
+    MigrationPlanned,
+    MigrationStaged,
+    PlacementCommitted,
+    PlanJudged,
+    PopularityShifted,
+    RankDrained,
+)
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_LAYERS = 6
+"""that are named of those that moved"""
+
+
+def words(message: Message, homes: Mapping[int, int] | None = None) -> str | None:
+    """One line; None for what is no news. homes: by worker_id, the version of the homes that is known already: those are said again and again."""
+    told = _moved(message) or _thought(message, homes or {}) or _operated(message)
+    return None if told is None else printable(told)
+
+
+def _moved(message: Message) -> str | None:
+    match message:
+        case MigrationPlanned():
+            promised = "" if message.before is None or message.after is None else f": {_change(message.before, message.after)}"
+            copied = f"{message.copies} copies, {_bytes(message.bytes)}" if message.copies else "no bytes"
+            return f"{message.engine}: plan {message.plan} of the {message.origin} begins, {copied}{promised}"
+        case MigrationStaged():
+            return f"{message.engine}: handover {message.number + 1} of {message.plan} is staged, {_bytes(message.bytes)} in {message.seconds:.2f} s"
+        case MigrationCommitted():
+            done = f"; plan {message.plan} is done" if message.last else ""
+            return f"{message.engine}: handover {message.number + 1} committed, epoch {message.epoch} is served{done}"
+        case MigrationAborted():
+            return f"{message.engine}: plan {message.plan} is given up: {message.reason}"
+        case PlacementCommitted(plan=None):
+            return f"{message.engine} serves epoch {message.placement.epoch}"
+    return None
+
+
+def _thought(message: Message, homes: Mapping[int, int]) -> str | None:
+    match message:
+        case PlanJudged():
+            return f"{message.engine}: plan {message.plan} is judged {message.verdict}, trust {message.trust:.2f}: {message.reason}"
+        case PopularityShifted():
+            moved = f", most in layers {', '.join(map(str, message.layers[:_LAYERS]))}" if message.layers else ""
+            by = f"{message.divergence:.4f} nats of {message.threshold:.4f} that chance explains"
+            return f"popularity of {message.model} {'has settled' if message.settled else f'shifted by {by}{moved}'}"
+        case HomesPublished() if homes.get(message.worker_id) != message.version:
+            none = "" if message.homes else ", none"
+            return f"{message.engine}: new homes of clusters from epoch {message.epoch} on{none}: {message.reason}"
+    return None
+
+
+def _operated(message: Message) -> str | None:
+    match message:
+        case EngineJoined():
+            return f"{message.engine} joined: {message.model}, {len(message.urls)} ranks"
+        case EngineLeft():
+            return f"{message.engine} left: {message.reason}"
+        case RankDrained():
+            place = message.engine if message.rank is None else f"{message.engine}/{message.rank}"
+            return f"{place} {'takes no new requests' if message.draining else 'takes new requests again'}" + (f": {message.reason}" if message.reason else "")
+        case ConfigChanged():
+            changed = ", ".join(f"{key} = {now}" for key, (_, now) in message.changed.items()) or "nothing differs"
+            return f"settings of {message.part}: " + (f"refused: {message.refused}" if message.refused is not None else changed)
+    return None
+
+
+def _change(before: LoopFigures, after: LoopFigures) -> str:
+    saved = 1e3 * (before.step_seconds - after.step_seconds)
+    step = f"step {abs(saved):.3g} ms {'shorter' if saved >= 0 else 'longer'}"
+    return f"remote ranks {before.remote_ranks:.3f} > {after.remote_ranks:.3f}, {step} foretold"
+
+
+def _bytes(count: float) -> str:
+    return next((f"{count / unit:.3g} {name}" for unit, name in _UNITS if count >= unit), f"{count:.0f} B")

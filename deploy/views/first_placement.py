@@ -1,0 +1,84 @@
+"""A first placement for an engine that does not run yet, from a load that was recorded elsewhere; without any fleet."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.terminal.options import USAGE, console, fail, in_json, note, show, table
+from deploy.views.popularity import loaded
+from fleet.dispatch import loads
+from fleet.placement import EMPTY, Placement, linear
+from migration.model.cost_model import balance
+from migration.solvers.full_placement import bound, full
+
+
+def show_first_placement(file: Path, ranks: int, slots_per_rank: int | None, nodes: int, out: Path | None, *, as_json: bool) -> None:
+    """Place the experts of a recorded load on so many ranks, say how even that is, and write it to `out`."""
+    load, _ = loaded(file)
+    if ranks % nodes:
+        fail(f"{ranks} ranks do not divide by {nodes} nodes", USAGE)
+    slots = slots_per_rank or -(-load.experts // ranks)
+    try:
+        placement = first_placement(load.counts, ranks, slots, nodes)
+    except ValueError as error:
+        fail(str(error), USAGE)
+    if out is not None:
+        write(placement, out)
+    found = as_record(placement, load.counts, file)
+    if as_json:
+        show(in_json(found))
+        return
+    console().print(
+        f"[bold]{file}[/bold]: {load.layers} layers x {load.experts} experts on {ranks} ranks of {slots} slots, {found['redundant_slots']} redundant per layer"
+    )
+    rows = [(name, *(f"{found[key][kind]:.3f}" for kind in ("mean", "min"))) for name, key in _ROWS]
+    table(("balance", "mean of layers", "worst layer"), rows)
+    if out is not None:
+        note(f'wrote {out}; an engine begins with it by: placement = "{out}" and slots_per_rank = {slots} in [engine] or [simulated]')
+
+
+_ROWS = (("experts in order", "in_order"), ("this placement", "placed"), ("no placement can exceed", "bound"))
+
+
+def first_placement(load: NDArray[Any], ranks: int, slots_per_rank: int, nodes: int = 1) -> Placement:
+    """Of best balance for a load [layers, experts] under even shares; ranks are numbered node by node. ValueError when experts do not fit."""
+    node = np.arange(ranks) // (ranks // nodes)
+    return Placement(full(load, ranks, slots_per_rank, node=node if nodes > 1 else None), experts=load.shape[1], ranks=ranks)
+
+
+def as_record(placement: Placement, load: NDArray[Any], file: Path) -> dict[str, Any]:
+    """How even it is, for programs."""
+    layers, experts = load.shape
+    ranks, slots = placement.ranks, placement.slots_per_rank
+    most = bound(load, ranks, slots)
+    in_order = linear(layers=layers, experts=experts, ranks=ranks)
+    return {
+        "file": str(file),
+        "layers": layers,
+        "experts": experts,
+        "ranks": ranks,
+        "slots_per_rank": slots,
+        "redundant_slots": ranks * slots - experts,
+        "empty_slots": int((placement.expert_of_slot == EMPTY).sum()),
+        "in_order": _even(in_order, load),
+        "placed": _even(placement, load),
+        "bound": {"mean": float(most.mean()), "min": float(most.min())},
+    }
+
+
+def _even(placement: Placement, load: NDArray[Any]) -> dict[str, float]:
+    """Balance when every rank's requests want the same."""
+    demand = np.broadcast_to(np.asarray(load, np.float64), (placement.ranks, *load.shape)) / placement.ranks
+    found = balance(loads(placement, demand, np.zeros(placement.ranks, np.intp)))
+    return {"mean": float(found.mean()), "min": float(found.min())}
+
+
+def write(placement: Placement, out: Path) -> None:
+    """As JSON of a PlacementRecord; ends the command when that is impossible."""
+    try:
+        out.write_bytes(msgspec.json.encode(placement.record()))
+    except OSError as error:
+        fail(f"cannot write {out}: {error}", USAGE)

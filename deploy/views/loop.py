@@ -1,0 +1,276 @@
+"""The loop's story in a screenful: what is measured now, against the start and against what was foretold; what was decided, and what came of it."""
+
+import math
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+from rich.text import Text
+
+from bus import Bus
+from bus.config import BusConfig
+from bus.protocol.subjects import Subjects
+from deploy.client.control_loop import NotTold, described, steered
+from deploy.terminal.bus_connection import on_bus
+from deploy.terminal.options import console, fail, in_json, note, printable, show
+from deploy.views.plan import in_units, many
+from fleet.events import EngineLoop, LayerFigures, LoopDescribed, LoopFigures, PlanTold
+
+WIDTH = 80
+MOST_PLANS, BRIEF_PLANS = 4, 2
+MOST_WORDS = 3
+"""lines of one sentence of the planner's"""
+MOST_BARS = 36
+"""of a sparkline; layers beyond are grouped, and the worst of each group is shown"""
+_BARS = "▁▂▃▄▅▆▇█"
+_DIGITS = "12345678"
+"""the same where the terminal has no such characters"""
+_UNDER_WAY = "under way"
+_PAUSED = (
+    "Until it is resumed the planner begins no plan and undoes none. What operators ask for is carried out, a plan under way goes on to its end and is "
+    "judged, and homes of requests are published as before."
+)
+
+
+class Row(NamedTuple):
+    """One figure of an engine: its name, how it is written, how a change of it is written, and where it stands in `LoopFigures`."""
+
+    name: str
+    write: Callable[[float], str]
+    change: Callable[[float, float], str]
+    field: str
+
+
+def _percent(before: float, now: float) -> str:
+    return f"{100 * (now / before - 1):+.1f}%" if before > 0 else "-"
+
+
+def _points(before: float, now: float) -> str:
+    return f"{100 * (now - before):+.1f} points"
+
+
+def _difference(before: float, now: float) -> str:
+    return f"{now - before:+.3f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+ROWS = (
+    Row("remote ranks per token", "{:.3f}".format, _percent, "remote_ranks"),
+    Row("served locally", "{:.1%}".format, _points, "local"),
+    Row("balance", "{:.3f}".format, _difference, "balance"),
+    Row("step", _milliseconds, _percent, "step_seconds"),
+)
+
+
+# The whole of it
+
+
+def overview(loop: LoopDescribed, now: float) -> list[Text]:
+    """What it does at all. now: Unix seconds, here as everywhere."""
+    budget = f"{in_units(loop.budget_bytes)} in {span(loop.budget_seconds)}"
+    if loop.paused:
+        since = "" if loop.paused_at is None or now - loop.paused_at < 1 else f" for {span(now - loop.paused_at)}"
+        why = f": {printable(loop.paused_reason)}" if loop.paused_reason else ""
+        lines = wrapped(f"loop: PAUSED{since}{why}; roost migration resume lets it go on", "bold")
+    elif loop.automatic:
+        lines = [Text("loop: automatic", "bold")]
+    else:
+        lines = [Text("loop: only what is asked for ([planner] automatic = false)", "bold")]
+    about = f", policy {printable(loop.policy)}, thinks every {span(loop.cycle_seconds)}, may copy {budget}"
+    if len(lines) == 1 and len(lines[0].plain) + len(about) <= WIDTH:
+        return [lines[0] + Text(about)]
+    return [*lines, *wrapped(about.removeprefix(", "))]
+
+
+def story(loop: LoopDescribed, one: EngineLoop, now: float, live: LoopFigures | None = None, *, brief: bool = False) -> list[Text]:
+    """All of one engine. live: as measured in the last seconds, where that is known. brief: without layers, and fewer plans."""
+    lines = list(figures(one, live))
+    lines += sparks(one.layers) if one.layers is not None and not brief else []
+    lines += wrapped(_budget(loop, one))
+    lines += wrapped(_decided(one, now))
+    if one.homes or one.homes_note:
+        lines += wrapped(f"homes: {many(one.homes, 'cluster has one', 'clusters have one')}" + (f"; {printable(one.homes_note)}" if one.homes_note else ""))
+    return lines + list(plans(one.plans, now, BRIEF_PLANS if brief else MOST_PLANS))
+
+
+def figures(one: EngineLoop | None, live: LoopFigures | None = None) -> Iterator[Text]:
+    """The table of figures: now, at the start, as foretold, and by how much now differs from the start. None: the planner says nothing."""
+    measured, start, foretold = (None, None, None) if one is None else (one.measured, one.at_start, foretold_of(one.plans))
+    columns = [(head, found) for head, found in (("last 10 s", live), ("now", measured), ("at start", start), ("foretold", foretold)) if found is not None]
+    if measured is None and live is None:
+        yield from wrapped("nothing was measured lately: no requests, or an engine that does not tell where tokens go")
+        return
+    latest = measured or live
+    yield Text(f"{'':22}" + "".join(f"{head:>11}" for head, _ in columns) + (f"{'since start':>14}" if start is not None else ""), "bold")
+    for row in ROWS:
+        cells = "".join(f"{_cell(row, found):>11}" for _, found in columns)
+        both = (getattr(start, row.field), getattr(latest, row.field)) if start is not None else ()
+        yield Text(f"{row.name:22}{cells}" + (f"{_finite(row.change, *both):>14}" if both else ""))
+
+
+def _cell(row: Row, found: LoopFigures | None) -> str:
+    return "-" if found is None else _finite(row.write, getattr(found, row.field))
+
+
+def _finite(write: Callable[..., str], *values: float) -> str:
+    return write(*values) if all(map(math.isfinite, values)) else "-"
+
+
+def foretold_of(plans: Sequence[PlanTold]) -> LoopFigures | None:
+    """What the last plan that was carried out, and not undone, promised; None: none was, or none promised anything.
+
+    Its step is the one that was measured before it, shorter by the share that was foretold: a model's steps are not those of every machine.
+    """
+    for plan in plans:
+        if plan.origin == "rollback" and outcome(plan) not in (_UNDER_WAY, "aborted"):
+            return None
+        if plan.predicted_after is not None and outcome(plan) not in (_UNDER_WAY, "aborted", "harmful"):
+            return _as_measured(plan, plan.predicted_after)
+    return None
+
+
+def _as_measured(plan: PlanTold, after: LoopFigures) -> LoopFigures:
+    before, measured = plan.predicted_before, plan.measured_before
+    if before is None or measured is None or before.step_seconds <= 0:
+        return after
+    return msgspec.structs.replace(after, step_seconds=measured.step_seconds * after.step_seconds / before.step_seconds)
+
+
+def outcome(plan: PlanTold) -> str:
+    """In a word, without the why."""
+    told = printable(plan.outcome)
+    return _UNDER_WAY if told.startswith(_UNDER_WAY) else (told.split() or ["-"])[0].rstrip(",:;")
+
+
+def sparks(layers: LayerFigures) -> list[Text]:
+    """Balance and remote ranks, layer by layer."""
+    worst = (("balance by layer", layers.balance, min), ("remote ranks by layer", layers.remote_ranks, max))
+    return [Text(f"{name:22} {sparkline(values, pick)}") for name, values, pick in worst if values]
+
+
+def sparkline(values: Sequence[float], worst: Callable[[Sequence[float]], float] = max) -> str:
+    """A bar for each value, from the least to the largest, and these two. Of many the worst of each group."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "-"
+    group = -(-len(values) // MOST_BARS)
+    shown = [worst([one if math.isfinite(one) else known[0] for one in values[at : at + group]]) for at in range(0, len(values), group)]
+    low, high = min(known), max(known)
+    bars = _BARS if (console().encoding or "").lower().startswith("utf") else _DIGITS
+    wide = high - low if math.isfinite(high - low) else 0.0
+    drawn = "".join(bars[min(int((value - low) / wide * len(bars)), len(bars) - 1)] if wide else bars[0] for value in shown)
+    return f"{drawn}  {low:.3f}" + (f" to {high:.3f}" if high > low else "")
+
+
+def _budget(loop: LoopDescribed, one: EngineLoop) -> str:
+    left = max(loop.budget_bytes - one.spent_bytes, 0)
+    said = [f"trust {one.trust:.2f}", f"{in_units(one.spent_bytes)} of the budget spent, {in_units(left)} left", f"{in_units(one.moved_bytes)} moved in all"]
+    if one.resting:
+        said.append(many(one.resting, "expert rests", "experts rest"))
+    return "; ".join(said)
+
+
+def _decided(one: EngineLoop, now: float) -> str:
+    further = "it is thought over only when asked for" if one.next_seconds is None else f"thought over again in {max(one.next_seconds, 0):.0f} s"
+    if one.decided_at is None:
+        return f"nothing was decided yet; {further}"
+    return f"decided {span(now - one.decided_at)} ago ({further}): {printable(one.decided) or '-'}"
+
+
+def plans(told: Sequence[PlanTold], now: float, most: int = MOST_PLANS) -> Iterator[Text]:
+    """The last plans, with what was foretold and measured of them."""
+    if not told:
+        yield Text("no plan was carried out yet")
+        return
+    yield Text(f"{'plan':16} {'begun':6} {'outcome':9} {'moved':7} {'remote ranks':21} step (measured)", "bold")
+    for plan in told[:most]:
+        who = "" if plan.origin == "planner" else f" by {plan.origin}"
+        moved = in_units(plan.bytes) if plan.bytes else "-"
+        remote, step = _promise(plan, _from_to), _promise(plan, _by)
+        yield Text(f"{printable(plan.plan):16} {span(now - plan.at):6} {outcome(plan):9} {moved:7} {remote:21} {step}{who}".rstrip())
+        if plan is told[0] and len(plan.outcome) > len(outcome(plan)) + 1:
+            yield from wrapped(f"  {printable(plan.outcome)}")
+
+
+def _promise(plan: PlanTold, word: Callable[[LoopFigures, LoopFigures], str]) -> str:
+    """What was foretold of a plan, and in brackets what was measured."""
+    foretold = "-" if plan.predicted_before is None or plan.predicted_after is None else word(plan.predicted_before, plan.predicted_after)
+    if plan.measured_before is None or plan.measured_after is None:
+        return foretold
+    return f"{foretold} ({word(plan.measured_before, plan.measured_after)})"
+
+
+def _from_to(before: LoopFigures, after: LoopFigures) -> str:
+    return _finite("{:.2f}>{:.2f}".format, before.remote_ranks, after.remote_ranks)
+
+
+def _by(before: LoopFigures, after: LoopFigures) -> str:
+    """Step times are foretold by a model, and hold as shares."""
+    return _finite(_percent, before.step_seconds, after.step_seconds)
+
+
+def in_rows(loop: LoopDescribed, now: float) -> list[Text]:
+    """A line per engine, where there are too many for a screen."""
+    lines = [Text(f"{'engine':12} {'epoch':>5} {'remote ranks':>14} {'served locally':>15} {'balance':>13} {'trust':>5}  decided", "bold")]
+    for one in loop.engines:
+        cells = [_beside(row, one) for row in ROWS[:3]]
+        when = "-" if one.decided_at is None else f"{span(now - one.decided_at)} ago"
+        lines.append(Text(f"{printable(one.engine):12} {one.epoch:5} {cells[0]:>14} {cells[1]:>15} {cells[2]:>13} {one.trust:5.2f}  {when}"))
+    return [*lines, Text("start>now; all of one engine: roost status ENGINE", "dim")]
+
+
+def _beside(row: Row, one: EngineLoop) -> str:
+    return f"{_cell(row, one.at_start)}>{_cell(row, one.measured)}"
+
+
+# Words
+
+
+def span(seconds: float) -> str:
+    """A length of time in two words."""
+    if not math.isfinite(seconds):
+        return "-"
+    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def wrapped(text: str, style: str = "", width: int = WIDTH) -> list[Text]:
+    """A sentence on lines of at most this width; of a long one the end is left out."""
+    return [Text(line, style) for line in textwrap.wrap(text, width, subsequent_indent="  ", max_lines=MOST_WORDS, placeholder=" ...")]
+
+
+def say(lines: Iterable[Text]) -> None:
+    for line in lines:
+        console().print(line)
+
+
+# Pausing
+
+
+def show_steering(bus_config: BusConfig, paused: bool | None, reason: str, *, as_json: bool) -> None:
+    """Pause it, resume it, or (None) only say how it is. Ends the command with 1 when no planner answers."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> LoopDescribed:
+        return await described(bus, subjects) if paused is None else await steered(bus, subjects, paused, reason, note)
+
+    try:
+        loop = on_bus(bus_config, ask)
+    except NotTold as error:
+        fail(str(error))
+    if paused is not None and loop.paused != paused:
+        fail(f"the planner answered that it {'is' if loop.paused else 'is not'} paused, and was asked for the opposite; is another operator at it?")
+    if as_json:
+        show(in_json(loop))
+        return
+    say(overview(loop, time.time()))
+    if loop.paused:
+        say(wrapped(_PAUSED))
+    elif paused is False and not loop.automatic:
+        say(wrapped("It was resumed, but plans are made only when they are asked for: [planner] automatic is false."))

@@ -1,0 +1,207 @@
+"""Experts being moved, for people and programs: what was accepted, how far it is, and what came of it."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bus import Bus
+from bus.config import BusConfig
+from bus.protocol.subjects import Subjects
+from deploy.client.migrations import Course, NoSuchEngine, NotAccepted, Order, carried_out, engine_named
+from deploy.process import FAILURE, print_error
+from deploy.terminal.bus_connection import on_bus
+from deploy.terminal.options import USAGE, console, fail, in_json, note, show
+from deploy.views.plan import in_units, many
+from fleet.events import ApplyPlan, MigrateExpert, RollBack
+from fleet.experts import ExpertId
+from migration.model.plan import Plan
+
+LOOK_SECONDS = 0.1
+"""between two looks at how far it is"""
+LOOK = "see roost events --kind migration --since 10m, or roost status"
+MOST_BYTES = 64 << 20
+"""of a plan's file that is taken seriously"""
+INTERRUPTED = 128 + signal.SIGINT
+"""exit status, as shells have it"""
+
+
+class Manner(NamedTuple):
+    """How it is shown."""
+
+    wait: bool = True
+    as_json: bool = False
+    steps: bool = True
+    """in words, before it begins"""
+
+
+def show_migration(
+    bus_config: BusConfig, expert: ExpertId, engine: str, rank: int, manner: Manner, *, source: int | None, move: bool, swap: int | None
+) -> None:
+    """Bring one expert to a rank, and tell how it goes. Ends the command with 1 when that is refused or given up; so do the others here."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> MigrateExpert:
+        found = await engine_named(bus, subjects, engine)
+        return MigrateExpert(engine=found.engine, layer=expert.layer, expert=expert.expert, rank=rank, source=source, move=move, swap=swap)
+
+    _show(bus_config, ask, manner)
+
+
+def show_plan_file(bus_config: BusConfig, file: Path, engine: str | None, manner: Manner) -> None:
+    """Carry out the plan in a file, on an engine or (None) the only one with experts."""
+    try:
+        plan = msgspec.json.decode(_content(file), type=Plan)
+    except (OSError, ValueError) as error:
+        fail(f"{file}: no plan can be read from it: {error}", USAGE)
+    if plan.refused:
+        fail(f"{file}: this plan does nothing: {plan.refused}")
+
+    async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
+        found = await engine_named(bus, subjects, engine)
+        return ApplyPlan(engine=found.engine, plan=msgspec.json.encode(plan))
+
+    _show(bus_config, ask, manner)
+
+
+def show_applied(bus_config: BusConfig, engine: str, plan: bytes, manner: Manner, also: dict[str, Any]) -> None:
+    """Carry out a plan that was just made. also: what else belongs into the JSON."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> ApplyPlan:
+        return ApplyPlan(engine=engine, plan=plan)
+
+    _show(bus_config, ask, manner, also)
+
+
+def show_rollback(bus_config: BusConfig, engine: str | None, plan: str, manner: Manner) -> None:
+    """Bring an engine back to the placement before a plan; empty: the last one of which anything was committed."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> RollBack:
+        return RollBack(engine=(await engine_named(bus, subjects, engine)).engine, plan=plan)
+
+    _show(bus_config, ask, manner)
+
+
+def _content(file: Path) -> bytes:
+    with file.open("rb") as source:
+        content = source.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES} bytes")
+    return content
+
+
+def _show(bus_config: BusConfig, ask: Callable[[Bus, Subjects], Awaitable[Order]], manner: Manner, also: dict[str, Any] | None = None) -> None:
+    shown = _Shown(manner)
+
+    async def work(bus: Bus, subjects: Subjects) -> None:
+        order = await ask(bus, subjects)
+        try:
+            await carried_out(bus, subjects, order, wait=manner.wait, began=shown.begin, say=shown.say)
+        except asyncio.CancelledError:
+            shown.left = True
+        finally:
+            await shown.end()
+
+    try:
+        on_bus(bus_config, work)
+    except (NoSuchEngine, NotAccepted) as error:
+        fail(str(error))
+    if shown.course is None:
+        note(f"interrupted before the planner answered; it may do it all the same: {LOOK}")
+        raise typer.Exit(INTERRUPTED)
+    _tell(shown.course, manner, left=shown.left, also=also or {})
+
+
+class _Shown:
+    """What is on the screen while it lasts."""
+
+    def __init__(self, manner: Manner) -> None:
+        self.course: Course | None = None
+        self.left = False
+        self._manner = manner
+        self._bar: Progress | None = None
+        self._moving: asyncio.Task[None] | None = None
+
+    def begin(self, course: Course) -> None:
+        self.course = course
+        if self._manner.as_json:
+            return
+        accepted = course.accepted
+        copied = f"{many(accepted.copies, 'copy', 'copies')} ({in_units(accepted.bytes)})" if accepted.copies else "no bytes"
+        console().print(f"plan [bold]{accepted.plan}[/bold] of {accepted.engine}: {copied} in {many(accepted.handovers, 'handover')}")
+        for step in accepted.what if self._manner.steps else ():
+            console().print(f"- {step}", markup=False)
+        if self._manner.wait and console().is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[moved]}"), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=console(), transient=True)
+            self._moving = asyncio.create_task(self._move(self._bar, course), name="show how far it is")
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False)
+        elif not self._manner.as_json:
+            show(text)
+
+    async def end(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+            await asyncio.gather(self._moving, return_exceptions=True)
+
+    async def _move(self, bar: Progress, course: Course) -> None:
+        with bar:
+            row = bar.add_task("", total=course.accepted.handovers, moved="")
+            while True:
+                moved = f"{in_units(course.pulled)} of {in_units(course.accepted.bytes)}"
+                bar.update(row, description=course.present, completed=course.done, moved=moved)
+                await asyncio.sleep(LOOK_SECONDS)
+
+
+def outcome(course: Course) -> str:
+    """done, given up, or under way."""
+    return "given up" if course.given_up is not None else "done" if course.over else "under way"
+
+
+def _tell(course: Course, manner: Manner, *, left: bool, also: dict[str, Any]) -> None:
+    accepted, failed = course.accepted, course.given_up
+    if manner.as_json:
+        show(in_json({**also, **as_record(course)}))
+    elif course.over and failed is None:
+        ways = " and ".join(f"{in_units(size)} by {name}" for name, size in sorted(course.by_transfer.items())) or "no bytes"
+        console().print(
+            f"[bold]done[/bold]: {accepted.engine} serves epoch {course.epoch}; {many(course.copies, 'copy', 'copies')}, {ways}, {course.seconds:.2f} s"
+        )
+    if failed is not None:
+        before = f"; {many(course.done, 'handover')} of {accepted.handovers} had been done" if course.done else ""
+        place = "" if failed.rank is None else f" (rank {failed.rank})"
+        print_error(f"given up{place}: {failed.reason}; {accepted.engine} stays at epoch {failed.epoch - 1}{before}")
+        raise typer.Exit(FAILURE)
+    if left or not manner.wait:
+        note(f"plan {accepted.plan} goes on without this command: {LOOK}")
+    if left:
+        raise typer.Exit(INTERRUPTED)
+
+
+def as_record(course: Course) -> dict[str, Any]:
+    """What came of it, for programs."""
+    failed = course.given_up
+    return {
+        "engine": course.accepted.engine,
+        "worker_id": str(course.accepted.worker_id),
+        "plan": course.accepted.plan,
+        "what": course.accepted.what,
+        "outcome": outcome(course),
+        "handovers": course.accepted.handovers,
+        "handovers_done": course.done,
+        "epoch": course.epoch,
+        "copies": course.copies,
+        "bytes": course.bytes,
+        "seconds": course.seconds,
+        "bytes_by_transfer": dict(course.by_transfer),
+        "reason": None if failed is None else failed.reason,
+        "fault": None if failed is None else failed.fault,
+        "rank": None if failed is None else failed.rank,
+    }

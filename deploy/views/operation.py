@@ -1,0 +1,92 @@
+"""What an operator's commands do and print: draining, and reading the settings again."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+
+import typer
+
+from bus import Bus, Subscription
+from bus.config import BusConfig
+from bus.protocol.subjects import Subjects
+from deploy.client.drains import NoSuchPlace, Place, drain, find, undrain, until_idle
+from deploy.process import FAILURE
+from deploy.run_directory import Running
+from deploy.security.credentials import of_run
+from deploy.terminal.bus_connection import on_bus
+from deploy.terminal.options import fail, in_json, note, show
+from fleet.events import ConfigChanged
+
+
+def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
+    """Drain a place, or undo it, and wait for `wait` seconds until nothing runs there, if asked to. Ends the command with 1 if more is needed."""
+
+    async def work(bus: Bus, subjects: Subjects) -> tuple[Place, bool, bool | None]:
+        found = await find(bus, subjects, place)
+        if undo:
+            return found, await undrain(bus, subjects, found), None
+        await drain(bus, subjects, found, reason)
+        return found, True, None if wait is None else await until_idle(bus, subjects, found, wait, note)
+
+    try:
+        found, changed, idle = on_bus(bus_config, work)
+    except NoSuchPlace as error:
+        fail(str(error))
+    joined = found.engine.joined
+    if as_json:
+        about = {"engine": joined.engine, "worker_id": str(joined.worker_id), "rank": found.rank, "draining": not undo, "reason": reason}
+        show(in_json({**about, "changed": changed, "idle": idle}))
+    elif undo:
+        show(f"{found.name} takes new requests again" if changed else f"{found.name} was not draining")
+    else:
+        show(f"{found.name} takes no new requests{' and is idle' if idle else ''}; undo it with: roost drain {found.name} --undo")
+    if idle is False:
+        note(f"{found.name} is not idle after {wait:g} s; it goes on draining")
+        raise typer.Exit(FAILURE)
+
+
+def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> None:
+    """Ask runs on one NATS server to read their settings again, and print what their routers and planners say. Ends the command with 1 when one refuses."""
+    parts = sum(max(len(run.routers), 1) + 1 for run in runs)
+
+    async def work(bus: Bus, subjects: Subjects) -> list[ConfigChanged]:
+        async with bus.subscribe(subjects.config()) as heard:
+            for run in runs:
+                os.kill(run.pid, signal.SIGHUP)
+            return await _words(heard, parts, seconds)
+
+    said = on_bus(BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace, credentials_file=of_run(runs[0], "operator")), work)
+    if as_json:
+        show(in_json(said))
+    else:
+        for one in said:
+            _print(one)
+    if len(said) < parts and not any(one.refused for one in said):
+        fail(f"not every router and planner answered within {seconds:g} s; their logs say why")
+    if any(one.refused for one in said):
+        raise typer.Exit(FAILURE)
+
+
+async def _words(heard: Subscription, parts: int, seconds: float) -> list[ConfigChanged]:
+    """What each router and planner says, or who starts them, if that refuses."""
+    said: list[ConfigChanged] = []
+    try:
+        async with asyncio.timeout(seconds):
+            async for received in heard:
+                if isinstance(received.message, ConfigChanged):
+                    said.append(received.message)
+                    if received.message.part not in ("router", "planner") or len(said) == parts:
+                        break
+    except TimeoutError:
+        pass  # told by how few there are
+    return said
+
+
+def _print(said: ConfigChanged) -> None:
+    if said.refused is not None:
+        note(f"refused: {said.refused}")
+    elif not said.changed:
+        show(f"{said.part}: nothing differs")
+    for name, (before, after) in said.changed.items():
+        show(f"{said.part}: {name} = {after}  (was {before})")

@@ -1,0 +1,206 @@
+"""What the planner would do with an engine: before and after, step by step, what it costs and when it has paid; or why nothing is worth doing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bus import Bus, BusTimeout, Declined
+from bus.config import BusConfig
+from bus.protocol.subjects import Subjects
+from deploy.client.migrations import NoSuchEngine, engine_named
+from deploy.terminal.bus_connection import on_bus
+from deploy.terminal.options import USAGE, console, fail, note, show, table
+from fleet.events import DescribePlan, PlanDescribed
+from migration.model.plan_record import MemoryPoint, PlanRecord, StepRecord
+
+ASK_SECONDS = 60.0
+"""A joint plan for many ranks takes some seconds, and others may be thought over before it."""
+MOST_SHOWN = 20
+"""Steps that are printed unless all are asked for."""
+_GB, _MB, _KB = 1e9, 1e6, 1e3
+
+
+class Asked(NamedTuple):
+    """What a plan is asked for; engine None: the only one with experts. Fields as of `DescribePlan`."""
+
+    engine: str | None = None
+    policy: str = ""
+    budget_bytes: int | None = None
+    memory: bool = False
+    dead: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+
+
+def show_plan(bus_config: BusConfig, asked: Asked, out: Path | None, *, everything: bool, applied: bool, as_json: bool) -> PlanDescribed:
+    """Ask the planner, print what it says, and write the plan to `out`. Ends the command where that or carrying out (applied) needs a plan and
+    there is none."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> PlanDescribed:
+        return await described(bus, subjects, asked)
+
+    answer = on_bus(bus_config, ask)
+    record = msgspec.json.decode(answer.record, type=PlanRecord)
+    if not as_json:
+        print_plan(record, everything=everything, dry=not applied)
+    elif not applied or not answer.plan:
+        show(answer.record.decode())
+    if not answer.plan and (applied or out is not None):
+        fail(f"there is no plan to {'carry out' if applied else 'write'}: {record.refused or record.lost or 'the planner gave none'}")
+    if out is not None:
+        _write(answer, out)
+    return answer
+
+
+def _write(answer: PlanDescribed, out: Path) -> None:
+    try:
+        out.write_bytes(answer.plan)
+    except OSError as error:
+        fail(f"cannot write {out}: {error}", USAGE)
+    note(f"wrote {out}; carry it out while epoch and placement are the same: roost migrate --plan {out} --to {answer.engine}")
+
+
+async def described(bus: Bus, subjects: Subjects, asked: Asked) -> PlanDescribed:
+    """The planner's own words. Ends the command when it says that it knows too little, or says nothing."""
+    try:
+        joined = await engine_named(bus, subjects, asked.engine)
+    except NoSuchEngine as error:
+        fail(str(error), USAGE)
+    question = DescribePlan(
+        engine=joined.engine,
+        policy=asked.policy,
+        budget_bytes=asked.budget_bytes,
+        memory=asked.memory,
+        dead=asked.dead,
+        layers=asked.layers,
+    )
+    try:
+        answer = await bus.request(subjects.describe_plan, question, seconds=ASK_SECONDS)
+    except BusTimeout:
+        fail(f"the planner said nothing for {ASK_SECONDS:g} s: it is not running, or has other plans to think over; its log, and roost status, tell which")
+    except Declined as refused:  # the planner's own words, which need no advice about NATS
+        fail(str(refused))
+    if not isinstance(answer, PlanDescribed):
+        fail(f"the planner answered with {type(answer).__name__}; is it of another version of Roost?")
+    return answer
+
+
+def print_plan(record: PlanRecord, *, everything: bool = False, dry: bool = True) -> None:
+    """For people. dry: nothing follows."""
+    out = console()
+    judged = "the next window" if record.next_window else "the same window"
+    trust = f"\nwhat is foretold counts for {record.trust:.0%}, by what earlier plans really brought" if record.trust < 1 else ""
+    out.print(
+        f"[bold]{record.engine}[/bold] ({record.model}), epoch {record.epoch}, policy {record.policy}: {record.tokens_per_second:,.1f} tokens/s\n"
+        f"made from {record.pairs:,.0f} (token, expert) pairs per layer, judged on {judged} of {record.judged_pairs:,.0f}{trust}"
+    )
+    if record.refused is not None:
+        out.print(f"[bold]nothing to do[/bold]: {record.refused}")
+    elif not record.lost:
+        out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}\n{_worth(record)}")
+    else:
+        out.print(f"plan [bold]{record.id}[/bold]: {_cost(record)}\n{record.lost}")
+    if record.before is not None or record.after is not None:
+        table(("", *(["now"] if record.before else []), *(["then"] if record.after else []), "at best"), _figures(record))
+    for reason in (reason for reason in record.reasons if not (record.lost and record.lost in reason)):
+        out.print(f"- {reason}", markup=False)
+    if record.steps:
+        out.print("")
+        _print_steps(record, everything)
+    _print_homes(record)
+    if record.memory:
+        out.print("")
+        _print_memory(record.memory)
+    moved = "; nothing was moved: this is a dry run, and --apply carries a plan out" if dry else ""
+    out.print(f"[dim]found in {1e3 * record.plan_seconds:,.0f} ms{moved}[/dim]")
+
+
+def _cost(record: PlanRecord) -> str:
+    if not record.copies:
+        return f"no bytes, {many(record.handovers, 'handover')}"
+    copied = f"{many(record.copies, 'copy', 'copies')} ({record.copied_share:.1%} of the slots, {in_units(record.copied_bytes)})"
+    return f"{copied} in {many(record.handovers, 'handover')} of {record.transfer_seconds:.2f} s together"
+
+
+def _worth(record: PlanRecord) -> str:
+    paid = "at once" if not record.payback_seconds else f"after {record.payback_seconds:,.1f} s"
+    gain = f"steps get {_time(record.gain_seconds)} shorter, which is {1e3 * record.gain_per_second:.2f} ms in each second of serving"
+    return f"{gain}\npaid back {paid}, {record.net_seconds:,.2f} s ahead by the time that demand changes"
+
+
+def _figures(record: PlanRecord) -> Iterator[tuple[str, ...]]:
+    """Rows of the table: now, then, and what no placement can exceed."""
+    both = [one for one in (record.before, record.after) if one is not None]
+
+    def row(name: str, text: str, measure: str, factor: float = 1.0, best: str = "") -> tuple[str, ...]:
+        return (name, *(text.format(factor * float(getattr(one, measure))) for one in both), best)
+
+    yield row("balance, mean of layers", "{:.3f}", "balance_mean", best="" if record.balance_bound is None else f"{record.balance_bound:.3f} with even shares")
+    yield row("balance, worst layer", "{:.3f}", "balance_min")
+    if record.step_ceiling is not None:
+        yield ("balance of a single step", *[""] * len(both), f"{record.step_ceiling:.3f}, by the chance of so few tokens")
+    yield row("served where requests live", "{:.1%}", "local_share")
+    if record.saved is not None and record.saved_bound is not None:
+        yield ("dispatch saved", *[""] * (len(both) - 1), f"{record.saved:.1%}", f"{record.saved_bound:.1%}, whatever the balance")
+    yield row("other ranks per token and layer", "{:.2f}", "remote_ranks")
+    yield row("other nodes per token and layer", "{:.2f}", "remote_nodes")
+    yield row("step, ms", "{:.3f}", "step_seconds", 1e3)
+    for name in _PARTS:
+        yield row(f"  {_PARTS[name]}, ms", "{:.3f}", name, 1e3)
+
+
+_PARTS = {
+    "expert_seconds": "of it in the fullest rank's experts",
+    "dispatch_seconds": "of it in sending tokens",
+    "memory_seconds": "of it in waiting for KV blocks that replicas took",
+}
+"""Of a step."""
+
+
+def _print_steps(record: PlanRecord, everything: bool) -> None:
+    chosen = list(record.steps) if everything else sorted(record.steps, key=lambda step: -step.gain_seconds)[:MOST_SHOWN]
+    table(("handover", "layer", "step", "what", "bytes", "gain", "why"), map(_step, chosen))
+    if len(record.steps) > len(chosen):
+        console().print(f"and {len(record.steps) - len(chosen):,} {'more' if record.lost else 'that gain less'}; --all prints them")
+
+
+def _step(step: StepRecord) -> tuple[str, ...]:
+    size, gain = in_units(step.bytes) if step.bytes else "-", _time(step.gain_seconds) if step.gain_seconds else "-"
+    return (str(step.number), str(step.layer), step.kind, step.what, size, gain, step.why)
+
+
+def _print_homes(record: PlanRecord) -> None:
+    if record.homes:
+        homes = ", ".join(f"{cluster}: {' '.join(map(str, ranks))}" for cluster, ranks in record.homes)
+        console().print(f"homes of clusters (ranks){', once the plan is done' if record.id else ''}: {homes}")
+    if record.homes_note:
+        console().print(f"homes: {record.homes_note}", markup=False)
+
+
+def _print_memory(points: tuple[MemoryPoint, ...]) -> None:
+    head = ("", "slots per rank", "redundant", "weights per rank", "KV blocks left", "balance", "local", "step ms", "waiting for KV ms", "together ms")
+    table(head, map(_point, points))
+
+
+def _point(point: MemoryPoint) -> tuple[str, ...]:
+    mark = ", ".join(word for word, holds in (("now", point.present), ("best", point.best)) if holds)
+    waits, total = (f"{1e3 * seconds:.3f}" if seconds is not None else "for ever" for seconds in (point.waiting_seconds, point.total_seconds))
+    sizes = (str(point.slots_per_rank), str(point.redundant_slots), in_units(point.bytes_per_rank), f"{point.kv_blocks:,}")
+    return (mark, *sizes, f"{point.balance:.3f}", f"{point.local_share:.1%}", f"{1e3 * point.step_seconds:.3f}", waits, total)
+
+
+def in_units(count: float) -> str:
+    """Bytes for people; GB, MB and kB are powers of 1000."""
+    for unit, name in ((_GB, "GB"), (_MB, "MB"), (_KB, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.2f} us"
+
+
+def many(count: int, one: str, several: str | None = None) -> str:
+    return f"{count:,} {one if count == 1 else several or one + 's'}"

@@ -1,0 +1,188 @@
+"""`roost status`: engines, ranks, their load and epochs, and what the loop did and means to do, in one screenful."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from rich.text import Text
+
+from bus import Bus, BusError, StoreUse
+from bus.config import BusConfig
+from bus.protocol.subjects import Subjects
+from deploy.client.control_loop import NotTold, described
+from deploy.client.fleet_status import EngineNow, as_record, engines_now
+from deploy.terminal.bus_connection import on_bus
+from deploy.terminal.options import USAGE, fail, in_json, printable, show
+from deploy.views.backends import backend_lines
+from deploy.views.loop import figures, in_rows, overview, say, story, wrapped
+from fleet.events import KvMetrics, LoopDescribed, LoopFigures
+from router.backend_record import BackendStatus
+
+logger = logging.getLogger(__name__)
+HEIGHT = 40
+"""lines of a screen"""
+MIB = 2**20
+REMEDIES = {
+    "log": "raise max_bytes of the stream on the NATS server",
+    "claims": "raise max_bytes of the bucket on the NATS server; names and leases can no longer be claimed",
+    "blobs": "raise max_bytes of the bucket on the NATS server; new tokenizers and plans can no longer be stored",
+    "parcels": "raise max_bytes or lower max_age of the bucket on the NATS server; large messages are dropped meanwhile",
+}
+"""by store, what to do about a full one"""
+MOST_RANKS = 16
+"""of an engine that have a line each; of larger ones the whole engine has one"""
+Telling = Literal["whole", "brief", "rows"]
+"""how much is said of the loop's doing with each engine; rows: one line"""
+_FORMS: tuple[tuple[bool, Telling], ...] = ((True, "whole"), (False, "whole"), (False, "brief"), (True, "rows"), (False, "rows"))
+"""whether each rank has a line, and how the loop is told; the fullest first"""
+Figures = Mapping[str, LoopFigures]
+NOTHING: Figures = {}
+Loop = LoopDescribed | NotTold
+"""what the planner said, or why it said nothing"""
+
+
+def show_status(bus_config: BusConfig, routers: Sequence[str], engine: str | None, backends: Sequence[BackendStatus] = (), *, as_json: bool) -> None:
+    """All of the fleet, or of one engine; and where each of several router processes can be asked how it is."""
+
+    async def ask(bus: Bus, subjects: Subjects) -> tuple[tuple[list[EngineNow], dict[str, int]], Loop, tuple[StoreUse, ...]]:
+        return await asyncio.gather(engines_now(bus, subjects), loop_of(bus, subjects), stores_of(bus))
+
+    (engines, rejected), loop, stores = on_bus(bus_config, ask)
+    if engine is not None:
+        engines, loop = only(engine, engines, loop)
+    if as_json:
+        said = {"nats": bus_config.where, "namespace": bus_config.namespace, "engines": [as_record(one) for one in engines], "rejected": rejected}
+        show(in_json({**said, "routers": list(routers), "backends": backends, "stores": stores, **loop_record(loop)}))
+        return
+    lines = [Text(f"NATS {bus_config.where}, namespace {bus_config.namespace}: {len(engines)} engine{'s' * (len(engines) != 1)}")]
+    lines += alarms(stores)
+    if routers:
+        lines.append(Text(f"router processes, each alone: {' '.join(routers)}"))
+    lines += [Text(line) for line in backend_lines(backends)] if backends else []
+    say([*lines, *fitting(engines, loop, time.time(), HEIGHT - len(lines))])
+
+
+async def stores_of(bus: Bus) -> tuple[StoreUse, ...]:
+    """How full the stores are; empty where this user of the bus may not look."""
+    try:
+        return await bus.stores()
+    except BusError as error:
+        logger.warning("how full the stores are cannot be seen: %s", error)
+        return ()
+
+
+def alarms(stores: Iterable[StoreUse]) -> list[Text]:
+    """A line for each store of the bus that is (nearly) full and refuses what finds no room."""
+    return [
+        Text(f"ALARM: the store for {one.store} is full: {one.used / MIB:.1f} of {one.most / MIB:.1f} MiB; {REMEDIES[one.store]}", "bold red")
+        for one in stores
+        if one.alarming
+    ]
+
+
+async def loop_of(bus: Bus, subjects: Subjects) -> Loop:
+    """What the planner says of itself, or why it does not."""
+    try:
+        return await described(bus, subjects)
+    except NotTold as error:
+        return error
+    except BusError as error:
+        return NotTold(str(error))
+
+
+def loop_record(loop: Loop) -> dict[str, LoopDescribed | str | None]:
+    """For programs."""
+    return {"loop": None, "loop_unknown": str(loop)} if isinstance(loop, NotTold) else {"loop": loop, "loop_unknown": None}
+
+
+def only(name: str, engines: Sequence[EngineNow], loop: Loop) -> tuple[list[EngineNow], Loop]:
+    """What is about one engine; ends the command when there is none of the name."""
+    found = [one for one in engines if one.joined.engine == name]
+    if not found:
+        fail(f"no engine {name!r}; there are: {', '.join(one.joined.engine for one in engines) or 'none'}", USAGE)
+    if isinstance(loop, NotTold):
+        return found, loop
+    return found, LoopDescribed(
+        **{field: getattr(loop, field) for field in loop.__struct_fields__ if field != "engines"},
+        engines=tuple(one for one in loop.engines if one.engine == name),
+    )
+
+
+def fitting(engines: Sequence[EngineNow], loop: Loop, now: float, height: int, live: Figures = NOTHING) -> list[Text]:
+    """Engines and the loop, in full where a screen has room for that; else in fewer lines. live: by engine, as measured in the last seconds."""
+    shorter: list[Text] = []
+    for each, telling in _FORMS:
+        shorter = [*(line for one in engines for line in engine_lines(one, each=each)), *loop_lines(loop, now, telling, live)]
+        if len(shorter) <= height:
+            break
+    return shorter
+
+
+def engine_lines(engine: EngineNow, *, each: bool) -> Iterator[Text]:
+    """An engine, and its ranks: each in a line, or all in one."""
+    joined, beat = engine.joined, engine.heartbeat
+    layout = "" if joined.layout is None else f", {joined.layout.attention} h={joined.layout.boundary}"
+    epoch = "silent" if beat is None else f"epoch {beat.epoch}"
+    moving = f"; plan {printable(engine.migrating)} is being carried out: roost top" if engine.migrating else ""
+    shared = "" if joined.capabilities.isolates_tenants else "; tenants share its KV cache"
+    yield Text(f"{joined.engine}: {printable(joined.model)}{layout}, {epoch}{shared}{moving}", "bold")
+    if each and len(joined.urls) <= MOST_RANKS:
+        yield Text(f"{'rank':>6}  {'state':6} {'running':>7} {'waiting':>7} {'prefill':>8} {'KV blocks':>11}  URL")
+        yield from (Text(line) for line in _ranks(engine))
+    else:
+        yield Text(_together(engine))
+
+
+def _ranks(engine: EngineNow) -> Iterator[str]:
+    joined = engine.joined
+    for rank, url in enumerate(joined.urls):
+        load = engine.load.get(rank, KvMetrics(worker_id=joined.worker_id))
+        promised = (_or_dash(load.running), _or_dash(load.waiting), _or_dash(load.active_prefill_tokens))
+        blocks = f"{_or_dash(load.kv_used_blocks)}/{joined.kv_blocks}" if joined.kv_blocks else "-"
+        yield f"{rank:6}  {_state(engine, rank):6} {promised[0]:>7} {promised[1]:>7} {promised[2]:>8} {blocks:>11}  {printable(url)}"
+
+
+def _together(engine: EngineNow) -> str:
+    loads, ranks = engine.load.values(), len(engine.joined.urls)
+    drained = [str(rank) for rank in range(ranks) if engine.drained(rank) is not None]
+    said = [f"{ranks} ranks", f"running {_sum(load.running for load in loads)}", f"waiting {_sum(load.waiting for load in loads)}"]
+    said += [f"prefill {_sum(load.active_prefill_tokens for load in loads)} tokens"]
+    if engine.joined.kv_blocks:
+        said.append(f"KV blocks {_sum(load.kv_used_blocks for load in loads)}/{ranks * engine.joined.kv_blocks}")
+    if drained:
+        said.append(f"draining: {', '.join(drained)}")
+    return f"  {', '.join(said)}"
+
+
+def _sum(numbers: Iterable[int | None]) -> int:
+    return sum(number or 0 for number in numbers)
+
+
+def _state(engine: EngineNow, rank: int) -> str:
+    alive, reason = "silent" if engine.heartbeat is None else "alive", engine.drained(rank)
+    return alive if reason is None else f"{alive}, draining" + (f": {printable(reason)}" if reason else "")
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def loop_lines(loop: Loop, now: float, telling: Telling = "whole", live: Figures = NOTHING) -> list[Text]:
+    """What the loop does, and what was measured just now."""
+    if isinstance(loop, NotTold):
+        lines = wrapped(f"loop: {printable(str(loop))}")
+        for name, found in live.items() if telling != "rows" else ():
+            lines += [Text(printable(name), "bold"), *figures(None, found)]
+        return lines
+    lines = overview(loop, now)
+    if not loop.engines:
+        return [*lines, Text("the planner knows no engine with experts")]
+    if telling == "rows" and len(loop.engines) > 1:
+        return [*lines, *in_rows(loop, now)]
+    for one in loop.engines:
+        if len(loop.engines) > 1:
+            lines.append(Text(f"{printable(one.engine)}, epoch {one.epoch}", "bold"))
+        lines += story(loop, one, now, live.get(one.engine), brief=telling != "whole")
+    return lines

@@ -1,0 +1,286 @@
+"""`roost top`: `roost status`, live: a screen that is drawn anew every second, lines of text where there is no screen, or JSON."""
+
+import asyncio
+import os
+import sys
+import termios
+import time
+import tty
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live as LiveScreen
+from rich.text import Text
+
+from bus import Bus, BusError, Received, Subscription
+from bus.config import BusConfig
+from bus.protocol.subjects import Subjects
+from deploy.client.control_loop import NotTold
+from deploy.client.fleet_status import LISTEN_SECONDS, as_record, members, note_plans
+from deploy.process import alongside
+from deploy.terminal.bus_connection import on_bus
+from deploy.terminal.options import in_json, show
+from deploy.views.live_state import Happened, Live
+from deploy.views.status import Loop, fitting, loop_of, loop_record
+
+PAST_SECONDS = 600.0
+"""what happened so lately is shown from the start"""
+MEMBERS_SECONDS = 10.0
+"""the log is asked again so often who is there, in case something was missed"""
+LEAST_EVENTS = 5
+"""lines of the screen that are kept for what happens"""
+_LAST = 2.0**34
+"""Unix seconds of the year 2514"""
+_KEYS = 64
+"""that are read at a time"""
+MORE = "... a larger window shows the rest"
+
+
+class Page(Protocol):
+    """What is shown with every turn."""
+
+    def show(self, watch: "Watch") -> None: ...
+
+
+class Watch:
+    """What is known of the fleet, kept fresh over the bus."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, where: str) -> None:
+        self._bus, self._subjects = bus, subjects
+        self._clock = asyncio.get_running_loop().time
+        self.where = where
+        self.live = Live(self._clock())
+        self.loop: Loop = NotTold("the planner was not asked yet")
+        self.missed = 0
+        """messages that came faster than they were read"""
+        self.heard = asyncio.Event()
+        """set with every message"""
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    @asynccontextmanager
+    async def going_on(self, interval: float) -> AsyncIterator[None]:
+        """Listen while the context lasts; at its beginning what is stored is known. BusError without a bus."""
+        names = self._subjects
+        told = (names.heartbeats(), names.kv_metrics, names.dispatched(), names.shifts, names.homes, *names.stored)
+        async with self._bus.subscribe(*told) as heard:
+            known = await self._past()
+            await self._ask_who_is_there()
+            async with (
+                alongside(self._listen(heard, known), "hear the fleet") as hearing,
+                alongside(self._ask(interval), "ask the planner") as asking,
+                alongside(self._ask_again(), "ask the log who is there") as looking,
+            ):
+                self._tasks = (hearing, asking, looking)
+                yield
+
+    async def _past(self) -> set[tuple[int, int]]:
+        """What happened lately, in order. Returns the identities of what was stored."""
+        past = [one for subject in self._subjects.stored async for one in self._bus.replay(subject, since=PAST_SECONDS, follow=False)]
+        for one in sorted(past, key=lambda one: one.published_at):
+            self.live.remember(one)
+        return {_identity(one) for one in past}
+
+    async def _listen(self, heard: Subscription, known: set[tuple[int, int]]) -> None:
+        async for received in heard:
+            if _identity(received) not in known:
+                self.live.hear(received, self._clock())
+            self.missed = heard.dropped
+            self.heard.set()
+
+    async def _ask(self, interval: float) -> None:
+        while True:
+            self.loop = await loop_of(self._bus, self._subjects)
+            await asyncio.sleep(interval)
+
+    async def _ask_again(self) -> None:
+        while True:
+            await asyncio.sleep(MEMBERS_SECONDS)
+            try:
+                await self._ask_who_is_there()
+            except BusError as error:
+                self.loop = NotTold(str(error))
+
+    async def _ask_who_is_there(self) -> None:
+        engines = await members(self._bus, self._subjects)
+        await note_plans(self._bus, self._subjects, engines)
+        self.live.present(engines)
+
+    def turn(self) -> None:
+        """Let go of what is too old to be shown. Raises what ended one of those who keep it fresh: nothing stale is shown as new."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        self.live.turn(self._clock())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.live.tokens_per_second(self._clock())
+
+
+def _identity(received: Received) -> tuple[int, int]:
+    return received.publisher_id, received.sequence
+
+
+# What is shown
+
+
+def page(watch: Watch, now: float, height: int) -> list[Text]:
+    """A screen: the fleet, the loop, and below what happened last, the newest at the end. now: Unix seconds."""
+    live = watch.live
+    missed = f", {watch.missed} messages missed" if watch.missed else ""
+    head = Text(f"roost top {clock(now)}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s{missed}  (q ends)", "reverse")
+    room = max(height - 2 - LEAST_EVENTS, 1)
+    body = fitting(list(live.engines.values()), watch.loop, now, room, live.figures())
+    if not live.engines:
+        body.insert(0, Text("no engine has joined"))
+    if len(body) > room:
+        body = [*body[: room - 1], Text(MORE, "dim")]
+    left = max(height - 2 - len(body), 0)
+    return [head, *body, Text("-" * 80, "dim"), *happened(list(live.events)[-left:] if left else [])]
+
+
+def happened(events: Sequence[Happened]) -> list[Text]:
+    """A line each."""
+    return [Text(f"{clock(one.at)} {one.words}") for one in events]
+
+
+def clock(at: float) -> str:
+    """The time of day of Unix seconds, as far as that is one: others' clocks say anything."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) if 0 <= at < _LAST else "--:--:--"
+
+
+class Screen:
+    """A terminal's own second page, which leaves no trace."""
+
+    def __init__(self, console: Console, screen: LiveScreen) -> None:
+        self._console, self._screen = console, screen
+
+    def show(self, watch: Watch) -> None:
+        lines = page(watch, time.time(), self._console.size.height)
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        self._screen.update(Group(*lines), refresh=True)
+
+
+class Lines:
+    """Text, one page after another; of what happened what is new."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def show(self, watch: Watch) -> None:
+        now, live = time.time(), watch.live
+        new = live.happened - self._told
+        self._told = live.happened
+        body = fitting(list(live.engines.values()), watch.loop, now, sys.maxsize, live.figures())
+        head = Text(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}  {watch.where}  {watch.tokens_per_second:,.0f} tokens/s")
+        show("\n".join(line.plain for line in [head, *body, *happened(list(live.events)[-new:] if new else [])]) + "\n")
+
+
+class JsonLines:
+    """One object per line."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def show(self, watch: Watch) -> None:
+        live = watch.live
+        new = live.happened - self._told
+        self._told = live.happened
+        show(in_json(self._record(watch, list(live.events)[-new:] if new else [])))
+
+    def _record(self, watch: Watch, events: Sequence[Happened]) -> dict[str, Any]:
+        measured = watch.live.figures()
+        return {
+            "at": time.time(),
+            "tokens_per_second": watch.tokens_per_second,
+            "missed": watch.missed,
+            "engines": [{**as_record(one), "measured": measured.get(name)} for name, one in watch.live.engines.items()],
+            **loop_record(watch.loop),
+            "events": [one._asdict() for one in events],
+        }
+
+
+# Running
+
+
+def show_top(bus_config: BusConfig, interval: float, *, once: bool, as_json: bool) -> None:
+    """Show the fleet every `interval` seconds until q or Ctrl-C; once: one time."""
+    console = Console(highlight=False)
+    where = f"NATS {bus_config.where}"
+
+    async def work(bus: Bus, subjects: Subjects) -> None:
+        watch = Watch(bus, subjects, where)
+        ended = asyncio.Event()
+        async with watch.going_on(interval):
+            await _heard_enough(watch)
+            with ExitStack() as stack:
+                await _turns(watch, stack.enter_context(_shown_on(console, ended, as_json=as_json, once=once)), ended, interval, once=once)
+
+    on_bus(bus_config, work)
+
+
+async def _heard_enough(watch: Watch) -> None:
+    """The first page has what one interval of heartbeats and load reports says."""
+    try:
+        async with asyncio.timeout(LISTEN_SECONDS):
+            while not (watch.live.engines and all(one.complete for one in watch.live.engines.values())):
+                watch.heard.clear()
+                await watch.heard.wait()
+    except TimeoutError:
+        pass  # what was not heard is shown as silent
+
+
+async def _turns(watch: Watch, shown: Page, ended: asyncio.Event, interval: float, *, once: bool) -> None:
+    while not ended.is_set():
+        watch.turn()
+        shown.show(watch)
+        if once:
+            return
+        try:
+            async with asyncio.timeout(interval):
+                await ended.wait()
+        except TimeoutError:
+            continue
+
+
+def _shown_on(console: Console, ended: asyncio.Event, *, as_json: bool, once: bool) -> AbstractContextManager[Page]:
+    """A screen where there is one and it is watched for longer than a moment."""
+    return _screen(console, ended) if console.is_terminal and not as_json and not once else _pages(JsonLines() if as_json else Lines())
+
+
+@contextmanager
+def _pages(page: Page) -> Iterator[Page]:
+    yield page
+
+
+@contextmanager
+def _screen(console: Console, ended: asyncio.Event) -> Iterator[Page]:
+    """The terminal is as before afterwards, whatever happens."""
+    with keys(ended), LiveScreen(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as screen:
+        yield Screen(console, screen)
+
+
+@contextmanager
+def keys(ended: asyncio.Event) -> Iterator[None]:
+    """Where somebody sits at a keyboard, q ends it; keys are not echoed meanwhile."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    source, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(source)
+
+    def pressed() -> None:
+        letters = os.read(source, _KEYS)
+        if not letters or b"q" in letters.lower():
+            ended.set()
+
+    tty.setcbreak(source)
+    loop.add_reader(source, pressed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(source)
+        termios.tcsetattr(source, termios.TCSADRAIN, before)
