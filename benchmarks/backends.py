@@ -20,12 +20,12 @@ from bus.memory import MemoryBroker
 from fleet.events import Capabilities, EngineJoined
 from fleet.timing import EngineSpeed
 from router.config import Policy, RouterConfig
-from router.exchange import Exchange
-from router.hindsight import TICK_SECONDS
-from router.picker import FIRST_TRY, Need
-from router.prompt import BYTES_PER_TOKEN, TextPrompt
-from router.reservations import Booking
+from router.feedback.decision_feedback import TICK_SECONDS
+from router.fleet_state.reservations import Booking
+from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt
+from router.scheduling.scheduler import FIRST_TRY, Need
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
 
 MODEL, UNLIMITED = "m", 2**31 - 1
 TEXT_ONLY = Capabilities(kv_events=False, load=False, experts=False, token_ids=False)

@@ -26,8 +26,8 @@ from benchmarks.rig.selection import Selection
 from fleet.layout import EP
 from fleet.placement import Placement
 from fleet.signatures import ClusterModel
-from router import picker
-from router.locality import locality
+from router.fleet_state.dispatch_cost import locality
+from router.scheduling import scheduler
 
 FLEETS = (8, 64, 512)
 """ranks"""
@@ -100,18 +100,18 @@ def rate(roost: Roost, asked: Prompts, seconds: float) -> float:
 
 
 def scoring(roost: Roost, asked: Prompts, turns: int) -> float:
-    """Median microseconds of `router.decision.decide` alone: hashes, overlaps and signature are given."""
+    """Median microseconds of `router.scheduling.decision.decide` alone: hashes, overlaps and signature are given."""
     given: list[tuple[Any, Any]] = []
-    decide = picker.decide
+    decide = scheduler.decide
 
     def listening(*positional: Any, **named: Any) -> Any:
         given.append((positional, named))
         return decide(*positional, **named)
 
-    picker.decide = listening  # type: ignore[assignment]
+    scheduler.decide = listening  # type: ignore[assignment]
     for ids in asked.ids:
         roost.decide(ids)
-    picker.decide = decide
+    scheduler.decide = decide
     taken = []
     for turn in range(turns):
         positional, named = given[turn % len(given)]

@@ -19,12 +19,12 @@ from bus.memory import MemoryBroker
 from fleet.events import Capabilities, EngineJoined
 from fleet.signatures import ClusterModel
 from router.config import RouterConfig
-from router.distinct import Reading, read
-from router.picker import Need
-from router.prompt import TokenPrompt
-from router.reservations import Reservations
+from router.evaluation.distinct_experts import Reading, read
+from router.fleet_state.reservations import Reservations
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.scheduler import Need
+from router.scheduling.speed_correction import PREFILL_SPEED, Speeds
 from router.service import RouterService
-from router.speeds import PREFILL_SPEED, Speeds
 
 OPEN_PER_RANK = 100
 ENGINES, RANKS = 8, 8

@@ -32,13 +32,13 @@ from bus.protocol.codec import decode, encode, seal, unseal
 from bus.protocol.subjects import KV_EVENTS
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
-from router.chain import Runs
-from router.holders import Holders
-from router.kv_feeds import KvFeeds
-from router.kv_index import KvIndex
-from router.metrics import RouterMetrics
-from router.prompt import TokenPrompt
-from router.roster import Roster
+from router.fleet_state.target_table import Roster
+from router.prefix_index.block_hash_chain import Runs
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import TokenPrompt
+from router.sync.kv_event_subscriber import KvFeeds
+from router.telemetry.metrics import RouterMetrics
 
 FLEETS = (8, 64, 512)
 SHARES = {"nothing": 0.0, "half": 0.5, "all": 1.0}

@@ -23,15 +23,15 @@ from engine_adapter.batching.kv_cache import BlockTable, KvCache, identify
 from fleet.blocks import salted_seed
 from fleet.events import Capabilities, EngineJoined, KvEvent, RoutedKvEvent
 from fleet.timing import EngineSpeed
-from router.chain import Runs
+from router.access.tenancy import cache_salt
 from router.config import RouterConfig
-from router.decision import Owner
-from router.exchange import Exchange
-from router.picker import FIRST_TRY, Need
-from router.prompt import TokenPrompt
-from router.reservations import Booking
+from router.fleet_state.reservations import Booking
+from router.prefix_index.block_hash_chain import Runs
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.decision import Owner
+from router.scheduling.scheduler import FIRST_TRY, Need
 from router.service import RouterService
-from router.tenancy import cache_salt
+from router.telemetry.request_log import Exchange
 
 RANKS, BLOCK, DIGEST, MODEL, WORKER = 8, 16, "f" * 64, "m", 1
 SYSTEM, TURN, CONVERSATIONS, OPEN = 1_024, 160, 64, 8

@@ -40,7 +40,7 @@ from fleet.events import RequestOutcome, RequestProfile
 from fleet.placement import linear
 from fleet.prediction import MOST_TOKENS, Query, Tables, predict
 from fleet.signatures import ClusterModel, pack
-from router.replica import Replica, read
+from router.prediction.table_replica import Replica, read
 from tracker.activity.decay_window import BATCH
 from tracker.activity.engine_activity import Activity
 from tracker.config import TrackerConfig

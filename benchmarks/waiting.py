@@ -22,14 +22,14 @@ from bus.memory import MemoryBroker
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import Capabilities, EngineJoined, KvBlock, KvChange, KvEvent, KvStored, RoutedKvEvent
 from fleet.timing import EngineSpeed
-from router.batch import order_of
-from router.candidates import Limits
 from router.config import RouterConfig
-from router.exchange import Exchange
-from router.picker import FIRST_TRY, Need
-from router.prompt import TokenPrompt
-from router.reservations import Booking
+from router.fleet_state.reservations import Booking
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.batch_assignment import order_of
+from router.scheduling.filters import Limits
+from router.scheduling.scheduler import FIRST_TRY, Need
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
 
 RANKS, MODEL, DIGEST, BLOCK_SIZE = 8, "m", "f" * 64, 16
 SPEEDS = (EngineSpeed(prefill_token=2e-5, decode_sequence=5e-5, decode_block=2e-7), EngineSpeed(prefill_token=4e-5, decode_sequence=8e-5, decode_block=3e-7))

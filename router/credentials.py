@@ -7,10 +7,10 @@ from pathlib import Path
 
 from fleet.completions import ApiError
 from fleet.shared_secret import SharedSecret
+from router.access.api_keys import TRUSTED, Caller, ClientKeys, parse_keys
+from router.access.tenancy import cache_salt
 from router.config import RouterConfig, base_url
-from router.keys import TRUSTED, Caller, ClientKeys, parse_keys
-from router.reply import Headers
-from router.tenancy import cache_salt
+from router.http.asgi_response import Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Credentials:
         return self.named_backend_keys.get(url, self.backend_key)
 
     def cache_salt(self, tenant: str, own: str | None) -> str:
-        """The salt of a tenant's request (`router.tenancy.cache_salt`). Its key comes from the fleet's secret; without one, as for an empty key."""
+        """The salt of a tenant's request (`router.access.tenancy.cache_salt`). Its key comes from the fleet's secret; without one, as for an empty key."""
         return cache_salt(b"" if self.fleet is None else self.fleet.derive("cache_salt"), tenant, own)
 
     def caller(self, authorization: str | None) -> Caller:

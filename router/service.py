@@ -17,40 +17,40 @@ from bus import Bus, BusError
 from bus.protocol.subjects import Subjects
 from fleet.completions import DECISION_HEADER, ApiError
 from fleet.events import ConfigChanged
+from router.admission.retry_budget import RetryBudget
 from router.bodies.reader import BodyReader
-from router.body_budget import BodyBudget
 from router.config import RouterConfig
-from router.course import Failure
 from router.credentials import Credentials
-from router.decision import Decision
-from router.exchange import Exchange
-from router.feeds import Feeds
-from router.foreign_reports import ForeignReports
-from router.foreign_routings import Tap, Usage
-from router.hindsight import Hindsight
-from router.holders import Holders
-from router.kv_index import KvIndex
-from router.lexicon import Lexicon
-from router.metrics import RouterMetrics
-from router.muster import Standing
-from router.outcomes import Outcomes
-from router.peers import Peers
-from router.picker import FIRST_TRY, Lap, Need, Picker, Try
-from router.plain import PlainBackends
-from router.prefixes import Prefixes
-from router.prompt import Prompt
-from router.proxy import Upstream
-from router.randomness import SystemBytes
+from router.feedback.decision_feedback import Hindsight
+from router.feedback.outcome_reporter import Outcomes
+from router.feedback.routed_experts_reporter import ForeignReports
+from router.fleet_state.booking_replication import Word
+from router.fleet_state.engine_state import Standing
+from router.fleet_state.reservations import Booking, Reservations
+from router.fleet_state.target_table import RankKey
+from router.fleet_state.view import View
+from router.foreign_api.routed_experts_parser import Tap, Usage
+from router.http.body_budget import BodyBudget
+from router.openai_api.completion_state import Failure
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import Prompt
 from router.reload import refused, reloaded
-from router.replication import Word
-from router.reservations import Booking, Reservations
-from router.reserved import ReleaseRecord, Reserved
-from router.retries import RetryBudget
-from router.roster import RankKey
-from router.tokenizer import ModelTokenizer
-from router.view import View
-from router.waiting import WaitingRoom
-from router.warmup import Warmup
+from router.scheduling.decision import Decision
+from router.scheduling.external_reservations import ReleaseRecord, Reserved
+from router.scheduling.scheduler import FIRST_TRY, Lap, Need, Picker, Try
+from router.secure_random import SystemBytes
+from router.sync.fleet_subscriber import Feeds
+from router.sync.peer_routers import Peers
+from router.sync.readiness import Warmup
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request_log import Exchange
+from router.tokenization.tokenizer import ModelTokenizer
+from router.tokenization.tokenizer_registry import Lexicon
+from router.upstream.rank_client import Upstream
+from router.upstream.static_backends import PlainBackends
+from router.wait_queue import WaitingRoom
 
 log = logging.getLogger(__name__)
 

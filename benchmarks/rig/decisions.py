@@ -17,14 +17,14 @@ from fleet.layout import EP
 from fleet.placement import linear
 from fleet.prediction import PATTERNS, SOURCES
 from fleet.signatures import ClusterModel, pack
-from router.chain import Runs
 from router.config import RouterConfig
-from router.foresight import keys_of
-from router.locality import locality
-from router.picker import Need
-from router.prompt import TokenPrompt
-from router.replica import Replica, read
-from router.reservations import Booking
+from router.fleet_state.dispatch_cost import locality
+from router.fleet_state.reservations import Booking
+from router.prediction.predictor import keys_of
+from router.prediction.table_replica import Replica, read
+from router.prefix_index.block_hash_chain import Runs
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.scheduler import Need
 from router.service import RouterService
 
 RANKS, CLUSTERS, VOCABULARY = 8, 32, 50_000

@@ -21,15 +21,15 @@ from fleet.signatures import ClusterModel, Weights
 from fleet.timing import EngineSpeed, step_seconds
 from migration.planning.cluster_homes import Traffic, homes
 from migration.solvers.locality_placement import Room
-from router.candidates import Limits, candidates
-from router.decision import Ask, Conditions, Decision, Outlook, decide
-from router.foresight import Forecast
-from router.homes import AT_HOME, Homes
-from router.locality import locality
-from router.policies import Rules
-from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.scoring import TERMS
-from router.view import View
+from router.fleet_state.cluster_homes import AT_HOME, Homes
+from router.fleet_state.dispatch_cost import locality
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.fleet_state.view import View
+from router.prediction.predictor import Forecast
+from router.scheduling.cost import TERMS
+from router.scheduling.decision import Ask, Conditions, Decision, Outlook, decide
+from router.scheduling.filters import Limits, candidates
+from router.scheduling.policies import Rules
 
 RANKS = 4
 BLOCKS_HELD = 16

@@ -15,7 +15,7 @@ from fleet.events import KvBlock, RequestOutcome, RequestProfile
 from fleet.prediction import Prediction, Query, Tables, predict
 from fleet.signatures import ClusterModel, Weights, pack, unpack
 from fleet.timing import expected_local_share
-from router.replica import SLICE, Replica, read
+from router.prediction.table_replica import SLICE, Replica, read
 from tracker.clustering.online_clusters import Clusters
 from tracker.config import TrackerConfig
 from tracker.prediction.model_learner import Learning

@@ -8,18 +8,8 @@ from typing import Annotated
 import typer
 
 from deploy.terminal.options import CONFIG, USAGE, ConfigOption, fail, note, settings_from, show
+from router.access.api_keys import ALL, DEFAULT_RIGHTS, KEY_PREFIX, RIGHTS, TENANT_FORM, is_tenant, key_line, parse_keys, parse_rights
 from router.config import RouterConfig
-from router.keys import (
-    ALL,
-    DEFAULT_RIGHTS,
-    KEY_PREFIX,
-    RIGHTS,
-    TENANT_FORM,
-    is_tenant,
-    key_line,
-    parse_keys,
-    parse_rights,
-)
 
 _SECRET_BYTES = 32
 _RIGHTS_HELP = "; ".join(f"{name}: {about}" for name, about in {**RIGHTS, ALL: "every right"}.items())

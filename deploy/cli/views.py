@@ -38,7 +38,7 @@ from deploy.terminal.options import (
 )
 from fleet.events import STORED, AnyEvent, KvMetrics
 from router.config import RouterConfig
-from router.scoring import TERMS
+from router.scheduling.cost import TERMS
 
 KINDS = (*(kind.__name__ for kind in AnyEvent.__args__), "KvEvents", KvMetrics.__name__)
 FAMILIES = {

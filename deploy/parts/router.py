@@ -22,10 +22,10 @@ from deploy.launch_spec import take_back, tell
 from deploy.process import alongside, dropped_lines, first_failure, on_hangup, until_ready
 from deploy.security.exposure import missing_at_router
 from deploy.security.tls import ServerTls
-from router.api import create_app
+from router.api.app import create_app
+from router.api.bus_api import Inquiries
+from router.api.library import Decider
 from router.config import RouterConfig
-from router.decider import Decider
-from router.inquiries import Inquiries
 from router.service import RouterService
 
 EXPECTED = (BusError, OSError, ValueError)

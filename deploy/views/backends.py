@@ -10,7 +10,7 @@ import typer
 from deploy.process import FAILURE
 from deploy.terminal.options import console, in_json, note, printable, show
 from deploy.views.decision import RouterDoor
-from router.backend_record import BackendSpeed, BackendStatus
+from router.api.backend_record import BackendSpeed, BackendStatus
 
 _PATH = "/v1/backends"
 _LOOK_SECONDS = 0.5

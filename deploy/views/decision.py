@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from deploy.terminal.options import USAGE, console, fail, table
-from router.foresight import PredictionRecord
-from router.record import Candidate, DecisionRecord
-from router.scoring import TERMS
+from router.prediction.predictor import PredictionRecord
+from router.scheduling.cost import TERMS
+from router.scheduling.decision_record import Candidate, DecisionRecord
 
 ASK_SECONDS = 30.0
 TRY_SECONDS = 2.0

@@ -18,7 +18,7 @@ from deploy.terminal.options import USAGE, fail, in_json, printable, show
 from deploy.views.backends import backend_lines
 from deploy.views.loop import figures, in_rows, overview, say, story, wrapped
 from fleet.events import KvMetrics, LoopDescribed, LoopFigures
-from router.backend_record import BackendStatus
+from router.api.backend_record import BackendStatus
 
 logger = logging.getLogger(__name__)
 HEIGHT = 40

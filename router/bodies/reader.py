@@ -12,17 +12,18 @@ from typing import TypeVar
 
 import msgspec
 
-from router.bodies import passthrough, tasks
-from router.bodies.passthrough import Asked
-from router.bodies.pool import BodyWorkers
+from router.access.tenancy import SALT_FIELD, with_salt
+from router.bodies import tasks
+from router.bodies.fair_turns import Turns
 from router.bodies.tasks import Kind, Room
-from router.bodies.turns import Turns
+from router.bodies.worker_pool import BodyWorkers
 from router.config import RouterConfig
-from router.lexicon import Lexicon
-from router.openai import ChatRequest, Request, binding_fields, passed_fields
-from router.tenancy import SALT_FIELD, with_salt
-from router.tokenizer import ModelTokenizer
-from router.unserved_fields import PassedFields
+from router.foreign_api import lenient_fields
+from router.foreign_api.lenient_fields import Asked
+from router.openai_api.request_schema import ChatRequest, Request, binding_fields, passed_fields
+from router.openai_api.unserved_fields import PassedFields
+from router.tokenization.tokenizer import ModelTokenizer
+from router.tokenization.tokenizer_registry import Lexicon
 
 _THREADS = 2
 _MOST_WAITING = 4096
@@ -78,7 +79,7 @@ class BodyReader:
     async def read_passthrough(self, client: str, body: bytes, content_type: str) -> Asked:
         """What routing uses of a request to a server that speaks text. ApiError 429 and 503 as `read`."""
         if len(body) <= self._large:
-            return passthrough.read(body, content_type)
+            return lenient_fields.read(body, content_type)
         return await self.workers.read_passthrough(client, content_type, body)
 
     async def passed_fields(self, client: str, decoded: Decoded) -> PassedFields:

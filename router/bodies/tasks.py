@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from fleet.completions import ApiError, context_exceeded
-from router.bodies import passthrough
-from router.openai import ChatRequest, Request, RequestDecoder, TextRequest, prompts, text_messages
-from router.tokenizer import ModelTokenizer
+from router.foreign_api import lenient_fields
+from router.openai_api.request_schema import ChatRequest, Request, RequestDecoder, TextRequest, prompts, text_messages
+from router.tokenization.tokenizer import ModelTokenizer
 
 Kind = Literal["chat", "text", "either"]
 """of a body: chat completions, completions, or one of both"""
@@ -54,9 +54,9 @@ def read(kind: Kind, body: bytes) -> Request:
     return type(request)(**fields)
 
 
-def read_passthrough(content_type: str, body: bytes) -> passthrough.Asked:
+def read_passthrough(content_type: str, body: bytes) -> lenient_fields.Asked:
     """As `passthrough.read`, with the prompt and long strings cut."""
-    asked = passthrough.read(body, content_type)
+    asked = lenient_fields.read(body, content_type)
     cut: dict[str, Any] = {name: abridged(value) for name, value in msgspec.structs.asdict(asked).items() if isinstance(value, str)}
     return msgspec.structs.replace(asked, prompt=asked.prompt[:MOST_PREFIX_BYTES], prompt_bytes=len(asked.prompt), **cut)
 

@@ -1,6 +1,6 @@
 """The process that decodes, renders and tokenises large bodies: one task after the other, from the socket on descriptor 0.
 
-It is started by `router.bodies.pool`, ends with the router (at the end of the socket, and by the kernel's signal when the router is killed
+It is started by `router.bodies.worker_pool`, ends with the router (at the end of the socket, and by the kernel's signal when the router is killed
 while a task runs), and is nicer than the router, so that its work does not slow down the router's own.
 """
 
@@ -19,6 +19,7 @@ from io import BufferedReader, BufferedWriter
 import msgspec
 
 from fleet.completions import ApiError
+from router.access.tenancy import with_salt
 from router.bodies import tasks
 from router.bodies.frames import (
     HEAD,
@@ -38,10 +39,9 @@ from router.bodies.frames import (
     head,
     task,
 )
-from router.openai import ChatRequest, passed_fields
-from router.segments import SegmentCache
-from router.tenancy import with_salt
-from router.tokenizer import ModelTokenizer
+from router.openai_api.request_schema import ChatRequest, passed_fields
+from router.tokenization.segment_cache import SegmentCache
+from router.tokenization.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 import msgspec
 
 from fleet.completions import ApiError
-from router.exchange import Exchange
-from router.keys import ADMIN, METRICS, Caller
-from router.muster import EngineState, Standing
-from router.passthrough.headers import to_client, to_server, value_of
-from router.passthrough.located import Located, Place
-from router.passthrough.routes import Kind, Route
-from router.proxy import Call, Patience, Sent, UpstreamFailed
-from router.reply import Headers, Reply
+from router.access.api_keys import ADMIN, METRICS, Caller
+from router.fleet_state.engine_state import EngineState, Standing
+from router.foreign_api.headers import to_client, to_server, value_of
+from router.foreign_api.object_locations import Located, Place
+from router.foreign_api.routes import Kind, Route
+from router.http.asgi_response import Headers, Reply
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
+from router.upstream.rank_client import Call, Patience, Sent, UpstreamFailed
 
 SERVER_HEADER = "x-roost-server"
 """Names the server of such a request, where there are several."""

@@ -5,9 +5,9 @@ import logging
 import msgspec
 
 from fleet.completions import ApiError
-from router.passthrough.continuation import Continuable
-from router.proxy import Patience, Sent, Upstream, UpstreamFailed
-from router.reply import Headers
+from router.foreign_api.continuation import Continuable
+from router.http.asgi_response import Headers
+from router.upstream.rank_client import Patience, Sent, Upstream, UpstreamFailed
 
 log = logging.getLogger(__name__)
 

@@ -7,26 +7,26 @@ Another server is tried while the client has nothing yet; afterwards the answer 
 from typing import NoReturn
 
 from fleet.completions import DECISION_HEADER, ApiError
-from router.course import Begun, Failure
-from router.decision import Decision
-from router.exchange import Exchange
-from router.foreign_routings import Tap, Usage
-from router.passthrough.continuation import CHAT_PATH, TEXT_PATH, Continuable, Inexact
-from router.passthrough.events import EventStream
-from router.passthrough.forwarded import Forwarded
-from router.passthrough.headers import to_client, to_server
-from router.passthrough.located import Located, Place, object_id
+from router.fleet_state.reservations import Booking
+from router.fleet_state.target_table import RankKey
+from router.foreign_api.continuation import CHAT_PATH, TEXT_PATH, Continuable, Inexact
+from router.foreign_api.event_stream import EventStream
+from router.foreign_api.forwarded import Forwarded
+from router.foreign_api.headers import to_client, to_server
+from router.foreign_api.object_locations import Located, Place, object_id
+from router.foreign_api.routed_experts_parser import Tap, Usage
+from router.foreign_api.usage import counted
+from router.http.asgi_response import Headers, Reply
+from router.openai_api.completion_state import Begun, Failure
 from router.passthrough.positions import find_position
 from router.passthrough.unstreamed import Unstreamed
-from router.passthrough.usage import counted
-from router.picker import Need, Try
-from router.prompt import TextPrompt
-from router.proxy import Call, Refused, Sent, UpstreamFailed, api_error
-from router.reply import Headers, Reply
-from router.reservations import Booking
-from router.roster import RankKey
+from router.prefix_index.prompt import TextPrompt
+from router.scheduling.decision import Decision
+from router.scheduling.scheduler import Need, Try
 from router.service import RouterService
-from router.tracing import AttemptTrace
+from router.telemetry.request_log import Exchange
+from router.telemetry.tracing import AttemptTrace
+from router.upstream.rank_client import Call, Refused, Sent, UpstreamFailed, api_error
 
 _COUNTED_EVERY = 16
 """events, each taken for a token, after which the booking's remaining tokens are updated"""

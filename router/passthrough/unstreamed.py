@@ -5,12 +5,12 @@ import asyncio
 from heapq import heappop, heappush
 from itertools import count
 
-from router.decision import Decision
-from router.muster import Standing
-from router.proxy import Call
-from router.reservations import Booking
-from router.roster import RankKey
+from router.fleet_state.engine_state import Standing
+from router.fleet_state.reservations import Booking
+from router.fleet_state.target_table import RankKey
+from router.scheduling.decision import Decision
 from router.service import RouterService
+from router.upstream.rank_client import Call
 
 LOOK_SECONDS = 0.5
 """While answers are awaited, the standing of their servers is looked at so often."""

@@ -20,7 +20,7 @@ RANKS = 4
 """distinct ones, asked again and again; each moment's snapshot is another one, as on a busy rank"""
 ROUTERS = 2
 AT_ONCE = 4
-"""as `router.kv_feeds` asks"""
+"""as `router.sync.kv_event_subscriber` asks"""
 TABLES_BYTES = 60 * 2**20
 
 

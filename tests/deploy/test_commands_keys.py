@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from router.keys import Caller, parse_keys
+from router.access.api_keys import Caller, parse_keys
 from tests.deploy.commands import roost
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

@@ -10,7 +10,7 @@ import pytest
 
 import deploy
 from migration.telemetry.metrics import MigrationMetrics
-from router.metrics import RouterMetrics
+from router.telemetry.metrics import RouterMetrics
 from tracker.metrics import TrackerMetrics
 
 DASHBOARDS = Path(deploy.__file__).parent / "dashboards"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from router.bodies.passthrough import read
-from router.keys import key_line, parse_rights
-from router.passthrough.continuation import MOST_IDS, Continuable
+from router.access.api_keys import key_line, parse_rights
+from router.foreign_api.continuation import MOST_IDS, Continuable
+from router.foreign_api.lenient_fields import read
 from tests.router.foreign import ForeignServer, in_front_of, saying, serving
 from tests.router.houses import OpenHouse, chat
 

@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from bus.memory import MemoryBroker, MemoryBus
+from router.access.api_keys import ALL_RIGHTS, key_line
 from router.config import RouterConfig
-from router.keys import ALL_RIGHTS, key_line
 from router.service import RouterService
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, served_web, until
 

@@ -23,8 +23,8 @@ import pytest
 
 from fleet.completions import ApiError
 from fleet.events import Capabilities
-from router.bodies.pool import BodyWorkers
 from router.bodies.tasks import Room
+from router.bodies.worker_pool import BodyWorkers
 from router.config import BackendConfig
 from tests.router.conftest import bpe_archive, byte_archive, open_house, serve_rank
 from tests.router.houses import House, MockRank, OpenHouse, Serve, archive, bpe, chat, until
@@ -342,7 +342,7 @@ async def test_a_body_that_needs_more_memory_than_a_process_has_is_refused_and_t
 
 ROUTER = f"""
 import asyncio
-from router.bodies.pool import BodyWorkers
+from router.bodies.worker_pool import BodyWorkers
 from router.bodies.tasks import Room
 
 ARCHIVE = {ARCHIVE!r}

@@ -15,9 +15,9 @@ from engine_adapter.embedded.model_runner import Runner
 from engine_adapter.serving.http import RankApp
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
-from router.decider import Decider
-from router.inquiries import Inquiries
-from router.keys import key_line
+from router.access.api_keys import key_line
+from router.api.bus_api import Inquiries
+from router.api.library import Decider
 from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noqa: F401 a fixture
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, served_app, until

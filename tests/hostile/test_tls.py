@@ -18,8 +18,8 @@ from deploy.http.sockets import listen, probe, url_of
 from deploy.http.write_coalescing import Gathering
 from deploy.security.tls import CertificateError, ServerTls
 from router.config import RouterConfig
-from router.proxy import Upstream, UpstreamFailed
-from router.wire import HttpClient
+from router.upstream.http_client import HttpClient
+from router.upstream.rank_client import Upstream, UpstreamFailed
 from tests.certificates import Certificate, certificate
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from fleet.blocks import sequence_hashes
 from fleet.events import KvChange, KvEvent, KvRemoved, RoutedKvEvent
-from router.chain import Runs
-from router.holders import Holders
-from router.roster import RankKey
+from router.fleet_state.target_table import RankKey
+from router.prefix_index.block_hash_chain import Runs
+from router.prefix_index.block_index import Holders
 from tests.router.houses import WORKER
 
 

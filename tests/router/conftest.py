@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from bus.memory import MemoryBroker, MemoryBus
-from router.api import create_app
+from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
 from tests.router.houses import TEMPLATE, House, MockRank, OpenHouse, Serve, archive, bpe, running, served_app, served_web

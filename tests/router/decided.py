@@ -7,15 +7,15 @@ import numpy as np
 from fleet.dispatch import numbered
 from fleet.signatures import ClusterModel
 from fleet.timing import EngineSpeed
-from router.candidates import Limits, candidates
-from router.decision import Ask, Conditions, Decision, Outlook, decide
-from router.foresight import Forecast
-from router.locality import locality
-from router.policies import Rules
-from router.reservations import AMOUNTS, Reservations
-from router.roster import Roster
-from router.scoring import Weights
-from router.view import View
+from router.fleet_state.dispatch_cost import locality
+from router.fleet_state.reservations import AMOUNTS, Reservations
+from router.fleet_state.target_table import Roster
+from router.fleet_state.view import View
+from router.prediction.predictor import Forecast
+from router.scheduling.cost import Weights
+from router.scheduling.decision import Ask, Conditions, Decision, Outlook, decide
+from router.scheduling.filters import Limits, candidates
+from router.scheduling.policies import Rules
 from tests.router.houses import engine_joined
 
 LIMITS = Limits(requests=10, queue_seconds=5.0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from router.tokenizer import ModelTokenizer
+from router.tokenization.tokenizer import ModelTokenizer
 
 
 def whole(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -30,7 +30,7 @@ from fleet.placement import linear
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
 from router.service import RouterService
-from router.tokenizer import ModelTokenizer
+from router.tokenization.tokenizer import ModelTokenizer
 
 TEMPLATE = (
     "{%- for message in messages -%}{{ message['role'] + ': ' + message['content'] + '\\n' }}{%- endfor -%}"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleet.completions import ApiError
-from router.admission import AGED_EVERY, CONTINUES, Queue, Rate, Room, Waiter, class_of, retry_after
+from router.admission.queue_policy import AGED_EVERY, CONTINUES, Queue, Rate, Room, Waiter, class_of, retry_after
 
 ROOM = Room(1000, 1_000_000)
 NEVER_AGED = -math.inf

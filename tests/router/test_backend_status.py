@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from typer.testing import Result
 
+from router.access.api_keys import key_line
 from router.config import BackendConfig
-from router.keys import key_line
 from tests.conftest import free_port
 from tests.deploy.commands import roost
 from tests.router.foreign import ForeignServer, in_front_of, saying, serving

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
-from router.admission import NoRoom
-from router.batch import Batch, LoadPrices, Place, gathered, greedy, route_batch, total
-from router.candidates import Limits
+from router.admission.queue_policy import NoRoom
 from router.config import RouterConfig
-from router.holders import Holders
-from router.kv_index import KvIndex
-from router.picker import Need, Picker
-from router.prefixes import Prefixes
-from router.prompt import TokenPrompt
-from router.reservations import PREFILL, SEQUENCES, Amounts, Reservations
-from router.roster import Roster
-from router.scoring import Weights, score
-from router.view import View
+from router.fleet_state.reservations import PREFILL, SEQUENCES, Amounts, Reservations
+from router.fleet_state.target_table import Roster
+from router.fleet_state.view import View
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.batch_assignment import Batch, LoadPrices, Place, gathered, greedy, route_batch, total
+from router.scheduling.cost import Weights, score
+from router.scheduling.filters import Limits
+from router.scheduling.scheduler import Need, Picker
 from tests.router.houses import engine_joined
 
 FACTOR = 2.0

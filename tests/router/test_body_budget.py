@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.body_budget import BodyBudget, BodyShare
+from router.http.body_budget import BodyBudget, BodyShare
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 600), st.booleans()), max_size=80))

@@ -7,12 +7,12 @@ import pytest
 from numpy.typing import NDArray
 
 from fleet.timing import EngineSpeed, prefill_seconds, queue_seconds, running_seconds
-from router.candidates import Limits, candidates
-from router.decision import Ask, Conditions, decide
-from router.policies import Rules
-from router.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.scoring import Weights
-from router.view import View
+from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.fleet_state.view import View
+from router.scheduling.cost import Weights
+from router.scheduling.decision import Ask, Conditions, decide
+from router.scheduling.filters import Limits, candidates
+from router.scheduling.policies import Rules
 from tests.router.houses import engine_joined
 
 BLOCK = 16

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.clients import WATCH_AFTER_SECONDS, Watch, Watches
+from router.api.client_connection import WATCH_AFTER_SECONDS, Watch, Watches
 
 
 class Client:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.passthrough.continuation import Continuable, Inexact
-from router.passthrough.events import EventStream
+from router.foreign_api.continuation import Continuable, Inexact
+from router.foreign_api.event_stream import EventStream
 from tests.router.foreign import ForeignServer, in_front_of, serving, streaming
 from tests.router.houses import House, OpenHouse
 from tests.router.vllm_like import PROMPT, TOKENIZER, Asked, VllmLike, settled, summary, unbroken

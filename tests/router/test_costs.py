@@ -16,11 +16,11 @@ from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import linear
 from fleet.timing import EngineSpeed
-from router.locality import locality
-from router.reservations import AMOUNTS, BLOCKS, PREFILL, STEPS
-from router.roster import Roster
-from router.scoring import TERMS, Expected, Scores, Weights, score
-from router.view import View
+from router.fleet_state.dispatch_cost import locality
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, STEPS
+from router.fleet_state.target_table import Roster
+from router.fleet_state.view import View
+from router.scheduling.cost import TERMS, Expected, Scores, Weights, score
 from tests.router.decided import decided, foretold, view_of
 from tests.router.houses import SHAPE, engine_joined
 from tests.router.learnt import clusters, halves

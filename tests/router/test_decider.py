@@ -18,14 +18,14 @@ from bus import BusError
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.completions import ApiError
 from fleet.events import EngineHeartbeat, EngineJoined, KvMetrics, RouteDecided, RouteReleased, RouteRequested
-from router import peers
-from router.api import create_app
+from router.api.app import create_app
+from router.api.bus_api import Inquiries
+from router.api.library import Decider
 from router.config import RouterConfig
-from router.decider import Decider
-from router.inquiries import Inquiries
-from router.reservations import PREFILL, SEQUENCES, STEPS, Reservations
-from router.reserved import Reserved
+from router.fleet_state.reservations import PREFILL, SEQUENCES, STEPS, Reservations
+from router.scheduling.external_reservations import Reserved
 from router.service import RouterService
+from router.sync import peer_routers
 from tests.router.houses import Answered, chat, engine_joined, running, served_app, until
 from tests.simulated_engines import AGENT, simulated_engine
 
@@ -114,7 +114,7 @@ class Street:
 @pytest.fixture(autouse=True)
 def quick_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a memory bus others answer at once."""
-    monkeypatch.setattr(peers, "MEETING_SECONDS", 0.02)
+    monkeypatch.setattr(peer_routers, "MEETING_SECONDS", 0.02)
 
 
 @pytest.fixture

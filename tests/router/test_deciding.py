@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from fleet.events import Capabilities
 from fleet.layout import Layout
 from fleet.placement import Placement, linear
-from router.candidates import candidates
-from router.decision import Conditions, Outlook, decide
-from router.foresight import NO_GAIN, UNKNOWN_MODEL
-from router.locality import Locality, Prices, Work, locality
-from router.policies import Rules
-from router.record import DecisionRecord
-from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.roster import Roster
-from router.scoring import TERMS, Weights, score, uncached_tokens
-from router.view import View
+from router.fleet_state.dispatch_cost import Locality, Prices, Work, locality
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.fleet_state.target_table import Roster
+from router.fleet_state.view import View
+from router.prediction.predictor import NO_GAIN, UNKNOWN_MODEL
+from router.scheduling.cost import TERMS, Weights, score, uncached_tokens
+from router.scheduling.decision import Conditions, Outlook, decide
+from router.scheduling.decision_record import DecisionRecord
+from router.scheduling.filters import candidates
+from router.scheduling.policies import Rules
 from tests.router.decided import LIMITS, SLOW, ask, decided, foretold, view_of
 from tests.router.houses import SHAPE, engine_joined
 from tests.router.learnt import clusters, halves

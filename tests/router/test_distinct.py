@@ -13,9 +13,9 @@ from msgspec import structs
 from fleet.layout import EP, Layout
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed
-from router.distinct import Mixes, Reading, Share, read
-from router.mixing import Mixing
-from router.pace import NONE
+from router.evaluation.distinct_experts import Mixes, Reading, Share, read
+from router.evaluation.expected_latency import NONE
+from router.feedback.active_cluster_mix import Mixing
 from tests.router.learnt import halves
 from tests.router.test_deciding import decided, foretold, view_of
 

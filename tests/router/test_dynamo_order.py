@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 
 from fleet.timing import EngineSpeed
-from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts, Reservations
-from router.roster import Roster
-from router.scoring import Weights, score, uncached_tokens
-from router.view import View
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts, Reservations
+from router.fleet_state.target_table import Roster
+from router.fleet_state.view import View
+from router.scheduling.cost import Weights, score, uncached_tokens
 from tests.router.houses import engine_joined
 
 BLOCK, OUTPUT, RANKS = 16, 128, 8

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.keys import ALL_RIGHTS, key_line
+from router.access.api_keys import ALL_RIGHTS, key_line
 from tests.router.houses import House, MockRank, OpenHouse, Serve, archive, bpe, chat, engine_joined, until
 
 CHAT = "/v1/chat/completions"

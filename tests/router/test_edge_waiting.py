@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fleet.events import KvMetrics
-from router.exchange import Exchange
-from router.picker import FIRST_TRY, Need
-from router.prompt import TextPrompt
-from router.reservations import Booking
+from router.fleet_state.reservations import Booking
+from router.prefix_index.prompt import TextPrompt
+from router.scheduling.scheduler import FIRST_TRY, Need
+from router.telemetry.request_log import Exchange
 from tests.router.houses import Answered, House, MockRank, OpenHouse, Serve, chat, engine_joined, until
 from tests.router.test_tracing_of_requests import Traces, about
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.exchange import Exchange, Outcome
-from router.metrics import RouterMetrics
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request_log import Exchange, Outcome
 
 
 def exchange(tokens: int, choices: int = 1) -> Exchange:

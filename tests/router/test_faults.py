@@ -14,7 +14,7 @@ from aiohttp import web
 from bus.memory import MemoryBus
 from fleet.completions import RankRequest
 from fleet.events import RankDrained
-from router.api import create_app
+from router.api.app import create_app
 from router.service import RouterService
 from tests.router.houses import Answered, House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, running, served_app, until
 

@@ -19,7 +19,7 @@ from bus.memory import MemoryBus
 from fleet.events import Capabilities, ClustersPublished, CountsImported, DescribePopularity, PopularityDescribed, RequestsFinished, RequestsProfiled
 from fleet.experts import ModelShape
 from fleet.signatures import ClusterModel, unpack
-from router.foreign_routings import MARK, Counted, Tap, Usage, counted
+from router.foreign_api.routed_experts_parser import MARK, Counted, Tap, Usage, counted
 from tests.router.houses import House, chat, engine_joined, served_web, until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService

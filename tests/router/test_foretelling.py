@@ -16,15 +16,15 @@ from fleet.completions import ApiError
 from fleet.events import Capabilities, DescribeClusters, RequestOutcome, RequestsFinished
 from fleet.signatures import unpack
 from fleet.timing import EngineSpeed
-from router.chain import Chain
 from router.config import RouterConfig
-from router.decision import DecisionRecord
-from router.exchange import Exchange
-from router.foresight import NO_GAIN, keys_of
-from router.outcomes import BATCH, Outcomes
-from router.picker import Need, Try
-from router.prompt import TextPrompt, TokenPrompt
+from router.feedback.outcome_reporter import BATCH, Outcomes
+from router.prediction.predictor import NO_GAIN, keys_of
+from router.prefix_index.block_hash_chain import Chain
+from router.prefix_index.prompt import TextPrompt, TokenPrompt
+from router.scheduling.decision import DecisionRecord
+from router.scheduling.scheduler import Need, Try
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, until
 from tests.router.learnt import halves, published_clusters, tables
 

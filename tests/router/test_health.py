@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fleet.layout import Layout
 from router.config import RouterConfig
-from router.health import DOUBLINGS, EJECTION_SECONDS, Health, Kind
-from router.outliers import LEAST
-from router.reservations import Reservations
-from router.roster import RankKey, Roster
-from router.view import View
+from router.fleet_state.reservations import Reservations
+from router.fleet_state.target_table import RankKey, Roster
+from router.fleet_state.view import View
+from router.health.circuit_breakers import DOUBLINGS, EJECTION_SECONDS, Health, Kind
+from router.health.outliers import LEAST
 from tests.router.houses import engine_joined
 
 A, B, C, D = (1, 0), (1, 1), (2, 0), (2, 1)

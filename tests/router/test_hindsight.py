@@ -13,16 +13,16 @@ from fleet.events import Capabilities, EngineJoined, KvMetrics, RequestProfile, 
 from fleet.placement import linear
 from fleet.signatures import pack
 from fleet.timing import EngineSpeed
-from router.decision import Decision
-from router.exchange import Exchange
-from router.hindsight import PROBE_SECONDS, TICK_SECONDS
-from router.metrics import LAPS
-from router.picker import FIRST_TRY, Need, Try
-from router.prompt import TokenPrompt
-from router.reservations import PREFILL, SEQUENCES, Booking
-from router.scoring import TERMS
+from router.feedback.decision_feedback import PROBE_SECONDS, TICK_SECONDS
+from router.fleet_state.reservations import PREFILL, SEQUENCES, Booking
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.cost import TERMS
+from router.scheduling.decision import Decision
+from router.scheduling.scheduler import FIRST_TRY, Need, Try
+from router.scheduling.speed_correction import HALF_LIFE_SECONDS
 from router.service import RouterService
-from router.speeds import HALF_LIFE_SECONDS
+from router.telemetry.metrics import LAPS
+from router.telemetry.request_log import Exchange
 from tests.router.houses import SHAPE
 from tests.router.learnt import halves, published_clusters, tables
 from tests.router.test_peers import Town

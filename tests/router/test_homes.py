@@ -8,11 +8,11 @@ import pytest
 
 from fleet.events import HomesPublished
 from fleet.signatures import ClusterModel
-from router.homes import at_home, homes_of
-from router.policies import Home, Rules, choose
-from router.record import DecisionRecord
-from router.scoring import Weights
-from router.view import View
+from router.fleet_state.cluster_homes import at_home, homes_of
+from router.fleet_state.view import View
+from router.scheduling.cost import Weights
+from router.scheduling.decision_record import DecisionRecord
+from router.scheduling.policies import Home, Rules, choose
 from tests.router.decided import SLOW, decided, foretold, view_of
 from tests.router.houses import SHAPE, OpenHouse, until
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.keys import ALL_RIGHTS, DEFAULT_RIGHTS, RIGHTS, TRUSTED, Caller, ClientKeys, key_line, parse_keys
+from router.access.api_keys import ALL_RIGHTS, DEFAULT_RIGHTS, RIGHTS, TRUSTED, Caller, ClientKeys, key_line, parse_keys
 
 CLASSES = ("high", "normal", "low")
 HEX = hashlib.sha256(b"a key").hexdigest()

@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fleet.blocks import extend, local_hashes, salted_seed, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvRemoved, KvStored, RoutedKvEvent
-from router import holders as module
-from router.chain import Runs
-from router.holders import Holders
-from router.kv_index import BadKvEvent, KvIndex, OrphanBlock
-from router.prompt import TextPrompt, TokenPrompt
-from router.roster import RankKey
+from router.fleet_state.target_table import RankKey
+from router.prefix_index import block_index as module
+from router.prefix_index.block_hash_chain import Runs
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import BadKvEvent, KvIndex, OrphanBlock
+from router.prefix_index.prompt import TextPrompt, TokenPrompt
 from tests.router.blocks import Made, cleared, overlap, removed
 from tests.router.houses import WORKER, stored
 
@@ -147,7 +147,7 @@ def test_nonsense_is_refused_whole(change: KvChange) -> None:
 
 
 def test_a_rank_that_says_it_holds_more_than_any_can_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.kv_index.MOST_BLOCKS", 8)
+    monkeypatch.setattr("router.prefix_index.kv_event_index.MOST_BLOCKS", 8)
     index = indexed(stored(LOCAL[:8]))
     with pytest.raises(BadKvEvent, match="more than 8"):
         index.apply([stored(LOCAL[8:9], LOCAL[:8])])
@@ -190,7 +190,9 @@ def test_beginnings_that_were_hashed_before_are_not_hashed_again(monkeypatch: py
     assert list(TokenPrompt(ids).chained(16).reach(125, runs)) == whole
     assert len(runs) == 3  # of 125 blocks, 29 are no whole run
     hashed: list[int] = []
-    monkeypatch.setattr("router.chain.extend", lambda chained, raw, width, seed: (hashed.append(len(raw) // width), extend(chained, raw, width, seed)))
+    monkeypatch.setattr(
+        "router.prefix_index.block_hash_chain.extend", lambda chained, raw, width, seed: (hashed.append(len(raw) // width), extend(chained, raw, width, seed))
+    )
     again = TokenPrompt(ids[:1_600] + [7] * 400).chained(16)
     for depth in (1, 2, 33, 70, 100, 125):
         assert again.reach(depth, runs)[:100] == whole[: min(max(depth, len(again._chained)), 100)]

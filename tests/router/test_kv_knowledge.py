@@ -11,13 +11,13 @@ from bus import Message, Received
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
-from router.chores import Chores
-from router.holders import Holders
-from router.kv_feeds import KvFeeds
-from router.kv_index import KvIndex
-from router.metrics import RouterMetrics
-from router.prefixes import Prefixes
-from router.prompt import BYTES_PER_TOKEN, TextPrompt, TokenPrompt
+from router.keyed_queue import Chores
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt, TokenPrompt
+from router.sync.kv_event_subscriber import KvFeeds
+from router.telemetry.metrics import RouterMetrics
 from tests.router.blocks import overlap, removed
 from tests.router.houses import WORKER, stored, until
 
@@ -116,7 +116,7 @@ async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
 
 
 async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.kv_feeds._BAD_EVENT_SECONDS", 0.01)
+    monkeypatch.setattr("router.sync.kv_event_subscriber._BAD_EVENT_SECONDS", 0.01)
     world.feeds.add((WORKER, 0), "e")
     await world.rank.say(stored(LOCAL[:2]))
     await until(lambda: world.in_step and world.overlap == 2)
@@ -199,7 +199,7 @@ async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World
 
 
 async def test_what_waits_for_a_snapshot_is_bounded_and_asked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.kv_feeds._LATE_BLOCKS", 8)
+    monkeypatch.setattr("router.sync.kv_event_subscriber._LATE_BLOCKS", 8)
     world.rank.answering.clear()
     world.feeds.add((WORKER, 0), "e")
     await until(lambda: world.rank.snapshots == 1)
@@ -268,7 +268,7 @@ def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
 
 
 def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prefixes.MOST_BLOCKS", 12)
+    monkeypatch.setattr("router.prefix_index.approximate_index.MOST_BLOCKS", 12)
     prefixes, holders = guesses(100)
     for rank in range(4):
         prefixes.routed((1, rank), CHAINED)

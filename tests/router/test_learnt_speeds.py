@@ -5,7 +5,7 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from router.learnt_speeds import DECODE_KIND, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_KIND, LearntSpeeds
+from router.scheduling.speed_estimation import DECODE_KIND, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_KIND, LearntSpeeds
 
 ONE, TWO = (1, 0), (2, 0)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fleet.signatures import ClusterModel
-from router.foresight import NAMED_EXPERTS, likely_experts
+from router.prediction.predictor import NAMED_EXPERTS, likely_experts
 from tests.router.decided import decided, view_of
 from tests.router.test_deciding import foretold
 

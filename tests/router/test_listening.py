@@ -30,8 +30,8 @@ from fleet.events import (
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from router.config import RouterConfig
-from router.picker import Need
-from router.prompt import TokenPrompt
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.scheduler import Need
 from router.service import RouterService
 from tests.claimed import claim_name
 from tests.router.houses import engine_joined, running, stored, until

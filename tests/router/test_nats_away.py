@@ -15,7 +15,7 @@ from bus.config import BusConfig
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from fleet.events import EngineHeartbeat, EngineJoined
-from router.api import create_app
+from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
 from tests.conftest import NatsServer

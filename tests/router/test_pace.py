@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fleet.timing import EngineSpeed, step_seconds
-from router.pace import NONE, Pace, Surcharge, first_token, step
-from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES
+from router.evaluation.expected_latency import NONE, Pace, Surcharge, first_token, step
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES
 from tests.router.test_deciding import decided, view_of
 
 SPEED = EngineSpeed(prefill_token=1e-3, prefill_pair=1e-6, step=0.01, decode_sequence=1e-3, decode_block=1e-5)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.protocol.subjects import Subjects
-from router.api import create_app
+from router.access.api_keys import key_line, parse_rights
+from router.api.app import create_app
 from router.config import RouterConfig
-from router.keys import key_line, parse_rights
-from router.passthrough.located import MOST_OBJECTS, Located, Place, object_id
-from router.passthrough.routes import Kind, route_of
+from router.foreign_api.object_locations import MOST_OBJECTS, Located, Place, object_id
+from router.foreign_api.routes import Kind, route_of
 from router.service import RouterService
 from tests.router.foreign import ForeignServer, in_front_of, saying, serving, streaming
 from tests.router.houses import Answered, House, MockRank, OpenHouse, Serve

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.bodies.passthrough import read
-from router.passthrough.events import EventStream, error_event
-from router.passthrough.headers import to_client, to_server
+from router.foreign_api.event_stream import EventStream, error_event
+from router.foreign_api.headers import to_client, to_server
+from router.foreign_api.lenient_fields import read
 from tests.router.foreign import ForeignServer, in_front_of, saying, serving, streaming
 from tests.router.houses import OpenHouse, chat
 

@@ -23,14 +23,14 @@ from fleet.events import (
 )
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
-from router.course import Failure
-from router.decision import Decision
-from router.exchange import Exchange
-from router.foresight import Keys
-from router.picker import FIRST_TRY, Need
-from router.prompt import TokenPrompt
-from router.reservations import PREFILL, Booking
+from router.fleet_state.reservations import PREFILL, Booking
+from router.openai_api.completion_state import Failure
+from router.prediction.predictor import Keys
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.decision import Decision
+from router.scheduling.scheduler import FIRST_TRY, Need
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
 from tests.router.houses import SHAPE, engine_joined, running
 
 

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from fleet.events import Capabilities
+from router.access.api_keys import key_line
 from router.config import BackendConfig, RouterConfig
-from router.keys import key_line
 from tests.conftest import free_port
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, engine_joined, served_web, until
 

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from fleet.events import Capabilities
 from fleet.timing import EngineSpeed
-from router.affinity import Affinity
 from router.config import RouterConfig
-from router.decision import Decision
-from router.foresight import Keys
-from router.holders import Holders
-from router.kv_index import KvIndex
-from router.picker import Need, Picker
-from router.policies import Rules, choose
-from router.prefixes import Prefixes
-from router.prompt import TokenPrompt
-from router.record import DecisionRecord
-from router.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS, Reservations
-from router.scoring import TERMS, Weights
-from router.view import View
+from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.fleet_state.view import View
+from router.prediction.predictor import Keys
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.cost import TERMS, Weights
+from router.scheduling.decision import Decision
+from router.scheduling.decision_record import DecisionRecord
+from router.scheduling.policies import Rules, choose
+from router.scheduling.scheduler import Need, Picker
+from router.scheduling.session_affinity import Affinity
 from tests.router.decided import decided, foretold, view_of
 from tests.router.houses import engine_joined
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from router.config import RouterConfig
-from router.muster import Standing
-from router.plain import MISSES, PlainBackends
-from router.proxy import Upstream
-from router.reservations import Reservations
-from router.view import View
+from router.fleet_state.engine_state import Standing
+from router.fleet_state.reservations import Reservations
+from router.fleet_state.view import View
+from router.upstream.rank_client import Upstream
+from router.upstream.static_backends import MISSES, PlainBackends
 
 URL = "http://10.0.0.1:8000"
 LIST = json.dumps({"data": [{"id": "demo"}]}).encode()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from fleet.completions import ApiError, Choice, Completion, Usage
-from router.answers import Head, answer_for
-from router.course import Course, Failure, to_avoid
-from router.openai import RequestDecoder, sampling
-from router.proxy import EventSplitter, api_error
-from router.reservations import Reservations
-from router.tokenizer import LARGEST_FILE, BadTokenizer, ModelTokenizer
-from router.view import View
+from router.fleet_state.reservations import Reservations
+from router.fleet_state.view import View
+from router.openai_api.completion_state import Course, Failure, to_avoid
+from router.openai_api.request_schema import RequestDecoder, sampling
+from router.openai_api.response_format import Head, answer_for
+from router.tokenization.tokenizer import LARGEST_FILE, BadTokenizer, ModelTokenizer
+from router.upstream.rank_client import EventSplitter, api_error
 from tests.router.houses import TEMPLATE, archive, bpe, chat, engine_joined
 
 HELLO = [{"role": "user", "content": "hi"}]

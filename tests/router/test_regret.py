@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fleet.timing import EngineSpeed
-from router.regret import Probe, Truth, Waiting, regret_ms, repriced_ms
-from router.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS
-from router.view import View
+from router.evaluation.regret import Probe, Truth, Waiting, regret_ms, repriced_ms
+from router.fleet_state.reservations import AMOUNTS, PREFILL, SEQUENCES, STEPS
+from router.fleet_state.view import View
 from tests.router.learnt import halves
 from tests.router.test_deciding import decided, foretold, view_of
 

@@ -16,11 +16,11 @@ from bus.memory import MemoryBroker, MemoryBus
 from fleet.events import DescribeClusters, DescribeTables, KeyedRows, RequestRefused, TablesPublished
 from fleet.prediction import ROW, Query, longest_known, predict, row
 from fleet.signatures import ClusterModel, pack
-from router.foresight import Foresight
-from router.metrics import RouterMetrics
-from router.replica import SLICE, Replica, Verdict, read
-from router.rows import SLOT, WAYS, Rows
-from router.tracker_feeds import TrackerFeeds
+from router.prediction.predictor import Foresight
+from router.prediction.row_table import SLOT, WAYS, Rows
+from router.prediction.table_replica import SLICE, Replica, Verdict, read
+from router.sync.table_subscriber import TrackerFeeds
+from router.telemetry.metrics import RouterMetrics
 from tests.router.houses import until
 from tests.router.learnt import halves, published_clusters, tables
 

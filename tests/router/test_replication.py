@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.events import BookedLoad, ReservationsChanged, ReservationsDescribed
-from router.replication import MOST_PER_MESSAGE, MOST_PREFIX_BLOCKS, SILENT_SECONDS, Diary, Ledger, Word
-from router.reservations import PREFILL, SEQUENCES, STEPS, Booking, Reservations
+from router.fleet_state.booking_replication import MOST_PER_MESSAGE, MOST_PREFIX_BLOCKS, SILENT_SECONDS, Diary, Ledger, Word
+from router.fleet_state.reservations import PREFILL, SEQUENCES, STEPS, Booking, Reservations
 
 RANK = (7, 0)
 RANKS = [(7, 0), (7, 1), (8, 0)]

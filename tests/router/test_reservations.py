@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fleet.events import Capabilities
 from router.config import RouterConfig
-from router.holders import Holders
-from router.kv_index import KvIndex
-from router.picker import Need, Picker
-from router.prefixes import Prefixes
-from router.prompt import TokenPrompt
-from router.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Booking, Reservations
-from router.view import View
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Booking, Reservations
+from router.fleet_state.view import View
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.scheduler import Need, Picker
 from tests.router.houses import engine_joined
 
 
@@ -179,7 +179,7 @@ def test_what_another_router_holds_counts_beside_a_report_made_before_it_was_kno
 
 @dataclass(eq=False)
 class Model:
-    """One rank's load by the words of `router/reservations.py`, summed up anew from all bookings each time."""
+    """One rank's load by the words of `router/fleet_state/reservations.py`, summed up anew from all bookings each time."""
 
     bookings: list["ModelBooking"] = field(default_factory=list)
     reported: list[int] | None = None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.retries import WINDOW_SECONDS, RetryBudget
+from router.admission.retry_budget import WINDOW_SECONDS, RetryBudget
 
 
 def test_a_share_of_the_last_requests_may_be_tried_again() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from deploy.demo_model import checkpoint_path
-from router.bodies.passthrough import read
-from router.segments import MOST_SEGMENTS, Cutter, SegmentCache
-from router.tokenizer import ModelTokenizer, first_difference
+from router.foreign_api.lenient_fields import read
+from router.tokenization.segment_cache import MOST_SEGMENTS, Cutter, SegmentCache
+from router.tokenization.tokenizer import ModelTokenizer, first_difference
 from tests.router.encoding import whole, wrong_in_threads
 from tests.router.houses import SCRIPT, MockRank, OpenHouse, Serve, archive, until
 

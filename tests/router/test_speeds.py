@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.speeds import DECODE_SPEED, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_SPEED, Speeds
+from router.scheduling.speed_correction import DECODE_SPEED, ENOUGH, HALF_LIFE_SECONDS, LEAST, PREFILL_SPEED, Speeds
 
 KEY, ROW = (7, 0), 3
 

@@ -12,8 +12,8 @@ from deploy.cli.app import app
 from fleet.completions import ApiError
 from fleet.events import RouteRequested
 from fleet.timing import EngineSpeed
-from router.record import DecisionRecord, Supposed
-from router.supposing import asked, supposed
+from router.scheduling.decision_record import DecisionRecord, Supposed
+from router.scheduling.what_if import asked, supposed
 from tests.router.houses import House, OpenHouse, chat
 
 SLOW_PREFILL = EngineSpeed(prefill_token=1e-2)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fleet.layout import EP
 from fleet.placement import Placement, linear
 from fleet.signatures import ClusterModel
-from router.homes import Homes, Settled
-from router.locality import Locality, Prices
-from router.view import View
+from router.fleet_state.cluster_homes import Homes, Settled
+from router.fleet_state.dispatch_cost import Locality, Prices
+from router.fleet_state.view import View
 from tests.router.decided import view_of
 from tests.router.houses import SHAPE
 

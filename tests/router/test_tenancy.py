@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fleet.completions import ApiError
 from fleet.events import Capabilities
 from fleet.shared_secret import SharedSecret
+from router.access.tenancy import MOST_SALT, cache_salt, framed, with_salt
 from router.credentials import Credentials
-from router.tenancy import MOST_SALT, cache_salt, framed, with_salt
 from tests.router.houses import House, MockRank, Serve, chat
 
 names = st.text(min_size=1, max_size=8)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from router.token_lengths import longest_token
-from router.tokenizer import ModelTokenizer
+from router.tokenization.token_lengths import longest_token
+from router.tokenization.tokenizer import ModelTokenizer
 from tests.router.houses import archive, bpe
 
 NFC = bpe(400)

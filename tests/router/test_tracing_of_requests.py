@@ -16,11 +16,11 @@ from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format
 
 from fleet.blocks import local_hashes, sequence_hashes
 from fleet.events import RouteRequested
-from router.decider import Decider
-from router.inquiries import Inquiries
-from router.keys import key_line
-from router.scoring import TERMS
-from router.tracing import Tracing
+from router.access.api_keys import key_line
+from router.api.bus_api import Inquiries
+from router.api.library import Decider
+from router.scheduling.cost import TERMS
+from router.telemetry.tracing import Tracing
 from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, rendered, until
 from tests.router.learnt import halves, published_clusters, tables
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.completions import ApiError
-from router.bodies.turns import Turns
+from router.bodies.fair_turns import Turns
 
 
 async def test_a_client_with_many_jobs_delays_another_one_by_one_job() -> None:

@@ -9,8 +9,8 @@ import pytest
 from engine_adapter.serving.detokenizer import CheckpointTokenizer
 from fleet.completions import ApiError, Logprobs
 from fleet.events import Capabilities
-from router.answers import ChatLogprobs, token_bytes
-from router.openai import RequestDecoder, sampling
+from router.openai_api.request_schema import RequestDecoder, sampling
+from router.openai_api.response_format import ChatLogprobs, token_bytes
 from tests.router.houses import House, MockRank, Serve, chat
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

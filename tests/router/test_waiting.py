@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from bus.memory import MemoryBroker, MemoryBus
 from fleet.completions import ApiError
 from fleet.events import KvMetrics
-from router.admission import AGED_EVERY
+from router.admission.queue_policy import AGED_EVERY
 from router.config import RouterConfig
-from router.exchange import Exchange
-from router.picker import FIRST_TRY, Need
-from router.prompt import TextPrompt
-from router.reservations import Booking
+from router.fleet_state.reservations import Booking
+from router.prefix_index.prompt import TextPrompt
+from router.scheduling.scheduler import FIRST_TRY, Need
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
 from tests.router.houses import engine_joined
 
 pytestmark = pytest.mark.looptime

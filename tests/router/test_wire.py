@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.wire import BUFFERED_BYTES, MOST_HEAD_BYTES, Connection, ConnectionLost, HttpClient, Origin, request_bytes
+from router.upstream.http_client import BUFFERED_BYTES, MOST_HEAD_BYTES, Connection, ConnectionLost, HttpClient, Origin, request_bytes
 from tests.router.houses import until
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from deploy.demo_model import checkpoint_path
-from router.segments import SegmentCache
-from router.splits import byte_sizes, first_wrong, why_not
-from router.tokenizer import ModelTokenizer
-from router.words import WORD, WordCache
+from router.tokenization.pretokenizer_proof import byte_sizes, first_wrong, why_not
+from router.tokenization.segment_cache import SegmentCache
+from router.tokenization.tokenizer import ModelTokenizer
+from router.tokenization.word_cache import WORD, WordCache
 from tests.router.encoding import whole, wrong_in_threads
 from tests.router.houses import SCRIPT
 

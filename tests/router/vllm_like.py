@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from router.tokenizer import ModelTokenizer
+from router.tokenization.tokenizer import ModelTokenizer
 from tests.router.houses import SCRIPT, archive, bpe
 
 TOKENIZER = ModelTokenizer.from_archive(archive(bpe(257), {"eos_token": "<eos>", "chat_template": "x"}))

@@ -21,11 +21,11 @@ from fleet.popularity import ExpertCounts
 from fleet.signatures import ClusterModel, pack
 from fleet.timing import EngineSpeed
 from router.config import RouterConfig
-from router.decision import Decision
-from router.exchange import Exchange
-from router.picker import Need, Try
-from router.prompt import TokenPrompt
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.decision import Decision
+from router.scheduling.scheduler import Need, Try
 from router.service import RouterService
+from router.telemetry.request_log import Exchange
 from tests.router.houses import until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService

@@ -15,7 +15,7 @@ import pytest
 from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.parts.simulated import Host
-from router.api import create_app
+from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
 from tests.router.houses import running, served_app, until

@@ -1,0 +1,1 @@
+"""API keys, what they allow, and what keeps tenants apart. Pure."""

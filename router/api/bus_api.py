@@ -1,0 +1,81 @@
+"""Answers what is asked of routers over the bus: where to send a request, that a reserved one is over, and past decisions."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from bus import Bus, Message
+from bus.protocol.subjects import Subjects
+from fleet.completions import ApiError
+from fleet.events import DecisionDescribed, DescribeDecision, RequestRefused, RouteDecided, RouteReleased, RouteRequested
+from router.api.library import Decider
+from router.scheduling.what_if import supposed
+
+log = logging.getLogger(__name__)
+
+
+class Inquiries:
+    """The decider's face on the bus. Of several routers each question reaches one; a decision is asked of the router that made it."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, decider: Decider) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._decider = decider
+        self.listening = asyncio.Event()
+        """set once questions are answered"""
+
+    async def run(self) -> None:
+        """Answer until cancelled; routes only when the service is ready, so that a warm replica answers them before."""
+        subjects, service = self._subjects, self._decider.service
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._bus.serve(subjects.decision(service.tag), self._describe))
+            await service.warmup.done.wait()
+            await stack.enter_async_context(self._bus.serve(subjects.route, self._route))
+            await stack.enter_async_context(self._bus.serve(subjects.release, self._release))
+            self.listening.set()
+            await asyncio.Event().wait()
+
+    async def _route(self, message: Message) -> Message:
+        if not isinstance(message, RouteRequested):
+            return _refused(message, RouteRequested)
+        try:
+            decision = await self._decider.choose(
+                message.body,
+                reserve=message.reserve,
+                wait=message.wait,
+                session=message.session,
+                tenant=message.tenant,
+                priority=message.priority,
+                request_id=message.request_id,
+                traceparent=message.traceparent,
+                supposed=supposed(message.without, message.gone),
+                asked_over="nats",
+            )
+        except ApiError as error:
+            return RequestRefused(reason=f"{error.status} {error.code or 'error'}: {error.message}")
+        return RouteDecided(
+            record=msgspec.json.encode(decision.record()),
+            url=decision.target.url,
+            expires_seconds=self._decider.service.reserved.seconds if message.reserve else None,
+            cache_salt=decision.cache_salt or None,
+        )
+
+    async def _release(self, message: Message) -> Message:
+        if not isinstance(message, RouteReleased):
+            return _refused(message, RouteReleased)
+        self._decider.release(message.id, first_token=message.first_token)
+        return message
+
+    async def _describe(self, message: Message) -> Message:
+        if not isinstance(message, DescribeDecision):
+            return _refused(message, DescribeDecision)
+        kept = self._decider.service.kept(message.id, message.tenant)
+        if kept is None:
+            return RequestRefused(reason=f"it is not among the last {self._decider.service.config.kept_decisions} that router made")
+        return DecisionDescribed(record=msgspec.json.encode(kept.record()))
+
+
+def _refused(message: Message, wanted: type) -> RequestRefused:
+    return RequestRefused(reason=f"a {type(message).__name__} is no question for this subject; send a {wanted.__name__}")

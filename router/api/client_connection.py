@@ -1,0 +1,112 @@
+"""What a client does while it is served: it sends a body, and it may hang up before its answer is whole."""
+
+import asyncio
+from collections import deque
+
+from fleet.completions import ApiError
+from router.http.asgi_response import Receive, Scope
+from router.http.body_budget import BodyShare
+
+WATCH_AFTER_SECONDS = 0.02
+"""so long after a request has come in, its client is watched"""
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was whole."""
+
+
+class Watch:
+    """Notices that the client hung up, and then cancels the task that answers it, once and never after `stop`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive: Receive | None = receive
+        """None: it has stopped, and nothing of the request is kept for its sake until its turn in `Watches` comes"""
+        self._request_id = ""
+        self._task: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
+        self._left = False
+
+    def stop(self) -> None:
+        self._receive = None
+        if self._task is not None:
+            self._task.remove_done_callback(self._gone)
+            self._task.cancel()
+            self._task = None
+
+    def client_left(self) -> bool:
+        """Whether the present cancellation is ours alone; if so it is taken back."""
+        return self._left and self._answering is not None and self._answering.uncancel() == 0
+
+    def answered_by(self, task: asyncio.Task[None] | None, request_id: str) -> None:
+        """Who is to be cancelled."""
+        self._answering, self._request_id = task, request_id
+
+    def begin(self) -> None:
+        if self._receive is not None:
+            self._task = asyncio.create_task(_until_gone(self._receive), name=f"watches the client of request {self._request_id}")
+            self._task.add_done_callback(self._gone)
+
+    def _gone(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and self._answering is not None:
+            self._left = True
+            self._answering.cancel()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Watches:
+    """Begins each watch WATCH_AFTER_SECONDS late: most answers of small engines are done by then, and never cost a task.
+
+    One timer for all of them: what is due first was asked for first.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[tuple[float, Watch]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, watch: Watch, request_id: str) -> None:
+        """To be called by the task that answers, once the request's body is read."""
+        loop = asyncio.get_running_loop()
+        watch.answered_by(asyncio.current_task(loop), request_id)
+        self._due.append((loop.time() + WATCH_AFTER_SECONDS, watch))
+        if self._timer is None:
+            self._timer = loop.call_later(WATCH_AFTER_SECONDS, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        while self._due and self._due[0][0] <= now:
+            self._due.popleft()[1].begin()
+        self._timer = loop.call_at(self._due[0][0], self._look, loop) if self._due else None
+
+
+async def read_body(scope: Scope, receive: Receive, most: int, share: BodyShare) -> bytes:
+    """The whole body, whose memory `share` holds. ApiError 413 as soon as it is known to be too long, 503 when there is no memory for it;
+    ClientGone when the client leaves."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if value.isdigit():
+                if int(value) > most:
+                    raise _too_large(most)
+                share.announce(int(value))
+            break
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        share.add(len(part))
+        if not message.get("more_body", False):
+            return b"".join((*parts, part)) if parts else part
+        parts.append(part)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")

@@ -1,0 +1,497 @@
+"""The hot routes as raw ASGI: read the body once, check what is read, decide, answer. Every request ends in exactly one log line."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+
+from fleet.completions import DECISION_HEADER, ApiError, context_exceeded
+from router.access.api_keys import ADMIN, INFER, ROUTE, TRACE
+from router.admission.queue_policy import TIMEOUT_HEADER, class_of
+from router.api.client_connection import ClientGone, Watch, Watches, read_body
+from router.api.token_stream import Generation
+from router.bodies.reader import Decoded
+from router.bodies.tasks import Kind as BodyKind
+from router.bodies.tasks import Room
+from router.fleet_state.target_table import Roster
+from router.foreign_api.event_stream import error_event
+from router.foreign_api.forwarded import Forwarded
+from router.foreign_api.headers import value_of
+from router.foreign_api.lenient_fields import Asked
+from router.foreign_api.object_locations import Located
+from router.foreign_api.routes import CHAT_ROUTE, Kind, Route, route_of
+from router.http.asgi_response import Headers, Receive, Reply, Scope, Send
+from router.http.body_budget import BodyShare
+from router.openai_api.completion_state import Course
+from router.openai_api.request_schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, Request, Sampling, sampling
+from router.openai_api.response_format import Head, answer_for
+from router.openai_api.unserved_fields import NO_FIELDS, PassedFields
+from router.passthrough.direct import Direct
+from router.passthrough.relay import Relay
+from router.passthrough.unstreamed import Unstreamed
+from router.prefix_index.prompt import TextPrompt, TokenPrompt
+from router.scheduling.decision import NOTHING, Decision
+from router.scheduling.decision_record import Supposed
+from router.scheduling.external_reservations import ReleaseRequest, reserved, waits
+from router.scheduling.scheduler import FIRST_TRY, Need
+from router.scheduling.what_if import asked
+from router.service import RouterService
+from router.telemetry.request_log import Exchange, Outcome
+from router.telemetry.tracing import Tracing
+from router.upstream.rank_client import Sent
+
+log = logging.getLogger(__name__)
+
+CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
+ROUTE_PATH = "/v1/route"
+RESERVE_PATH = "/v1/route/reserve"
+RELEASE_PATH = "/v1/route/release"
+
+_MOST_RELEASE_BYTES = 64 * 1024
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
+SESSION, TENANT, PRIORITY = "session", "tenant", "priority"
+"""What the configured headers that name a conversation, a tenant and a class of requests are called here."""
+_READ = {b"authorization": "authorization", b"traceparent": "traceparent", b"tracestate": "tracestate", b"x-request-id": "x-request-id"} | {
+    TIMEOUT_HEADER.encode(): TIMEOUT_HEADER
+}
+
+
+class Edge:
+    """What the hot routes share. `tracing` None: no spans are made."""
+
+    def __init__(self, service: RouterService, tracing: Tracing | None) -> None:
+        self.service = service
+        self._tracing = tracing
+        self._watches = Watches()
+        self._unstreamed, self._located = Unstreamed(service), Located()
+        self._direct = Direct(service, self._located)
+        config = service.config
+        self._read = _READ | {config.session_header.encode(): SESSION, config.tenant_header.encode(): TENANT, config.priority_header.encode(): PRIORITY}
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/chat/completions`"""
+        await self._serve(scope, receive, send, CHAT_PATH, self._answer_chat)
+
+    async def text(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/completions`"""
+        await self._serve(scope, receive, send, TEXT_PATH, self._answer_text)
+
+    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/route`: a chat or completions body; decides and explains, runs and books nothing. The query string may say what to suppose."""
+        await self._serve(scope, receive, send, ROUTE_PATH, partial(self._explain, scope.get("query_string", b"")))
+
+    async def reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/route/reserve`: as route, but the load is booked at the chosen rank until it is released or its time is up. With ?wait=true
+        it waits for a place, as requests that are forwarded here do."""
+        wait = waits(scope.get("query_string", b""))
+        await self._serve(scope, receive, send, RESERVE_PATH, partial(self._reserve, wait))
+
+    async def release(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v1/route/release`: a reserved request is over, or its prompt is computed."""
+        await self._serve(scope, receive, send, RELEASE_PATH, self._release)
+
+    def passes(self, method: str, path: str) -> Route | None:
+        """How a request that is none of Roost's own goes to the servers that speak text; None: it does not."""
+        return route_of(method, path, self.service.config.passthrough_admin) if self._has_text_servers else None
+
+    @property
+    def _has_text_servers(self) -> bool:
+        """Whether there are servers that speak text, or may be."""
+        service = self.service
+        return service.view.serves_text or bool(service.config.backends or service.config.named_backends)
+
+    async def pass_on(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route of other servers."""
+        right = ADMIN if route.administers else INFER
+        await self._serve(scope, receive, send, scope["path"], partial(self._answer_other, route, scope["method"]), right)
+
+    # One request, from its first byte to its log line
+
+    async def _serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        path: str,
+        answer: "Callable[[Exchange, Reply, Headers, bytes], Awaitable[None]]",
+        right: str | None = None,
+    ) -> None:
+        """right: that the caller needs; None: that of the path."""
+        service = self.service
+        headers = {name: value.decode("latin-1") for raw, value in scope["headers"] if (name := self._read.get(raw)) is not None}
+        exchange = self._begin(path, headers)
+        exchange.client_headers, exchange.query = scope["headers"], scope.get("query_string", b"")
+        exchange.address = _address(scope)
+        share: BodyShare | None = None
+        fixed: Headers = [(b"x-request-id", exchange.request_id.encode())]
+        watch = Watch(receive)
+        reply = Reply(send, watch.stop)
+        outcome = Outcome.FAILED
+        service.metrics.in_flight += 1
+        try:
+            if service.refusing:
+                fixed.append((b"connection", b"close"))
+                raise _stopping("the router is stopping; ask again, on another connection")  # noqa: TRY301
+            self._admit(exchange, headers, right or (INFER if path in (CHAT_PATH, TEXT_PATH) else ROUTE))
+            share = service.body_budget.share(exchange.client)
+            body = await read_body(scope, receive, service.config.max_body_bytes, share)
+            self._watches.start(watch, exchange.request_id)
+            await answer(exchange, reply, fixed, body)
+            outcome = _outcome(reply.status)
+        except ApiError as error:
+            outcome = await _refuse(exchange, reply, fixed, error)
+        except ClientGone:
+            outcome = Outcome.CLIENT_GONE
+        except asyncio.CancelledError:
+            if watch.client_left():
+                outcome = Outcome.CLIENT_GONE
+            else:
+                outcome = Outcome.CANCELLED
+                await _break_off(exchange, reply, fixed)
+        except Exception:
+            log.exception("request %s: a fault of the router", exchange.request_id)
+            if await _refuse(exchange, reply, fixed, ApiError(500, "the router failed; its log says why", code="internal_error")):
+                outcome = Outcome.FAILED
+        finally:
+            watch.stop()
+            if share is not None:
+                share.release()
+            service.metrics.in_flight -= 1
+            exchange.status = reply.status
+            exchange.finish(outcome, service.clock(), service.metrics)
+
+    def _begin(self, path: str, headers: dict[str, str]) -> Exchange:
+        given = headers.get("x-request-id", "")
+        request_id = given if given and _REQUEST_ID.fullmatch(given) else self.service.new_request_id()
+        exchange = Exchange(request_id, self.service.new_decision_id(), path, self.service.clock())
+        exchange.session, exchange.tenant = headers.get(SESSION) or None, headers.get(TENANT) or None
+        exchange.asked_priority, exchange.asked_timeout = headers.get(PRIORITY), headers.get(TIMEOUT_HEADER)
+        trusted = "traceparent" not in headers or self._may_trace(headers)
+        if self._tracing is not None:
+            operation = {CHAT_PATH: "chat", TEXT_PATH: "text_completion"}.get(path, "route")
+            exchange.trace = self._tracing.request(operation, path, headers, time.time_ns(), trusted=trusted)
+        elif trusted:
+            for name in ("traceparent", "tracestate"):
+                if name in headers:
+                    exchange.pass_on[name] = headers[name]
+        return exchange
+
+    def _may_trace(self, headers: dict[str, str]) -> bool:
+        """Whether a client's trace context is believed. Otherwise it could have every request of its own sampled, here and in the servers behind."""
+        try:
+            return TRACE in self.service.credentials.caller(headers.get("authorization")).rights
+        except ApiError:
+            return False  # it is refused next
+
+    def _admit(self, exchange: Exchange, headers: dict[str, str], right: str) -> None:
+        """Put the caller on the exchange. ApiError 401 without a valid key, 403 for a key without the route's right."""
+        caller = self.service.credentials.caller(headers.get("authorization"))
+        caller.require(right)
+        if exchange.tenant is not None:
+            caller = caller.speaking_for(exchange.tenant)
+        exchange.caller = caller
+        if caller.tenant:  # else no key says who asks, and header or body may
+            exchange.tenant = caller.tenant
+
+    # The routes
+
+    async def _answer_chat(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
+            await self._answer(exchange, reply, headers, body, "chat")
+
+    async def _answer_text(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        if not self._has_text_servers or not await self._passed_on(exchange, reply, headers, body):
+            await self._answer(exchange, reply, headers, body, "text")
+
+    async def _passed_on(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> bool:
+        """Whether the request was one for servers that speak text: those judge it themselves, whatever it says."""
+        asked = await self._for_text_servers(exchange, body)
+        if asked is None:
+            return False
+        exchange.body_bytes = len(body)
+        if (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
+            return False
+        await self._relay(CHAT_ROUTE, exchange, reply, headers, body, asked)
+        return True
+
+    async def _answer_other(self, route: Route, method: str, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        """A request for servers that speak text alone."""
+        if route.kind is not Kind.INFERENCE:
+            await self._direct.run(route, exchange, reply, headers, Sent(method, "", _target(exchange), [], body))
+            return
+        asked = await self._for_text_servers(exchange, body)
+        exchange.body_bytes = len(body)
+        if asked is None or (await self.service.waiting.live_roster(exchange, exchange.model)).dialect != "text":
+            said = f"the engines of this fleet serve chat and completions; no server behind this router takes {exchange.path}"
+            raise ApiError(404, f"{said} for {exchange.model!r}" if exchange.model else said, code="route_not_found")
+        await self._relay(route, exchange, reply, headers, body, asked)
+
+    async def _relay(self, route: Route, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, asked: Asked) -> None:
+        exchange.stream = asked.stream and route.generates
+        only = None
+        if asked.refers_to is not None and route.creates:
+            kind = "responses" if exchange.path == "/v1/responses" else "files"
+            only = (await self._direct.find(asked.refers_to, f"/v1/{kind}/{asked.refers_to}", exchange)).rank
+        request = Forwarded(
+            "POST",
+            _target(exchange),
+            exchange.client_headers,
+            body,
+            asked if asked.stream == exchange.stream else msgspec.structs.replace(asked, stream=exchange.stream),
+            self._expected(asked.max_tokens) if route.generates else 1,
+            own_credentials=self.service.credentials.clients is None,
+            repeatable=route.repeatable,
+            creates=route.creates,
+            only=only,
+        )
+        await Relay(self.service, exchange, reply, headers, request, self._unstreamed, self._located).run()
+
+    async def _for_text_servers(self, exchange: Exchange, body: bytes) -> Asked | None:
+        """The request as leniently read as such servers read it, noted on the exchange; None: there are none, or it names no model of theirs."""
+        if not self._has_text_servers:
+            return None
+        asked = await self.service.bodies.read_passthrough(exchange.client, body, value_of(exchange.client_headers, b"content-type"))
+        model = self._text_model(asked.model)
+        if model is None:
+            return None
+        exchange.model, exchange.stream = model, asked.stream
+        exchange.session = exchange.session or asked.session
+        exchange.tenant = exchange.tenant or asked.user
+        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, asked.cache_salt)
+        self._rank(exchange, asked.priority if type(asked.priority) is int or asked.priority in self.service.config.classes else None)
+        if exchange.trace is not None:
+            settings = {"max_tokens": asked.max_tokens, "temperature": asked.temperature, "top_p": asked.top_p, "stream": asked.stream}
+            exchange.trace.asked(model, settings)
+        return asked
+
+    def _text_model(self, named: str | None) -> str | None:
+        """The model whose servers a request goes to. Where all servers are alike, a name that none of them lists is theirs to judge."""
+        view = self.service.view
+        if named is not None and (view.roster(named).targets or named in view.models(live=False)):
+            return named
+        default = view.default_text_model()
+        if named is None or default is None:
+            return default
+        live = sum(len(state.joined.urls) for state in view.engines() if state.obstacle is None)
+        return default if len(view.roster(default).targets) == live else named
+
+    async def _answer(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes, kind: BodyKind) -> None:
+        decoded = await self.service.bodies.read(exchange.client, kind, body)
+        request = decoded.request
+        self._note(exchange, request)
+        exchange.body_bytes = len(body)
+        roster = await self.service.waiting.live_roster(exchange, request.model)
+        settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
+        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
+        fields = await self.service.bodies.passed_fields(exchange.client, decoded) if roster.passes_fields else NO_FIELDS
+        courses = self._courses(request, settings, roster, prompt_ids, fields)
+        exchange.prompt_tokens = sum(len(ids) for ids in prompt_ids)
+        prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+        exchange.answer_id = f"{prefix}-{exchange.decision_id}"
+        head = Head(id=exchange.answer_id, model=request.model, created=int(time.time()))
+        answer = answer_for(request, head, len(courses))
+        await Generation(self.service, exchange, reply, headers, answer, courses, settings.n, roster.tokenizer).run()
+
+    async def _explain(self, query: bytes, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        decision = await self.choose(exchange, body, supposed=asked(query))
+        answer = msgspec.json.encode(decision.record())
+        await reply.whole(200, [*headers, *_about(decision)], answer)
+
+    async def _reserve(self, wait: bool | None, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        if wait is None:
+            raise ApiError(400, "what can be asked here is ?wait=true or ?wait=false", param="wait", code="invalid_value")
+        decision = await self.choose(exchange, body, reserve=True, wait=wait)
+        answer = msgspec.json.encode(reserved(decision.record(), decision.target.url, self.service.reserved.seconds, decision.cache_salt))
+        await reply.whole(200, [*headers, *_about(decision)], answer)
+
+    async def _release(self, exchange: Exchange, reply: Reply, headers: Headers, body: bytes) -> None:
+        if len(body) > _MOST_RELEASE_BYTES:
+            raise ApiError(413, f"a release is longer than {_MOST_RELEASE_BYTES} bytes", code="body_too_large")
+        try:
+            asked = msgspec.json.decode(body, type=ReleaseRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f'the body must be {{"id": "...", "first_token": false}}: {error}', code="invalid_value") from error
+        answer = msgspec.json.encode(self.service.released(asked.id, first_token=asked.first_token, tenant=exchange.caller.sees))
+        await reply.whole(200, [*headers, (b"content-type", b"application/json")], answer)
+
+    async def choose(self, exchange: Exchange, body: bytes, *, reserve: bool = False, wait: bool = False, supposed: Supposed = NOTHING) -> Decision:
+        """Where the first prompt of a chat or completions body would go now, if what is `supposed` were so; with `reserve` its load is
+        held there, and with `wait`, too, it waits its turn for that. ApiError says why not: 400 for what makes no sense, 404 for an unknown
+        model, 429 at once when every rank is saturated and it does not wait, 503 when none lives."""
+        if reserve and supposed != NOTHING:
+            raise ApiError(400, "a reservation is for what is, not for what is supposed: leave out `without` and `gone`", code="invalid_value")
+        need = msgspec.structs.replace(await self._need(exchange, body), supposed=supposed, external=reserve)
+        if reserve:
+            exchange.decision, booking = await self.service.waiting.admit(exchange, need, "", FIRST_TRY, begun=False, wait=wait)
+            self.service.hold(exchange.decision, booking)
+        else:
+            exchange.decision = self.service.decide(need, exchange.decision_id)
+        return exchange.decision
+
+    async def _need(self, exchange: Exchange, body: bytes) -> Need:
+        """What serving the request's first prompt once would be decided on."""
+        asked = await self._for_text_servers(exchange, body)
+        known = asked is not None and asked.model in (None, exchange.model)  # where nothing is forwarded no server judges an unknown name
+        if asked is not None and known and self.service.picker.roster(exchange.model).dialect == "text":
+            keys = exchange.keys(CHAT_PATH if asked.is_chat else TEXT_PATH)
+            text = TextPrompt(asked.prompt, exchange.model, exchange.block_seed, asked.prompt_bytes)
+            return Need(exchange.model, text, 0, self._expected(asked.max_tokens), None, exchange.request_id, keys, owner=exchange.owner)
+        decoded = await self.service.bodies.read(exchange.client, "either", body)
+        request = decoded.request
+        self._note(exchange, request)
+        roster = self.service.picker.roster(request.model)
+        keys = exchange.keys(CHAT_PATH if isinstance(request, ChatRequest) else TEXT_PATH)
+        settings = sampling(request, self.service.config.max_choices, passes_fields=roster.passes_fields)
+        prompt_ids = await self._tokenise(exchange, decoded, settings, roster)
+        fields = await self.service.bodies.passed_fields(exchange.client, decoded) if roster.passes_fields else NO_FIELDS
+        course = self._courses(request, settings, roster, prompt_ids, fields)[0]
+        exchange.prompt_tokens = len(course.prompt)
+        context = len(course.prompt) + course.max_tokens
+        prompt = TokenPrompt(course.prompt, exchange.block_seed)
+        return Need(
+            model=request.model,
+            prompt=prompt,
+            context=context,
+            output=self._expected(course.max_tokens),
+            tokenizer=roster.tokenizer,
+            request_id=exchange.request_id,
+            keys=keys,
+            owner=exchange.owner,
+            passes_fields=bool(course.fields.binding),
+        )
+
+    def _note(self, exchange: Exchange, request: Request) -> None:
+        exchange.model = request.model
+        exchange.stream = bool(request.stream)
+        exchange.session = exchange.session or request.prompt_cache_key
+        exchange.tenant = exchange.tenant or request.user or request.safety_identifier
+        exchange.salt = self.service.credentials.cache_salt(exchange.caller.tenant, request.cache_salt)
+        self._rank(exchange, request.priority)
+        if exchange.trace is not None:
+            exchange.trace.asked(
+                request.model, {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p, "stream": request.stream}
+            )
+
+    def _rank(self, exchange: Exchange, priority: str | int | None) -> None:
+        """Its class, and how long its client will wait. ApiError 400 for what is neither."""
+        config = self.service.config
+        asked = class_of(exchange.asked_priority or priority, config.classes, config.default_class)
+        exchange.urgency = max(asked, exchange.caller.most_urgent(config.classes))
+        exchange.priority = config.classes[exchange.urgency]
+        if exchange.asked_timeout is not None:
+            if not _TIMEOUT_MS.fullmatch(exchange.asked_timeout) or not int(exchange.asked_timeout):
+                said = f"{TIMEOUT_HEADER} must be a whole number of milliseconds above 0, not {exchange.asked_timeout[:64]!r}"
+                raise ApiError(400, said, param=TIMEOUT_HEADER, code="invalid_value")
+            exchange.give_up_at = exchange.started + int(exchange.asked_timeout) / 1000.0
+
+    def _expected(self, max_tokens: int | None) -> int:
+        """Tokens that an answer is expected to have."""
+        most = self.service.config.expected_output_tokens
+        return most if max_tokens is None else max(1, min(max_tokens, most))
+
+    # Prompts as ids
+
+    async def _tokenise(self, exchange: Exchange, decoded: Decoded, settings: Sampling, roster: Roster) -> list[list[int]]:
+        """The ids of each prompt."""
+        tokenizer, service = self.service.tokenizer(roster.tokenizer), self.service
+        if tokenizer is None or roster.tokenizer is None:
+            raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
+        started = time.perf_counter()
+        room = Room(roster.largest_context, max(1, service.config.max_choices // settings.n))
+        found = await service.bodies.ids(exchange.client, decoded, tokenizer, roster.tokenizer, room, exchange.salt)
+        service.metrics.tokenise.observe(time.perf_counter() - started)
+        return found
+
+    def _courses(self, request: Request, settings: Sampling, roster: Roster, prompt_ids: list[list[int]], fields: PassedFields) -> list[Course]:
+        """One course per choice of each prompt; choice i samples with seed + i."""
+        most = self.service.config.max_choices
+        if len(prompt_ids) * settings.n > most:
+            raise ApiError(400, f"{len(prompt_ids)} prompts with n = {settings.n} are more than {most} choices", param="prompt", code="invalid_value")
+        seed = self.service.draw_seed() if settings.seed is None else settings.seed
+        limits = [_max_tokens(request, settings, len(ids), roster.largest_context) for ids in prompt_ids]
+        return [
+            Course(at * settings.n + choice, ids, settings, limit, _wrapped(seed + choice), request.model, fields)
+            for at, (ids, limit) in enumerate(zip(prompt_ids, limits, strict=True))
+            for choice in range(settings.n)
+        ]
+
+
+def _target(exchange: Exchange) -> str:
+    """Path and query, as they go to a server."""
+    return exchange.path + (f"?{exchange.query.decode('latin-1')}" if exchange.query else "")
+
+
+def _address(scope: Scope) -> str:
+    """Of the client; "" where its connection has none (a Unix socket)."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+def _about(decision: Decision) -> Headers:
+    return [(b"content-type", b"application/json"), (DECISION_HEADER.encode(), decision.id.encode())]
+
+
+def _stopping(why: str) -> ApiError:
+    return ApiError(503, why, code="not_ready", retry_after=1.0)
+
+
+async def _break_off(exchange: Exchange, reply: Reply, headers: Headers) -> None:
+    """Answer a request whose task was cancelled: the router stops, and the time for answers under way is over.
+
+    The cancellation is taken back, as the client has its answer; a second one breaks the connection.
+    """
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+    await _refuse(exchange, reply, headers, _stopping("the router is stopping, and could not finish this answer in time; ask again"))
+
+
+async def _refuse(exchange: Exchange, reply: Reply, headers: Headers, error: ApiError) -> Outcome:
+    """Tell the client, in the form that is still possible."""
+    exchange.detail = error.message
+    if reply.ended:
+        return Outcome.BROKEN
+    if reply.status:
+        if reply.streams_events:
+            await reply.end(error_event(exchange.path, error))
+        else:
+            reply.abandon()
+        return Outcome.BROKEN
+    if exchange.decision is not None:
+        headers = [*headers, (DECISION_HEADER.encode(), exchange.decision.id.encode())]
+    await reply.error(error, headers)
+    return _outcome(error.status)
+
+
+def _outcome(status: int) -> Outcome:
+    """Of an answer that was given to its end."""
+    if status < 400:
+        return Outcome.ANSWERED
+    if status == 429:
+        return Outcome.SATURATED
+    return Outcome.REFUSED if status < 500 else Outcome.UNAVAILABLE
+
+
+def _max_tokens(request: Request, settings: Sampling, prompt_tokens: int, context: int) -> int:
+    """What may be emitted. ApiError 400 context_length_exceeded when it does not fit."""
+    room, prompt = context - prompt_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
+    if room < 1:
+        raise context_exceeded(context, prompt_tokens, None, prompt=prompt, param=prompt)
+    if settings.max_tokens is None:
+        return room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+    if settings.max_tokens > room:
+        param = "max_completion_tokens" if isinstance(request, ChatRequest) and request.max_completion_tokens is not None else "max_tokens"
+        raise context_exceeded(context, prompt_tokens, settings.max_tokens, prompt=prompt, param=param)
+    return settings.max_tokens
+
+
+def _wrapped(seed: int) -> int:
+    """Into 64 signed bits."""
+    return (seed + 2**63) % 2**64 - 2**63

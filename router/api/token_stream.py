@@ -1,0 +1,233 @@
+"""Answers a request with ranks that speak token ids: each choice is decided, streamed, and continued elsewhere when its rank dies.
+
+The pure part (what to ask next, whom to avoid, what to send) is in `course`, `picker` and `answers`; here it is awaited.
+"""
+
+import asyncio
+
+import msgspec
+
+from fleet.completions import DECISION_HEADER, ApiError, Choice, Completion, PromptDetails, Usage, rank_body
+from router.fleet_state.reservations import Booking
+from router.http.asgi_response import Headers, Reply
+from router.openai_api.completion_state import Course, Failure
+from router.openai_api.response_format import Answer
+from router.prefix_index.prompt import TokenPrompt
+from router.scheduling.decision import Decision
+from router.scheduling.scheduler import Need, Try
+from router.service import RouterService
+from router.telemetry.request_log import Exchange
+from router.telemetry.tracing import AttemptTrace
+from router.upstream.rank_client import Call, EventSplitter, UpstreamFailed, api_error
+
+TOLD_EVERY = 16
+"""tokens, after which what is left of a booking is told"""
+_DONE = b"[DONE]"
+_DECISION_HEADER = DECISION_HEADER.encode()
+_CHUNK: msgspec.json.Decoder[Completion] = msgspec.json.Decoder(Completion)
+
+
+class Generation:
+    """All choices of one request. `run` returns when the client has its whole answer."""
+
+    def __init__(
+        self,
+        service: RouterService,
+        exchange: Exchange,
+        reply: Reply,
+        headers: Headers,
+        answer: Answer,
+        courses: list[Course],
+        choices: int,
+        digest: str | None,
+    ) -> None:
+        """courses: `choices` of the first prompt, then of the next. digest: of the tokenizer that made their ids."""
+        self._service = service
+        self._exchange = exchange
+        self._reply = reply
+        self._headers = headers
+        self._answer = answer
+        self._courses = courses
+        self._digest = digest
+        self._open = len(courses)
+        self._seed = exchange.block_seed
+        self._per_prompt = choices
+
+    async def run(self) -> None:
+        """ApiError when a choice cannot be finished, whether or not the answer has begun (`Reply.status` tells)."""
+        if len(self._courses) == 1:
+            await self._follow(self._courses[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as choices:
+                for course in self._courses:
+                    choices.create_task(self._follow(course), name=f"answers choice {course.index} of request {self._exchange.request_id}")
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def _follow(self, course: Course) -> None:
+        """One choice, from rank to rank until it is whole. Attempts that brought tokens do not use up the others: each brings the end nearer."""
+        attempt, fruitless, replaces = 1, 0, None
+        while True:
+            had = len(course.emitted)
+            decision, failed = await self._try(course, attempt, replaces)
+            if failed is None:
+                return
+            if course.exhausted:
+                tokenizer = self._service.tokenizer(self._digest)
+                whole_text = "" if tokenizer is None else tokenizer.decode(course.emitted)
+                await self._emit(course, [course.finish_with(whole_text)])
+                await self._finished(course)
+                return
+            if course.emitted and course.fields.binding:
+                inexact = f"one with {', '.join(course.fields.binding)} cannot be continued exactly"
+                said = f"the rank broke off its answer ({failed.how.value}), and {inexact}; ask again"
+                raise ApiError(502, said, code="upstream_failed") from failed
+            fruitless = 1 if len(course.emitted) > had else fruitless + 1
+            if fruitless >= self._service.config.max_attempts:
+                raise failed.refusal(attempt) from failed
+            self._service.may_retry(failed.how, begun=bool(course.emitted or self._reply.status))
+            attempt, replaces = attempt + 1, decision.id
+
+    async def _try(self, course: Course, attempt: int, replaces: str | None) -> tuple[Decision, UpstreamFailed | None]:
+        """One attempt at one rank; its booking and its span end here, whatever happens."""
+        prompt = TokenPrompt(course.prompt + course.emitted if course.emitted else course.prompt, self._seed)
+        decision, booking = await self._decide(course, prompt, attempt, replaces)
+        span: AttemptTrace | None = None
+        ended: str | None = "abandoned"
+        try:
+            span = None if self._exchange.trace is None else self._exchange.trace.attempt(decision)
+            await self._attempt(course, decision, booking, span)
+        except UpstreamFailed as failed:
+            ended = failed.how.value
+            self._service.attempt_failed(self._exchange, decision, booking, failed.how, str(failed))
+            course.failures.append((decision.target.key, failed.how))
+            return decision, failed
+        else:
+            ended = None
+            self._service.finished(decision, booking, prompt)
+            return decision, None
+        finally:
+            course.began(decision.target.engine.weights_digest)
+            self._service.release(booking)
+            if span is not None:
+                span.end(ended)
+
+    async def _decide(self, course: Course, prompt: TokenPrompt, attempt: int, replaces: str | None) -> tuple[Decision, Booking]:
+        left = course.max_tokens - len(course.emitted)
+        need = Need(
+            model=self._exchange.model,
+            prompt=prompt,
+            context=prompt.tokens + left,
+            output=min(left, self._service.config.expected_output_tokens),
+            tokenizer=self._digest,
+            request_id=self._exchange.request_id,
+            keys=self._exchange.keys(),
+            owner=self._exchange.owner,
+            passes_fields=bool(course.fields.binding),
+            begun=course.begun,
+        )
+        suffix = (f"-c{course.index}" if course.index else "") + (f"-a{attempt}" if attempt > 1 else "")
+        begun = bool(course.emitted or self._reply.status)
+        attempted = Try(attempt, replaces, tuple(course.failures))
+        decision, booking = await self._service.waiting.admit(self._exchange, need, suffix, attempted, begun=begun)
+        if course.index == 0 or self._exchange.decision is None:
+            self._exchange.decision = decision
+        return decision, booking
+
+    async def _attempt(self, course: Course, decision: Decision, booking: Booking, span: AttemptTrace | None) -> None:
+        headers: Headers = []
+        for name, value in (self._exchange.pass_on if span is None else span.headers).items():
+            headers.append((name.encode(), value.encode("latin-1", "replace")))
+        headers += (b"x-request-id", self._exchange.request_id.encode()), (_DECISION_HEADER, decision.id.encode()), *self._service.credentials.for_ranks
+        passes = decision.target.engine.capabilities.passes_fields
+        body = rank_body(course.request(decision.cache_salt), course.fields.values if passes else {})
+        async with self._service.upstream.call(decision.target.url, "/v1/completions", body, headers) as call:
+            await self._stream(course, booking, call, span)
+
+    async def _stream(self, course: Course, booking: Booking, call: Call, span: AttemptTrace | None) -> None:
+        """Pass on what a rank says until it has said everything. What is missing after the finish reason (usage) is not worth a retry."""
+        splitter = EventSplitter(self._service.config.max_event_bytes)
+        waiting = True
+        over = False
+        told = len(course.emitted)
+        while not over:
+            try:
+                choices, over, failure = _taken(course, splitter, await call.read())
+            except UpstreamFailed as failed:
+                choices, over, failure = [], True, failed
+            if waiting and choices:
+                waiting = False
+                self._exchange.first_token(self._service.clock())
+                self._service.first_token(booking)
+                if span is not None:
+                    span.first_token()
+            if len(course.emitted) - told >= TOLD_EVERY:
+                self._service.emitted(booking, len(course.emitted) - told)
+                told = len(course.emitted)
+            await self._emit(course, choices)  # also before a failure: these tokens count as emitted
+            if failure is not None and course.finish_reason is None:
+                raise failure
+        if course.finish_reason is None:
+            raise UpstreamFailed(Failure.BROKEN, "the stream ended without a finish reason")
+        call.whole()
+        await self._finished(course)
+
+    async def _emit(self, course: Course, choices: list[Choice]) -> None:
+        data = b""
+        for choice in choices:
+            self._exchange.output_tokens += len(choice.token_ids or ())
+            data += self._answer.add(course.index, choice)
+        if data:
+            if not self._reply.status:
+                await self._start()
+            await self._reply.write(data)
+
+    async def _finished(self, course: Course) -> None:
+        """After the last choice, the end of the answer; upstream's own end of stream is awaited only after that."""
+        self._exchange.finish_reasons.append(course.finish_reason or "")
+        self._open -= 1
+        if self._open:
+            return
+        last = self._answer.end(self._usage())
+        if not self._reply.status:
+            await self._start(len(last))
+        await self._reply.end(last)
+
+    async def _start(self, length: int | None = None) -> None:
+        decided = self._exchange.decision
+        headers = [*self._headers, (b"content-type", self._answer.content_type)]
+        if decided is not None:
+            headers.append((_DECISION_HEADER, decided.id.encode()))
+        headers.append((b"cache-control", b"no-cache") if length is None else (b"content-length", str(length).encode()))
+        await self._reply.start(200, headers)
+
+    def _usage(self) -> Usage:
+        """Of the client's own prompts, each counted once however many choices it has."""
+        completion = sum(len(course.emitted) for course in self._courses)
+        prompt = self._exchange.prompt_tokens
+        cached = self._exchange.cached_tokens = sum(course.cached_tokens for course in self._courses[:: self._per_prompt])
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        )
+
+
+def _taken(course: Course, splitter: EventSplitter, data: bytes) -> tuple[list[Choice], bool, UpstreamFailed | None]:
+    """What new bytes add to a course, whether the stream is over, and the failure that ended it after that."""
+    choices: list[Choice] = []
+    event = b""
+    try:
+        for event in splitter.feed(data):
+            if event == _DONE:
+                return choices, True, None
+            choice = course.take(_CHUNK.decode(event))
+            if choice is not None:
+                choices.append(choice)
+    except msgspec.ValidationError:
+        return choices, True, UpstreamFailed(Failure.BROKEN, f"the rank said {api_error(500, event).message!r}")
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
+        return choices, True, UpstreamFailed(Failure.BROKEN, str(error))
+    return choices, not data, None

@@ -1,0 +1,273 @@
+"""The worker processes for large bodies: started when one is needed, given tasks in fair turns, replaced when one dies or its client leaves.
+
+A body of more than `_LARGEST_SHORT` bytes never has the last free process: what is large but takes a fraction of a second does not wait behind
+what takes many. Tasks of clients that left are dropped from the queue; one that runs has `_GRACE_SECONDS` to end before its process is killed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+
+from fleet.completions import ApiError
+from router.bodies.fair_turns import Turns
+from router.bodies.frames import (
+    HEAD,
+    Answer,
+    BodyTask,
+    Done,
+    Encode,
+    Fields,
+    Ids,
+    Load,
+    PassthroughFields,
+    Read,
+    ReadPassed,
+    ReadPassthrough,
+    Refused,
+    Task,
+    WriteSalt,
+    answer,
+    head,
+)
+from router.bodies.tasks import Kind, Room, decode
+from router.foreign_api.lenient_fields import Asked
+from router.openai_api.request_schema import Request
+
+log = logging.getLogger(__name__)
+
+_LARGEST_SHORT = 1024 * 1024
+_GRACE_SECONDS = 0.5
+_MOST_SECONDS = 60.0
+"""for one task; longer ones are given up"""
+_SLICE = 256 * 1024
+"""bytes written at once, so that no callback of the loop copies more"""
+_ROOT = Path(__file__).resolve().parents[2]
+"""where this product's packages lie"""
+
+
+class WorkerDied(Exception):
+    """The process ended in the middle of a task."""
+
+
+class WorkerProcess:
+    """One process and the socket to it. Made by `start`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.loaded: set[str] = set()
+        """digests of the tokenizers it has"""
+
+    @classmethod
+    async def start(cls, memory_bytes: int) -> "WorkerProcess":
+        """Start one that may have so much address space. OSError when there can be no further process."""
+        ours, its = socket.socketpair()
+        try:
+            with its:
+                process = _started(its, memory_bytes)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def call(self, task: Task, blob: bytes) -> tuple[Answer, bytes]:
+        """Have a task done. WorkerDied; cancelled, the process must be killed."""
+        try:
+            self._writer.write(head(task, blob))
+            view = memoryview(blob)
+            for start in range(0, len(blob), _SLICE):
+                self._writer.write(view[start : start + _SLICE])
+                await self._writer.drain()
+            message_bytes, blob_bytes = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+            message = await self._reader.readexactly(message_bytes)
+            return answer(message), await self._reader.readexactly(blob_bytes)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise WorkerDied(f"the process for large bodies {self.pid} ended in the middle of a task") from error
+
+    async def kill(self) -> None:
+        """End it, and return when it is gone."""
+        self._process.kill()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        await asyncio.to_thread(self._process.wait)
+
+
+class BodyWorkers:
+    """State: idle processes, and the jobs that run. Processes end with the context."""
+
+    def __init__(
+        self,
+        processes: int,
+        most_waiting: int,
+        most_per_client: int,
+        *,
+        memory_bytes: int,
+        seen_bytes: int,
+        archive: Callable[[str], bytes | None],
+        digests: Callable[[], Collection[str]],
+    ) -> None:
+        """memory_bytes: address space of one process. seen_bytes: of it for token ids of seen texts. archive: of a tokenizer, by digest.
+        digests: of those in use."""
+        self._turns = Turns("large requests", processes, most_waiting, most_per_client)
+        self._huge = Turns("large requests", max(1, processes - 1), most_waiting, most_per_client)
+        self._memory_bytes = memory_bytes
+        self._seen_bytes = seen_bytes
+        self._archive = archive
+        self._digests = digests
+        self._idle: list[WorkerProcess] = []
+        self._jobs: set[asyncio.Task[tuple[Answer, bytes]]] = set()
+        self._open = False
+        self.started = self.died = 0
+        """processes; those that ended in the middle of a task"""
+
+    async def __aenter__(self) -> "BodyWorkers":
+        self._open = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._open = False
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._idle))
+        self._idle.clear()
+
+    @property
+    def waiting(self) -> int:
+        return self._turns.waiting + self._huge.waiting
+
+    @property
+    def pids(self) -> list[int]:
+        """of idle processes"""
+        return [worker.pid for worker in self._idle]
+
+    async def read(self, client: str, kind: Kind, body: bytes) -> Request:
+        """As `tasks.read`. ApiError also when there is no turn to be had, see `Turns.take`, or the process fails."""
+        said, _ = await self._run(client, Read(kind), body)
+        assert isinstance(said, Fields)
+        return decode("chat" if said.is_chat else "text", said.request)
+
+    async def read_passed(self, client: str, kind: Kind, body: bytes) -> dict[str, msgspec.Raw]:
+        """As `openai.passed_fields`, the values. ApiError as `read`."""
+        _, blob = await self._run(client, ReadPassed(kind), body)
+        return {name: msgspec.Raw(value) for name, value in msgspec.msgpack.decode(blob, type=dict[str, bytes]).items()}
+
+    async def read_passthrough(self, client: str, content_type: str, body: bytes) -> Asked:
+        """As `tasks.read_passthrough`. ApiError when there is no turn to be had, or the process fails."""
+        said, prompt = await self._run(client, ReadPassthrough(content_type), body)
+        assert isinstance(said, PassthroughFields)
+        return Asked(**msgspec.json.decode(said.asked), prompt=prompt)
+
+    async def with_salt(self, client: str, body: bytes, salt: str) -> bytes:
+        """As `tenancy.with_salt`. ApiError as `read`."""
+        _, blob = await self._run(client, WriteSalt(salt), body)
+        return blob
+
+    async def encode(self, client: str, kind: Kind, body: bytes, digest: str, room: Room, scope: str = "") -> list[list[int]]:
+        """As `tasks.ids_of`, with `ModelTokenizer.within` the scope. ApiError as `read`."""
+        said, blob = await self._run(client, Encode(kind, digest, room.context, room.prompts, scope), body)
+        assert isinstance(said, Ids)
+        every, start, found = array("I", blob), 0, []
+        for length in said.lengths:
+            found.append(every[start : start + length].tolist())
+            start += length
+        return found
+
+    async def _run(self, client: str, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
+        turns = [self._huge, self._turns] if len(body) > _LARGEST_SHORT else [self._turns]
+        taken: list[Turns] = []
+        try:
+            for turn in turns:
+                await turn.take(client)
+                taken.append(turn)
+            self._check()
+        except BaseException:
+            _give_back(taken)
+            raise
+        job = asyncio.create_task(self._do(task, body), name="a large body in another process")
+        self._jobs.add(job)
+        job.add_done_callback(lambda done: self._ended(done, taken))
+        try:
+            said = await asyncio.shield(job)
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(_GRACE_SECONDS, job.cancel)
+            raise
+        if isinstance(said[0], Refused):
+            raise ApiError(said[0].status, said[0].message, param=said[0].param, code=said[0].code)
+        return said
+
+    def _check(self) -> None:
+        if not self._open:
+            raise ApiError(503, "the router is stopping", code="not_ready", retry_after=1.0)
+
+    def _ended(self, job: "asyncio.Task[tuple[Answer, bytes]]", taken: list[Turns]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled():
+            job.exception()  # its client may have left
+        _give_back(taken)
+
+    async def _do(self, task: BodyTask, body: bytes) -> tuple[Answer, bytes]:
+        """One task in a process of its own; a process that fails, or is cancelled, is killed."""
+        worker = self._idle.pop() if self._idle else await self._start()
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                if isinstance(task, Encode) and task.digest not in worker.loaded:
+                    await self._load(worker, task.digest)
+                said = await worker.call(task, body)
+        except BaseException as error:
+            await asyncio.shield(worker.kill())
+            if isinstance(error, WorkerDied):
+                self.died += 1
+                log.warning("%s", error)
+                raise ApiError(503, "the process that read this body failed", code="body_worker_failed") from error
+            if isinstance(error, TimeoutError):
+                raise ApiError(503, f"this body takes longer than {_MOST_SECONDS:g} s to be read", code="body_worker_failed") from error
+            raise
+        self._idle.append(worker)
+        return said
+
+    async def _start(self) -> WorkerProcess:
+        try:
+            worker = await WorkerProcess.start(self._memory_bytes)
+        except OSError as error:
+            log.error("no process can be started for large bodies: %s", error)  # noqa: TRY400 the text says it all
+            raise ApiError(503, "no process can be started to read this body", code="body_worker_failed", retry_after=2.0) from error
+        self.started += 1
+        return worker
+
+    async def _load(self, worker: WorkerProcess, digest: str) -> None:
+        archive = self._archive(digest)
+        if archive is None:
+            raise ApiError(503, "the model's tokenizer has not been loaded yet", code="not_ready", retry_after=1.0)
+        keep = (*self._digests(), digest)
+        said, _ = await worker.call(Load(digest, self._seen_bytes, keep), archive)
+        if isinstance(said, Done):
+            worker.loaded = (worker.loaded & set(keep)) | {digest}
+
+
+def _started(its: socket.socket, memory_bytes: int) -> "subprocess.Popen[bytes]":
+    """A worker process with its end of the socket. Takes a millisecond or two: the child shares our memory until it executes (vfork)."""
+    program = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from router.bodies.worker import main; main()"
+    command = [sys.executable, "-P", "-c", program, str(os.getpid()), str(memory_bytes)]
+    return subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL)
+
+
+def _give_back(taken: list[Turns]) -> None:
+    for turn in taken:
+        turn.give_back()

@@ -1,0 +1,1 @@
+"""Expected and actual outcome of a decision, compared. Pure."""

@@ -1,0 +1,114 @@
+"""Keeps the prices of distinct experts in step with what runs: engines whose mix of requests changed are priced anew, off the event loop."""
+
+import asyncio
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.layout import EP
+from fleet.signatures import ClusterModel
+from router.evaluation.distinct_experts import Mixes, Read, Reading, Share, Tokens, read
+from router.evaluation.expected_latency import NONE, Surcharge
+from router.fleet_state.dispatch_cost import Prices
+from router.fleet_state.engine_state import EngineState
+from router.fleet_state.reservations import SEQUENCES, Reservations
+from router.fleet_state.view import View
+from router.scheduling.decision import Decision
+
+Misses = NDArray[np.float32]
+
+
+class Mixing:
+    """`booked` is for the hot path. Engines that read nothing (`expert_read` 0), or all experts together (TP), are left out."""
+
+    def __init__(self, view: View, reservations: Reservations, threads: ThreadPoolExecutor) -> None:
+        self._view = view
+        self._reservations = reservations
+        self._threads = threads
+        self._mixes = Mixes()
+        self._misses: dict[tuple[str, int, int], tuple[Reading, Misses]] = {}
+        """by model, top-k and boundary; 2 MB each for 58 layers of 256 experts and 32 clusters"""
+        self._surcharges: dict[int, Surcharge] = {}
+        self._sent: dict[int, tuple[Prices | None, ClusterModel | None]] = {}
+        """which prices and clusters a surcharge for sending is of"""
+
+    def booked(self, decision: Decision) -> Share | None:
+        """A request runs from now on, until its share ends. None: what it activates makes no difference, or is unknown."""
+        engine, outlook = decision.target.engine, decision.outlook
+        if outlook is None or engine.speed is None or not engine.speed.expert_read:
+            return None
+        return self._mixes.book(engine.worker_id, outlook.forecast.weights, outlook.forecast.clusters)
+
+    def forget_worker(self, worker_id: int) -> None:
+        self._mixes.forget_worker(worker_id)
+        self._surcharges.pop(worker_id, None)
+        self._sent.pop(worker_id, None)
+
+    def surcharge(self, worker_id: int) -> Surcharge:
+        """What experts add to an engine's times now."""
+        return self._surcharges.get(worker_id, NONE)
+
+    async def refresh(self, now: float) -> None:
+        """Price the engines whose mix changed noticeably."""
+        due: dict[tuple[str, int, int], list[tuple[EngineState, Tokens]]] = defaultdict(list)
+        readings: dict[tuple[str, int, int], Reading] = {}
+        for state in self._view.engines():
+            self._sending(state)
+            reading = self._reading(state)
+            if reading is None:
+                self._surcharges[state.joined.worker_id] = Surcharge(token=self.surcharge(state.joined.worker_id).token)
+            else:
+                key = (state.joined.model, reading.top_k, reading.boundary)
+                readings[key] = reading
+                tokens = self._changed(state, reading, now)
+                if tokens is not None:
+                    due[key].append((state, tokens))
+        self._misses = {key: known for key, known in self._misses.items() if key in readings}
+        for key, engines in due.items():
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, key, readings[key], [tokens for _, tokens in engines])
+            for (state, _), reads, added in zip(engines, found.now, found.added, strict=True):
+                self._tell(state, readings[key], float(reads), added)
+
+    def _sending(self, state: EngineState) -> None:
+        """What it costs each rank to send a token of the traffic's mix to other ranks and nodes."""
+        worker_id, speed, clusters = state.joined.worker_id, state.joined.speed, self._view.clusters(state.joined.model)
+        prices = None if state.locality is None else state.locality.prices
+        known = self._sent.get(worker_id)
+        if known is not None and known[0] is prices and known[1] is clusters:
+            return
+        self._sent[worker_id] = prices, clusters
+        seconds: tuple[float, ...] = ()
+        if prices is not None and clusters is not None and speed is not None and prices.remote.shape[1] == clusters.clusters:
+            seconds = tuple(((speed.dispatch * prices.remote + speed.dispatch_node * prices.nodes) @ clusters.shares).tolist())
+        self._surcharges[worker_id] = self.surcharge(worker_id)._replace(token=seconds)
+
+    def _reading(self, state: EngineState) -> Reading | None:
+        """None: the engine's distinct experts have no price."""
+        joined, clusters = state.joined, self._view.clusters(state.joined.model)
+        if joined.speed is None or not joined.speed.expert_read or not state.reads or joined.shape is None or clusters is None:
+            return None
+        if clusters.profiles.shape[1:] != (joined.shape.layers, joined.shape.experts):
+            return None
+        return Reading(clusters, joined.shape.top_k, (state.layout or EP).boundary)
+
+    def _changed(self, state: EngineState, reading: Reading, now: float) -> Tokens | None:
+        load = self._reservations.load(np.array(state.rows, np.intp), now)
+        sequences = int(load[SEQUENCES].sum())
+        return self._mixes.changed(state.joined.worker_id, sequences, reading.clusters, told=state.distinct is not None)
+
+    def _read(self, key: tuple[str, int, int], reading: Reading, mixes: list[Tokens]) -> Read:
+        """In a thread; nobody else touches `key` meanwhile."""
+        known = self._misses.get(key)
+        if known is None or known[0] != reading:
+            known = self._misses[key] = reading, reading.misses()
+        return read(known[1], mixes)
+
+    def _tell(self, state: EngineState, reading: Reading, reads: float, added: NDArray[np.float64]) -> None:
+        worker_id, speed = state.joined.worker_id, state.joined.speed
+        if speed is not None and self._view.engine(worker_id) is state:
+            self._view.set_distinct(worker_id, added)
+            shape, seconds = reading.clusters.profiles.shape, speed.expert_read * state.reads
+            everything, hit = seconds * (shape[1] - reading.boundary) * shape[2], reading.top_k / shape[2]
+            self._surcharges[worker_id] = self.surcharge(worker_id)._replace(reading=seconds * reads, all_experts=everything, hit=hit)

@@ -1,0 +1,123 @@
+"""Tells the tracker what became of requests: what was known of each, and what was expected of it where it ran. Batched and bounded."""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from bus import Bus, BusError
+from bus.protocol.subjects import Subjects
+from fleet.events import RequestOutcome, RequestsFinished
+from fleet.prediction import MOST_TOKENS
+from fleet.signatures import PACKED, pack
+from router.prefix_index.prompt import Prompt
+from router.scheduling.decision import Decision
+from router.telemetry.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+BATCH = 64
+
+
+class _Ended(NamedTuple):
+    decision: Decision
+    looked_up: "list[int]"
+
+
+class Outcomes:
+    """`note` is for the hot path and only queues; `run` publishes every so many seconds, and at once when BATCH wait."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, metrics: RouterMetrics, *, seconds: float, most: int) -> None:
+        self._publisher = bus.publisher(subjects.requests_finished)
+        self._metrics = metrics
+        self._seconds = seconds
+        self._most = most
+        self._waiting: deque[_Ended] = deque()
+        self._many = asyncio.Event()
+
+    def note(self, decision: Decision, prompt: Prompt, *, reported: bool = False) -> None:
+        """A choice ended well, as this decision's rank served it. Where neither it nor its answer (`reported`) tells of experts,
+        there is nothing to compare with."""
+        engine = decision.target.engine
+        if engine.shape is None or not (engine.capabilities.experts or reported):
+            return
+        if len(self._waiting) >= self._most:
+            self._metrics.outcomes_dropped.inc()
+            return
+        looked_up = slice(0, MOST_TOKENS) if decision.outlook is None else decision.outlook.forecast.looked_up
+        self._waiting.append(_Ended(decision, list(prompt.ids[looked_up])))
+        if len(self._waiting) >= BATCH:
+            self._many.set()
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):  # then few wait, and they have waited long enough
+                async with asyncio.timeout(self._seconds):
+                    await self._many.wait()
+            self._many.clear()
+            while self._waiting:
+                await self._publish([self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))])
+
+    async def _publish(self, ended: list[_Ended]) -> None:
+        for about, group in groupby(sorted(ended, key=_about), key=_about):
+            outcomes = _outcomes(list(group))
+            model, tables, clusters = about
+            try:
+                await self._publisher.publish(RequestsFinished(model=model, tables=tables, clusters=clusters, requests=outcomes))
+            except BusError as error:
+                log.warning("%d outcomes could not be told: %s", len(outcomes), error)
+                self._metrics.outcomes_dropped.inc(len(outcomes))
+            else:
+                self._metrics.outcomes_published.inc(len(outcomes))
+
+
+def _about(ended: _Ended) -> tuple[str, int, int]:
+    """Model, tables version and cluster version; versions 0: there were no tables."""
+    outlook = ended.decision.outlook
+    return (ended.decision.ask.model, 0, 0) if outlook is None else (ended.decision.ask.model, outlook.forecast.tables, outlook.forecast.clusters)
+
+
+def _outcomes(ended: list[_Ended]) -> tuple[RequestOutcome, ...]:
+    """Of decisions made with the same tables."""
+    weights = [one.decision.outlook.forecast.weights for one in ended if one.decision.outlook is not None]
+    packed = pack(np.stack(weights)) if weights else np.zeros((len(ended), PACKED), np.uint8)
+    return tuple(_outcome(one, row.tobytes()) for one, row in zip(ended, packed, strict=True))
+
+
+def _outcome(ended: _Ended, predicted: bytes) -> RequestOutcome:
+    decision = ended.decision
+    worker_id, rank = decision.target.key
+    outlook, at = decision.outlook, decision.chosen
+    priced = outlook is not None and bool(outlook.priced[at])
+    return RequestOutcome(
+        spread=_spread(decision) if priced else None,
+        decision=decision.id,
+        worker_id=worker_id,
+        rank=rank,
+        prefix=0 if outlook is None else outlook.forecast.prefix,
+        tokens=_u32(ended.looked_up),
+        session=decision.ask.keys.session,
+        tenant=decision.ask.keys.tenant,
+        predicted=predicted,
+        predicted_local=float(outlook.local[at]) if outlook is not None and priced else None,
+        prior_local=float(outlook.prior_local[at]) if outlook is not None and priced else None,
+    )
+
+
+def _spread(decision: Decision) -> float | None:
+    """By how much the nearest of the candidates of the chosen rank's engine stands out among them (`RequestOutcome.spread`)."""
+    outlook, engines = decision.outlook, decision.roster.engine[decision.at]
+    if outlook is None:
+        return None
+    beside = (outlook.local - outlook.prior_local)[engines == engines[decision.chosen]]
+    return float(min(max(beside.max() - beside.mean(), 0.0), 1.0))
+
+
+def _u32(ids: list[int]) -> bytes:
+    """u32 little endian; ids are checked at the edge."""
+    return np.asarray(ids, "<u4").tobytes()

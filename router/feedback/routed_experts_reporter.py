@@ -1,0 +1,141 @@
+"""Reports on behalf of engines that do not report: what their answers say of experts, counted in a thread and told to the tracker."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from bus import Bus, BusError
+from bus.protocol.subjects import Subjects
+from fleet.events import CountsImported, RequestProfile, RequestsProfiled, SampledProfile
+from fleet.experts import ModelShape
+from fleet.popularity import ExpertCounts
+from fleet.signatures import ClusterModel, pack
+from router.fleet_state.view import View
+from router.foreign_api.routed_experts_parser import Counted, Tap, Usage, counted
+from router.scheduling.decision import Decision
+from router.telemetry.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 64
+"""Answers that wait to be counted; more are let go."""
+MOST_BYTES = 64 * 1024 * 1024
+"""and what they may take together"""
+WHOLE_PROFILES_PER_SECOND = 2.0
+"""Requests of which the whole profile is told, for clusters to be learnt from; the others are told by their signature alone."""
+
+
+class _Passed(NamedTuple):
+    decision: Decision
+    said: list[bytes]
+    size: int
+    usage: Usage
+
+
+class ForeignReports:
+    """`tap` and `note` are for the hot path; `run` counts and publishes. Answers wait in a bounded queue; what does not fit is dropped and counted."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, view: View, metrics: RouterMetrics, threads: ThreadPoolExecutor, most_event_bytes: int) -> None:
+        self._imports = bus.publisher(subjects.imports)
+        self._profiles = bus.publisher(subjects.requests_read)
+        self._view = view
+        self._metrics = metrics
+        self._threads = threads
+        self._most_event_bytes = most_event_bytes
+        self._waiting: asyncio.Queue[_Passed] = asyncio.Queue(MOST_WAITING)
+        self._bytes = 0
+        self._allowance = WHOLE_PROFILES_PER_SECOND
+        self._allowed_at: float | None = None
+
+    def tap(self, decision: Decision) -> Tap | None:
+        """What listens to an answer; None where the engine reports itself, or its model's experts are unknown."""
+        engine = decision.target.engine
+        return None if engine.shape is None or engine.capabilities.experts else Tap(self._most_event_bytes)
+
+    def note(self, decision: Decision, tap: Tap, usage: Usage) -> bool:
+        """An answer has passed; whether it spoke of experts, and will be told."""
+        said = tap.found()
+        if tap.too_long:
+            self._metrics.routings("too_long")
+        if not said:
+            return False
+        size = sum(map(len, said))
+        if self._waiting.full() or self._bytes + size > MOST_BYTES:
+            self._metrics.routings("dropped")
+            return False
+        self._bytes += size
+        self._waiting.put_nowait(_Passed(decision, said, size, usage))
+        return True
+
+    async def run(self) -> None:
+        """Count and publish until cancelled."""
+        while True:
+            passed = await self._waiting.get()
+            try:
+                await self._tell(passed)
+            finally:
+                self._bytes -= passed.size
+
+    async def _tell(self, passed: _Passed) -> None:
+        engine = passed.decision.target.engine
+        assert engine.shape is not None
+        clusters, loop = self._view.clusters(engine.model), asyncio.get_running_loop()
+        work = (passed, engine.shape, clusters, self._may_tell_all(loop.time()))
+        try:
+            said = await loop.run_in_executor(self._threads, _reports, *work)
+        except ValueError as error:
+            log.warning("an answer of engine %s is not counted: %s", engine.engine, error)
+            self._metrics.routings("bad")
+            return
+        if said is None:
+            self._metrics.routings("empty")
+            return
+        try:
+            await self._imports.publish(said[0])
+            await self._profiles.publish(said[1])
+        except BusError as error:
+            log.warning("what engine %s activated could not be told: %s", engine.engine, error)
+            self._metrics.routings("dropped")
+        else:
+            self._metrics.routings("told")
+
+    def _may_tell_all(self, now: float) -> bool:
+        """A token bucket of one second."""
+        passed = 0.0 if self._allowed_at is None else now - self._allowed_at
+        self._allowance = min(WHOLE_PROFILES_PER_SECOND, self._allowance + passed * WHOLE_PROFILES_PER_SECOND)
+        self._allowed_at = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
+
+
+def _reports(passed: _Passed, shape: ModelShape, clusters: ClusterModel | None, whole: bool) -> tuple[CountsImported, RequestsProfiled] | None:
+    """What is told of one answer; None when nothing was computed. Pure, and long enough for a thread. ValueError as `counted`."""
+    found = counted(passed.said, shape, passed.usage)
+    if found is None or found.tokens < 1:
+        return None
+    decision = passed.decision
+    worker_id, rank = decision.target.key
+    engine = decision.target.engine
+    counts = ExpertCounts.of(found.prompt + found.completion)
+    said = CountsImported(model=engine.model, digest=f"answer {decision.id}", tokens=found.tokens, counts=counts)
+    fits = clusters is not None and clusters.profiles.shape[1:] == (shape.layers, shape.experts)
+    profile = RequestProfile(
+        decision=decision.id,
+        tokens=found.tokens,
+        cached_tokens=found.cached,
+        signature=_signature(found, clusters if fits else None),
+        sample=SampledProfile(prompt=ExpertCounts.of(found.prompt), completion=ExpertCounts.of(found.completion)) if whole else None,
+    )
+    version = clusters.version if clusters is not None and fits else 0
+    return said, RequestsProfiled(engine=engine.engine, worker_id=worker_id, rank=rank, model=engine.model, epoch=0, clusters=version, requests=(profile,))
+
+
+def _signature(found: Counted, clusters: ClusterModel | None) -> bytes:
+    """Packed; without clusters nothing is named."""
+    weights = np.zeros(1, np.float32) if clusters is None else clusters.signature(found.prompt + found.completion)
+    return pack(weights).tobytes()

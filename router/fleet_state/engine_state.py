@@ -1,0 +1,303 @@
+"""One incarnation of an engine as the router knows it, and what is made of all of them: the roster and the price list of a model. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.events import EngineJoined
+from fleet.layout import EP, Layout
+from fleet.placement import Placement
+from fleet.signatures import ClusterModel, Weights
+from router.fleet_state.cluster_homes import Settled
+from router.fleet_state.dispatch_cost import Locality, Prices
+from router.fleet_state.target_table import MOST_REQUESTS, REFERENCE, Dialect, Excluded, RankKey, Roster, Target
+
+Cells = NDArray[np.float64]
+
+
+class Standing(StrEnum):
+    """Where an engine stands; only a live one is routed to. The value is the reason given for leaving it out."""
+
+    UNHEARD = "no heartbeat heard yet"
+    LIVE = "live"
+    DEAD = "dead: its heartbeats stopped"
+    LEFT = "left: it stopped serving on purpose"
+    UNREACHABLE = "unreachable: a connection to it failed and no heartbeat has been heard since"
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One incarnation of an engine. `heard_at`: seconds on the router's clock."""
+
+    joined: EngineJoined
+    heard_at: float
+    placement: Placement | None
+    layout: Layout | None
+    standing: Standing = Standing.UNHEARD
+    locality: Locality | None = None
+    """None: not priced yet"""
+    priced_epoch: int | None = None
+    """placement epoch that `locality` is about"""
+    blocked: str | None = None
+    """why a live engine cannot be used (its tokenizer is missing)"""
+    rows: list[int] = field(default_factory=list)
+    distinct: Cells | None = None
+    """[K]: experts that a request of each cluster adds to a step of the engine; None: nobody has said"""
+    handover_seconds: float = 0.0
+    probed: bool = False
+    """probes decide whether it lives (`router.upstream.static_backends`), not the silence of its heartbeats"""
+    homes: Settled = Settled()  # noqa: RUF009 immutable
+
+    def resume(self, old: "EngineState") -> None:
+        """Take over what is known of an incarnation that introduces itself again. Its prices stand until they are found anew, unless they are
+        another engine's by now."""
+        self.heard_at, self.blocked, self.handover_seconds = old.heard_at, old.blocked, old.handover_seconds
+        self.standing = Standing.UNHEARD if old.standing is Standing.LEFT else old.standing
+        if old.placement is not None and (self.placement is None or old.placement.epoch > self.placement.epoch):
+            self.placement, self.layout = old.placement, old.layout
+        if len(old.joined.urls) == len(self.joined.urls):
+            self.homes = old.homes
+            if (old.layout, old.nodes, old.joined.shape, old.joined.model) == (self.layout, self.nodes, self.joined.shape, self.joined.model):
+                self.locality, self.priced_epoch = old.locality, old.priced_epoch
+
+    @property
+    def contexts(self) -> dict[str, int]:
+        """Tokens that a request may have, by the name of each model that is served."""
+        return {one.name: one.max_context for one in self.joined.models} or {self.joined.model: self.joined.max_context}
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Machine of each rank."""
+        return self.joined.nodes or (self.joined.node,) * len(self.joined.urls)
+
+    @property
+    def ranks(self) -> int:
+        """Targets of this engine: its ranks, or 1 when the engine is one target."""
+        one_target = self.layout is not None and not self.layout.targets_are_ranks
+        return 1 if one_target or len(set(self.joined.urls)) == 1 else len(self.joined.urls)
+
+    @property
+    def is_one_of_many(self) -> bool:
+        """Whether the engine is one target though it has several ranks."""
+        return self.ranks == 1 < len(self.joined.urls)
+
+    @property
+    def reads(self) -> float:
+        """Share of a step's distinct experts that each rank reads: the ranks read theirs at once. 0 where experts are sharded over all
+        ranks, and what that saves is not known."""
+        shape, layout = self.joined.shape, self.layout or EP
+        sharded = shape is None or layout.attention == "tp" or layout.boundary >= shape.layers
+        return 0.0 if sharded else 1.0 / len(self.joined.urls)
+
+    @property
+    def dialect(self) -> Dialect:
+        return "ids" if self.joined.capabilities.token_ids and self.joined.tokenizer is not None else "text"
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no request can be sent here now."""
+        return self.blocked if self.standing is Standing.LIVE else self.standing.value
+
+
+class Versions(NamedTuple):
+    """What prices and homes are of, by engine."""
+
+    prices: dict[str, int | None]
+    """placement epoch; None: not priced yet, or the placement is unknown"""
+    homes: dict[str, tuple[int, int]]
+    """version and placement epoch of the homes that go with these prices; engines without are left out"""
+    coming: dict[str, tuple[int, int]]
+    """of homes that wait for their epoch"""
+
+
+class PriceList:
+    """The prices of a model's targets, in the order of its roster, for a token of each cluster: one matrix, so that a decision needs one
+    product. Where `priced`, bool [targets], is not, they are 0."""
+
+    def __init__(self, roster: Roster, clusters: int) -> None:
+        targets = len(roster.targets)
+        self.clusters = clusters
+        self.priced = np.zeros(targets, np.bool_)
+        self._engine = roster.engine
+        self.flat = np.zeros((3 * targets + len(roster.first), clusters), np.float32)
+        """[3 * targets + engines, K]: the rows of the next four, one after another; half the bytes of float64 make half the time of the product"""
+        self.remote, self.nodes, self.local = self.flat[: 3 * targets].reshape(3, targets, clusters)
+        """[targets, K]: distinct remote ranks and nodes, and local share, as in `locality.Prices`"""
+        self.distinct = self.flat[3 * targets :]
+        """[engines, K]: experts added to a step"""
+        self.homes: NDArray[np.float32] | None = None
+        """[targets, K]: `homes.Homes.lift`; None: nobody has a home"""
+        self.versions = Versions({}, {}, {})
+        self._prior: tuple[Weights, Cells] | None = None
+
+    def of(self, weights: Weights) -> tuple[Cells, Cells, Cells, Cells]:
+        """For a request's weights [K]: remote ranks, remote nodes, local share and added experts, float64 [targets] each."""
+        found, targets = (self.flat @ weights).astype(np.float64), len(self.priced)
+        return found[:targets], found[targets : 2 * targets], found[2 * targets : 3 * targets], found[3 * targets :].take(self._engine)
+
+    def home(self, weights: Weights) -> Cells | None:
+        """float64 [targets]: how many times its even share a target is to get of requests with these weights [K]; None: nothing is said of that."""
+        return None if self.homes is None else (self.homes @ weights).astype(np.float64)
+
+    def prior_local(self, shares: Weights) -> Cells:
+        """float64 [targets]: the local share of the traffic's mix [K]; computed once for each value of it."""
+        if self._prior is None or self._prior[0] is not shares:
+            self._prior = shares, (self.local @ shares).astype(np.float64)
+        return self._prior[1]
+
+
+def build(model: str, engines: list[EngineState]) -> Roster:
+    """Keep the engines that can serve the model in one dialect and one tokenizer; ids win over text, the first joined over later ones."""
+    serving = [state for state in engines if model in state.contexts and state.obstacle is None]
+    dialect: Dialect = "ids" if any(state.dialect == "ids" for state in serving) else "text"
+    tokenizer = next((state.joined.tokenizer for state in serving if state.dialect == "ids"), None)
+    kept: list[EngineState] = []
+    excluded: list[Excluded] = []
+    for state in engines:
+        reason = _unfit(state, model, dialect, tokenizer)
+        if reason is None:
+            kept.append(state)
+        else:
+            excluded += [Excluded(state.joined.engine, rank, reason) for rank in range(state.ranks)]
+    return _columns(model, dialect, tokenizer, kept, tuple(excluded))
+
+
+def _unfit(state: EngineState, model: str, dialect: Dialect, tokenizer: str | None) -> str | None:
+    if model not in state.contexts:
+        return f"serves another model: {', '.join(state.contexts)}"
+    if state.obstacle is not None:
+        return state.obstacle
+    if state.dialect != dialect:
+        return "takes no token ids, and other engines of this model do"
+    if dialect == "ids" and state.joined.tokenizer != tokenizer:
+        return "its tokenizer differs from that of the engine that joined first"
+    return None
+
+
+def _columns(model: str, dialect: Dialect, tokenizer: str | None, engines: list[EngineState], excluded: tuple[Excluded, ...]) -> Roster:
+    ranks = [(state, rank) for state in engines for rank in range(state.ranks)]
+    speeds = [state.joined.speed or REFERENCE for state, _ in ranks]
+    members = np.array([state.ranks for state in engines], np.intp)
+    engine, first = np.repeat(np.arange(len(engines)), members), np.cumsum(members) - members
+    targets = tuple(_target(state, rank) for state, rank in ranks)
+    sizes = [state.joined.block_size for state, _ in ranks]
+    contexts = [state.contexts[model] for state, _ in ranks]
+    kv_blocks = [state.joined.kv_blocks or inf for state, _ in ranks]
+    requests = [state.joined.max_requests or MOST_REQUESTS for state, _ in ranks]
+    return Roster(
+        model=model,
+        dialect=dialect,
+        tokenizer=tokenizer,
+        targets=targets,
+        excluded=excluded,
+        index={target.key: at for at, target in enumerate(targets)},
+        rows=np.array([state.rows[rank] for state, rank in ranks], np.intp),
+        block_size=np.array(sizes, np.int64),
+        max_context=np.array(contexts, np.int64),
+        max_requests=np.array(requests, np.int64),
+        stated=np.array([state.joined.speed is not None for state, _ in ranks], np.bool_),
+        prefill_token_s=column(speed.prefill_token for speed in speeds),
+        prefill_pair_s=column(speed.prefill_pair for speed in speeds),
+        step_s=column(speed.step for speed in speeds),
+        decode_sequence_s=column(speed.decode_sequence for speed in speeds),
+        decode_block_s=column(speed.decode_block for speed in speeds),
+        decode_token_block_s=column(speed.decode_block / size for speed, size in zip(speeds, sizes, strict=True)),
+        dispatch_s=column(speed.dispatch for speed in speeds),
+        dispatch_node_s=column(speed.dispatch_node for speed in speeds),
+        expert_read_s=column(speed.expert_read * state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
+        engine=engine,
+        first=first,
+        group=np.stack([engine, engine + len(engines)]),
+        group_first=np.concatenate([first, first + len(ranks)]),
+        apart=bool((members == 1).any()),
+        pairs=any(speed.prefill_pair for speed in speeds),
+        far=any(speed.dispatch_node for speed in speeds),
+        reads=any(speed.expert_read and state.reads for speed, (state, _) in zip(speeds, ranks, strict=True)),
+        together=np.repeat(members > 1, members).astype(np.float64) if members.max(initial=0) > 1 else None,
+        passes_fields=any(state.joined.capabilities.passes_fields for state in engines),
+        approximate=np.array([not state.joined.capabilities.kv_events for state, _ in ranks], np.bool_),
+        block_sizes=tuple(sorted(set(sizes))),
+        all_at=np.arange(len(ranks)),
+        guessed=tuple(target.key for target in targets if not target.engine.capabilities.kv_events),
+        largest_context=max(contexts, default=0),
+        smallest_context=min(contexts, default=0),
+        kv_blocks=np.array(kv_blocks, np.float64),
+        fewest_kv_blocks=min(kv_blocks, default=inf),
+        fewest_requests=min(requests, default=MOST_REQUESTS),
+    )
+
+
+def column(values: Iterable[float]) -> Cells:
+    return np.fromiter(values, np.float64)
+
+
+def _target(state: EngineState, rank: int) -> Target:
+    key: RankKey = (state.joined.worker_id, rank)
+    epoch = None if state.placement is None else state.placement.epoch
+    url = state.joined.urls[rank].rstrip("/").removesuffix("/v1")
+    return Target(state.joined, rank, url, key, f"{state.joined.engine}/{rank}", epoch, note(state))
+
+
+def note(state: EngineState) -> str | None:
+    """Why an engine's expert term is what it is, when that needs saying."""
+    if state.is_one_of_many and (state.layout is None or state.layout.targets_are_ranks):
+        return "the engine is one target: which of its ranks a request will live on is not known"
+    if state.locality is None:
+        return "not priced yet"
+    if state.placement is not None and state.priced_epoch != state.placement.epoch:
+        return f"not priced yet: the term is that of epoch {state.priced_epoch}"
+    return state.locality.note
+
+
+def price_list(roster: Roster, engines: Mapping[int, EngineState], clusters: ClusterModel | None) -> PriceList:
+    """The prices of a roster's targets, as far as they are known; engines by worker_id."""
+    found = PriceList(roster, 0 if clusters is None else clusters.clusters)
+    for at, target in enumerate(roster.targets):
+        state = engines[target.key[0]]
+        prices = _prices(state, target.rank, clusters)
+        if prices is not None:
+            found.remote[at], found.nodes[at], found.local[at] = prices.remote[target.rank], prices.nodes[target.rank], prices.local[target.rank]
+            found.priced[at] = True
+        if state.distinct is not None and len(state.distinct) == found.clusters:
+            found.distinct[roster.engine[at]] = state.distinct
+    found.versions = _versions(roster, engines)
+    if clusters is not None:
+        found.homes = _homes(roster, engines, clusters)
+    return found
+
+
+def _versions(roster: Roster, engines: Mapping[int, EngineState]) -> Versions:
+    found = Versions({}, {}, {})
+    for first in roster.first.tolist():
+        name, state = roster.targets[first].engine.engine, engines[roster.targets[first].key[0]]
+        found.prices[name] = None if state.locality is None else state.priced_epoch
+        for homes, said in ((state.homes.now, found.homes), (state.homes.coming, found.coming)):
+            if homes is not None:
+                said[name] = homes.version, homes.epoch
+    return found
+
+
+def _homes(roster: Roster, engines: Mapping[int, EngineState], clusters: ClusterModel) -> NDArray[np.float32] | None:
+    """float32 [targets, K]; None where no engine has homes. Clusters keep their meaning from version to version; another number of them means others."""
+    found = None
+    for at, target in enumerate(roster.targets):
+        state = engines[target.key[0]]
+        lift = None if state.homes.now is None or state.is_one_of_many else state.homes.now.lift
+        if lift is not None and lift.shape[1] == clusters.clusters:
+            if found is None:
+                found = np.ones((len(roster.targets), clusters.clusters), np.float32)
+            found[at] = lift[target.rank]
+    return found
+
+
+def _prices(state: EngineState, rank: int, clusters: ClusterModel | None) -> Prices | None:
+    """None: unpriced, priced with another number of clusters than there are now, or nobody knows which rank a request will live on."""
+    prices = None if state.locality is None or state.is_one_of_many else state.locality.prices
+    if prices is None or clusters is None or rank >= len(prices.remote) or prices.remote.shape[1] != clusters.clusters:
+        return None
+    return prices

@@ -1,0 +1,263 @@
+"""What is known of engines, placements and clusters: the one mutable state behind rosters. Pure: time comes in as an argument.
+
+State: engines by worker_id, cluster models by model, and the rosters and price lists made of them, dropped whenever something they
+were made of changes. Loads live in `reservations`, KV contents in `kv_index` and `prefixes`.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from math import inf
+
+import numpy as np
+
+from fleet.events import EngineJoined
+from fleet.layout import Layout
+from fleet.placement import Placement
+from fleet.signatures import ClusterModel
+from fleet.timing import MOST_SECONDS
+from router.fleet_state.cluster_homes import Homes
+from router.fleet_state.dispatch_cost import Locality
+from router.fleet_state.engine_state import Cells, EngineState, PriceList, Standing, build, column, note, price_list
+from router.fleet_state.reservations import Reservations
+from router.fleet_state.target_table import Roster
+
+_KEPT_CLUSTERS = 8
+"""Versions of clusters, of all models together, by which recent decisions can still name experts; some 2 MB each at DeepSeek-V3's size."""
+
+
+class View:
+    """See the module's first lines for what it holds. Methods tell what changed, so that the caller can do the I/O that follows."""
+
+    def __init__(self, reservations: Reservations) -> None:
+        self._reservations = reservations
+        self._engines: dict[int, EngineState] = {}
+        self._clusters: dict[str, ClusterModel] = {}
+        self._latest_clusters: deque[ClusterModel] = deque(maxlen=_KEPT_CLUSTERS)
+        """keeps in memory what decisions refer to weakly"""
+        self._rosters: dict[str, Roster] = {}
+        self._prices: dict[str, PriceList] = {}
+        self._handovers: dict[str, tuple[Roster, Cells | None]] = {}
+        self.version = 0
+        """counts changes; part of every decision"""
+        self._text, self._text_at = False, 0
+        """`serves_text`, and the version it was found at"""
+
+    def join(self, joined: EngineJoined, now: float, *, probed: bool = False) -> list[int]:
+        """An engine serves. Returns the worker_ids it supersedes (earlier incarnations of its name), which are forgotten.
+        probed: probes decide whether it lives, not the silence of its heartbeats.
+
+        ValueError when its placement breaks an invariant, its urls are missing, or its nodes are not one per rank.
+        """
+        if not joined.urls:
+            raise ValueError(f"engine {joined.engine!r} joined without any url")
+        if joined.nodes and len(joined.nodes) != len(joined.urls):
+            raise ValueError(f"engine {joined.engine!r} names {len(joined.nodes)} nodes for {len(joined.urls)} ranks; one per rank, or none, is allowed")
+        placement = None if joined.placement is None else Placement.from_record(joined.placement)
+        old = self._engines.get(joined.worker_id)
+        state = EngineState(joined, now, placement, joined.layout, probed=probed)
+        if old is not None:
+            state.resume(old)
+        superseded = [worker for worker, other in self._engines.items() if other.joined.engine == joined.engine and worker != joined.worker_id]
+        for worker in superseded:
+            self.forget(worker)
+        self._engines[joined.worker_id] = state
+        state.rows = [self._reservations.add_rank((joined.worker_id, rank)) for rank in range(len(joined.urls))]
+        self._changed()
+        return superseded
+
+    def leave(self, worker_id: int) -> bool:
+        """An engine stopped on purpose; streams that still run there are not touched. False when it is unknown."""
+        return self._stand(worker_id, Standing.LEFT)
+
+    def heard(self, worker_id: int, now: float) -> bool:
+        """A sign of life. False when nobody of that id is known."""
+        state = self._engines.get(worker_id)
+        if state is None:
+            return False
+        state.heard_at = now
+        if state.standing is not Standing.LEFT:
+            self._stand(worker_id, Standing.LIVE)
+        return True
+
+    def unreachable(self, worker_id: int) -> None:
+        """A connection failed: not used again before the next sign of life."""
+        state = self._engines.get(worker_id)
+        if state is not None and state.standing is Standing.LIVE:
+            self._stand(worker_id, Standing.UNREACHABLE)
+
+    def sweep(self, now: float, dead_after: float, forget_after: float, audible_since: float = -inf) -> list[int]:
+        """Declare silent engines dead and forget those silent for long; returns the worker_ids forgotten. What was silent before
+        `audible_since` is no silence: nobody could be heard."""
+        for worker, state in self._engines.items():
+            silent = not state.probed and now - max(state.heard_at, audible_since) > dead_after
+            if silent and state.standing in (Standing.LIVE, Standing.UNREACHABLE):
+                self._stand(worker, Standing.DEAD)
+        quiet = (worker for worker, state in self._engines.items() if now - max(state.heard_at, audible_since) > forget_after)
+        old = [worker for worker in quiet if not self._engines[worker].probed or self._engines[worker].standing is not Standing.LIVE]
+        for worker in old:
+            self.forget(worker)
+        return old
+
+    def forget(self, worker_id: int) -> None:
+        state = self._engines.pop(worker_id, None)
+        if state is not None:
+            for rank in range(len(state.joined.urls)):
+                self._reservations.remove_rank((worker_id, rank))
+            self._changed()
+
+    def block(self, worker_id: int, reason: str | None) -> None:
+        """Say why a live engine cannot be used, or (None) that it can."""
+        state = self._engines.get(worker_id)
+        if state is not None and state.blocked != reason:
+            state.blocked = reason
+            self._changed()
+
+    def place(self, worker_id: int, placement: Placement, layout: Layout) -> bool:
+        """An engine serves another placement. False when it is unknown or the epoch is not newer."""
+        state = self._engines.get(worker_id)
+        if state is None or (state.placement is not None and placement.epoch <= state.placement.epoch):
+            return False
+        if layout != state.layout or state.locality is None or state.locality.prices is None:
+            state.locality = None  # else the prices of the last epoch stand until those of this one are known
+        state.placement, state.layout = placement, layout
+        self._changed()
+        return True
+
+    def learn(self, model: str, clusters: ClusterModel) -> bool:
+        """A model's clusters. False when they are not newer than those known."""
+        known = self._clusters.get(model)
+        if known is not None and known.version >= clusters.version:
+            return False
+        self._clusters[model] = clusters
+        self._latest_clusters.append(clusters)
+        self._prices.pop(model, None)
+        return True
+
+    def keep_clusters(self) -> set[str]:
+        """Let go of the clusters of models that no engine serves, dead or alive; returns the models that are left."""
+        models = set(self.models(live=False))
+        self._clusters = {model: clusters for model, clusters in self._clusters.items() if model in models}
+        return models
+
+    def settle(self, worker_id: int, homes: Homes) -> bool:
+        """The planner says where an engine's requests are at home; before their epoch is priced they wait. False when the engine is unknown, or
+        something newer is known."""
+        state = self._engines.get(worker_id)
+        settled = None if state is None else state.homes.hearing(homes, state.priced_epoch)
+        if state is None or settled is None or settled is state.homes:
+            return False
+        state.homes = settled
+        self._drop_prices(state)
+        self.version += 1
+        return True
+
+    def price(self, worker_id: int, epoch: int | None, found: Locality) -> None:
+        """Note what a placement epoch costs: from now on it is decided by, and by the homes that waited for it. Ignored when the epoch has passed
+        meanwhile."""
+        state = self._engines.get(worker_id)
+        if state is None or epoch != (None if state.placement is None else state.placement.epoch):
+            return
+        said = note(state)
+        state.locality, state.priced_epoch, state.homes = found, epoch, state.homes.reaching(epoch)
+        if note(state) == said:
+            self.version += 1
+            self._drop_prices(state)
+        else:
+            self._changed()
+
+    def set_distinct(self, worker_id: int, added: Cells) -> None:
+        """Experts that one more request of each cluster adds to a step of the engine, summed over layers, given what runs there:
+        float64 [K]. Cheap: nothing is rebuilt. An unknown worker is ignored; with another number of clusters than there are now it
+        counts for nothing. ValueError for what is no number of experts."""
+        if not ((added >= 0) & (added < np.inf)).all():
+            raise ValueError(f"worker {worker_id}: added experts must be finite and not negative")
+        state = self._engines.get(worker_id)
+        if state is None:
+            return
+        state.distinct = added
+        for model in state.contexts:
+            found, roster = self._prices.get(model), self._rosters.get(model)
+            at = None if roster is None else roster.index.get((worker_id, 0))
+            if found is not None and roster is not None and at is not None:
+                found.distinct[roster.engine[at]] = added if len(added) == found.clusters else 0.0
+
+    def handing_over(self, worker_id: int, seconds: float) -> None:
+        """What a migration or layout switch in progress costs a request that comes now; 0: there is none. ValueError when that cannot be."""
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"worker {worker_id}: a handover must cost finite seconds >= 0 (and at most {MOST_SECONDS:g}), not {seconds}")
+        state = self._engines.get(worker_id)
+        if state is not None and state.handover_seconds != seconds:
+            state.handover_seconds = seconds
+            self._handovers.clear()
+
+    def handovers(self, roster: Roster) -> Cells | None:
+        """float64 [targets]: seconds that a handover in progress costs; None: there is none, which is the usual case."""
+        known = self._handovers.get(roster.model)
+        if known is None or known[0] is not roster:
+            states = (self._engines.get(target.key[0]) for target in roster.targets)
+            seconds = column(0.0 if state is None else state.handover_seconds for state in states)
+            known = self._handovers[roster.model] = roster, seconds if seconds.any() else None
+        return known[1]
+
+    def engines(self) -> Iterator[EngineState]:
+        return iter(list(self._engines.values()))
+
+    def engine(self, worker_id: int) -> EngineState | None:
+        return self._engines.get(worker_id)
+
+    def clusters(self, model: str) -> ClusterModel | None:
+        return self._clusters.get(model)
+
+    def models(self, *, live: bool) -> list[str]:
+        """Names of models, sorted: those of live engines, or of all engines not yet forgotten."""
+        return sorted({model for state in self._engines.values() if not live or state.obstacle is None for model in state.contexts})
+
+    @property
+    def serves_text(self) -> bool:
+        """Whether any engine, live or not, takes requests as text only."""
+        if self._text_at != self.version:
+            self._text_at = self.version
+            self._text = any(state.dialect == "text" for state in self._engines.values())
+        return self._text
+
+    def default_text_model(self) -> str | None:
+        """Where a request without a model goes: the base model that most live engines serve as text, the first by name among equals."""
+        live = (state.joined.model for state in self._engines.values() if state.obstacle is None and state.dialect == "text")
+        counts = Counter(model for model in live if self.roster(model).dialect == "text")
+        return min(counts, key=lambda model: (-counts[model], model), default=None)
+
+    def roster(self, model: str) -> Roster:
+        """The ranks that may serve a model now; empty when there is none."""
+        if model not in self._rosters:
+            if model not in self.models(live=False):
+                return build(model, list(self._engines.values()))  # not kept: clients choose these names
+            self._rosters[model] = build(model, list(self._engines.values()))
+        return self._rosters[model]
+
+    def prices(self, model: str) -> PriceList:
+        """What a token of each cluster costs at each target of the model's roster, as far as that is known."""
+        if model not in self._prices:
+            found = price_list(self.roster(model), self._engines, self._clusters.get(model))
+            if model not in self._rosters:
+                return found
+            self._prices[model] = found
+        return self._prices[model]
+
+    def _drop_prices(self, state: EngineState) -> None:
+        for model in state.contexts:
+            self._prices.pop(model, None)
+
+    def _stand(self, worker_id: int, standing: Standing) -> bool:
+        state = self._engines.get(worker_id)
+        if state is None:
+            return False
+        if state.standing is not standing:
+            state.standing = standing
+            self._changed()
+        return True
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._rosters.clear()
+        self._prices.clear()
+        self._handovers.clear()

@@ -1,0 +1,332 @@
+"""A stream of a foreign server that another one can continue: its ids as they pass, and what to ask of the
+next server. Pure.
+
+Continued is only what stays exact: one choice of plain text from a server that returns token ids. At
+temperature 0 the rest is the same on any server. A sampled answer without a seed is continued, too:
+what is drawn next depends on the tokens so far alone, so another server's random numbers are as good. With a
+seed they are not, as they would begin again.
+
+The next server begins with prompt ids + emitted ids, at a position where the text of the ids is what the
+client has: there is then no half character, and nothing that the first server held back because a stop string
+might begin in it. Where that position lies before the last id, the next server computes the ids in between
+again, and their text, which the client has already, is compared and left out; this needs temperature 0.
+Positions are found without a tokenizer (`_Mark`), or by asking a server for the text of ids (`fits`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from router.foreign_api.continuable_fields import GOES_ON, obstacle, read_fields
+
+CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+UNKNOWN_CONTEXT = 2**31 - 1
+MOST_POSITIONS = 16
+"""Positions whose text is asked for, from the last id backwards."""
+MOST_IDS = 1 << 20
+"""of an answer whose limit is not known"""
+_TEXT_DEFAULT = 16
+"""tokens of a completion that names no limit"""
+_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\s*\[[0-9,\s]*\]')
+_CONTEXT_IDS = 32
+"""of the prompt, before the answer's: detokenisers look back a few"""
+_ASK = b'"return_token_ids":true'
+_HALF = "\ufffd"
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: dict[str, Any] = {}
+    text: str = ""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class _Chunk(msgspec.Struct):
+    id: Any = None
+    created: Any = None
+    model: Any = None
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_CHUNK: msgspec.json.Decoder[_Chunk] = msgspec.json.Decoder(_Chunk)
+_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Inexact(Exception):
+    """The rest of an answer would not be exact; the text says why."""
+
+
+class _Mark(NamedTuple):
+    """A position where text and ids agree: one id brought text that ends in no half character, so that
+    nothing is held back."""
+
+    ids: int
+    characters: int
+
+
+class Continuable:
+    """One stream, across servers. `obstacle` says why it cannot be continued; None: nothing is known
+    against it."""
+
+    def __init__(self, path: str, body: bytes, context: int) -> None:
+        """context: of the model, in tokens; UNKNOWN_CONTEXT where no server says."""
+        self._chat = path == CHAT_PATH
+        self._fields = read_fields(body)
+        self._context = context
+        self._body = body
+        self.obstacle = obstacle(self._fields, chat=self._chat)
+        self.broken: str | None = None
+        """the reason why the present server's stream is of no use any longer, though it has not ended"""
+        self.finished = False
+        """the finish reason has come"""
+        self.prompt: list[int] | None = None
+        self.ids: list[int] = []
+        """that the answer consists of, as far as it is computed"""
+        self._parts: list[str] = []
+        """of the text that the client has"""
+        self._characters = 0
+        self._given: list[int] = []
+        """ids that the client has, if it asked for them"""
+        self._ask = self.obstacle is None and "return_token_ids" not in self._fields
+        self._shows_ids = bool(self._fields.get("return_token_ids"))
+        self._stops = bool(self._fields.get("stop"))
+        self._mark = _Mark(0, 0)
+        """the last one"""
+        self._head: dict[str, Any] = {}
+        self._counted = False
+        """usage has come"""
+        self._continued = False
+        self._base = 0
+        """ids of the answer that were part of the present server's prompt"""
+        self._known_text = ""
+        self._known_ids: list[int] = []
+        """what the client has already, and the present server computes again"""
+
+    def body(self) -> bytes:
+        """The client's body, asking for ids beside: all else byte for byte."""
+        if not self._ask:
+            return self._body
+        start = self._body.index(b"{") + 1
+        return self._body[:start] + _ASK + b"," + self._body[start:]
+
+    @property
+    def text(self) -> str:
+        """The text that the client has."""
+        return "".join(self._parts)
+
+    @property
+    def begun(self) -> bool:
+        """Something has come that only a continuation keeps."""
+        return bool(self.ids) or self.finished or self.obstacle is not None
+
+    # What passes
+
+    def take(self, events: bytes) -> bytes:
+        """Note whole events of the present server; returns what the client gets of them. `broken` tells
+        whether more is to be read."""
+        passed = []
+        *whole, rest = events.split(b"\n\n")
+        if rest:  # an event too long to be read, or other line ends
+            self.obstacle = self.obstacle or "its events cannot be read"
+        for event in whole:
+            try:
+                passed.append(self._translated(event) if self._continued else self._noted(event) + b"\n\n")
+            except Inexact as inexact:
+                self.broken = str(inexact)
+                return b"".join(passed)
+        return b"".join([*passed, rest])
+
+    def _noted(self, event: bytes) -> bytes:
+        """An event of the first server, as the client gets it. Inexact at an error, if another server can
+        go on."""
+        try:
+            chunk = _chunk(event)
+        except Inexact as inexact:
+            self.obstacle = self.obstacle or str(inexact)
+            return event
+        if chunk is not None and self.obstacle is None:
+            if chunk.error is not None and self.begun and self.why_not() is None:
+                raise Inexact("the server ended the stream with an error")
+            self._head = self._head or {"id": chunk.id, "created": chunk.created, "model": chunk.model}
+            self._counted = self._counted or (chunk.usage is not None and not chunk.choices)
+            for choice in chunk.choices:
+                self.prompt = self.prompt or chunk.prompt_token_ids or choice.prompt_token_ids
+                self._add(choice, (choice.delta.get("content") or "") if self._chat else choice.text)
+                self._given = self.ids
+        return _IDS.sub(rb'"\1":null', event) if self._ask else event
+
+    def _add(self, choice: _Choice, text: str) -> None:
+        """A piece of the answer, with the text that is new to the client."""
+        ids = choice.token_ids
+        other = [name for name, value in choice.delta.items() if name not in ("role", "content") and value]
+        if other or choice.index:
+            self.obstacle = f"it has {', '.join(other) or 'several choices'} beside text"
+        elif text and ids is None:
+            self.obstacle = "the server returns no token ids"
+        self.ids += ids or ()
+        if len(self.ids) > (self._limit() or MOST_IDS):
+            self.obstacle = "the server sent more tokens than were asked for"
+        self._parts.append(text)
+        self._characters += len(text)
+        if text and ids is not None and len(ids) == 1 and text == _own_text(choice) and not self._stops and not text.endswith(_HALF):
+            self._mark = _Mark(len(self.ids), self._characters)
+        self.finished = self.finished or choice.finish_reason is not None
+
+    def _translated(self, event: bytes) -> bytes:
+        """An event of a server that continues, in the form of the client's own stream. Inexact when it
+        cannot be the rest."""
+        chunk = _chunk(event)
+        if chunk is None:
+            return event + b"\n\n"  # a comment, or the end
+        if chunk.error is not None:
+            raise Inexact("the server ended the stream with an error")
+        if chunk.usage is not None and not chunk.choices:
+            return self._usage(int(chunk.usage.get("completion_tokens") or 0))
+        return b"".join(map(self._continuing, chunk.choices))
+
+    def _continuing(self, choice: _Choice) -> bytes:
+        shared = min(len(choice.text), len(self._known_text))
+        ids = choice.token_ids or []
+        again = min(len(ids), len(self._known_ids))
+        if choice.text[:shared] != self._known_text[:shared] or ids[:again] != self._known_ids[:again]:
+            self.obstacle = "another server computes another text than the client has already"
+            raise Inexact(self.obstacle)
+        self._known_text, self._known_ids = self._known_text[shared:], self._known_ids[again:]
+        text, fresh = choice.text[shared:], ids[again:]
+        if choice.finish_reason is not None and (self._known_text or self._known_ids):
+            self.obstacle = "another server ends the answer before what the client has already"
+            raise Inexact(self.obstacle)
+        self._add(choice, text)
+        self._given = self.ids if len(self.ids) > len(self._given) else self._given
+        return self._piece(text, fresh, choice) if text or fresh or choice.finish_reason is not None else b""
+
+    def _piece(self, text: str, ids: list[int], choice: _Choice) -> bytes:
+        about: dict[str, Any] = {"index": 0, "delta": {"content": text}} if self._chat else {"index": 0, "text": text}
+        about |= {"logprobs": None, "finish_reason": choice.finish_reason}
+        if choice.finish_reason is not None or not self._chat:
+            about["stop_reason"] = choice.stop_reason
+        about |= {} if self._chat else {"prompt_token_ids": None}
+        return self._event({"choices": [about | {"token_ids": ids if self._shows_ids else None}]})
+
+    def _usage(self, completion: int) -> bytes:
+        """Of the client's own prompt, and of all servers' tokens; completion: those of the present one."""
+        self._counted = True
+        prompt, completion = len(self.prompt or ()), self._base + completion
+        counts = {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+        }
+        return self._event({"choices": [], "usage": counts})
+
+    def _event(self, more: Mapping[str, Any]) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        head = {
+            "id": self._head.get("id"),
+            "object": kind,
+            "created": self._head.get("created"),
+            "model": self._head.get("model"),
+        }
+        return b"data: " + msgspec.json.encode({**head, **more}) + b"\n\n"
+
+    # What to ask of the next server
+
+    def why_not(self) -> str | None:
+        """Why the stream cannot be continued now; None: it can."""
+        if self.obstacle is None and self.prompt is None:
+            return "the server returned no token ids"
+        if self.obstacle is None and self._limit() is None:
+            return "it names no max_tokens, and the context of its model is not known"
+        return self.obstacle
+
+    def positions(self) -> range:
+        """Numbers of ids whose text a server may be asked for, to continue behind them; none where the
+        last position is known to be right."""
+        if self._mark == _Mark(len(self.ids), self._characters):
+            return range(0)
+        return range(len(self.ids), max(self._mark.ids, len(self.ids) - MOST_POSITIONS), -1)
+
+    def context_of(self, ids: int) -> list[int]:
+        """Ids to ask the text of: the end of the prompt, and the first `ids` of the answer."""
+        return (self.prompt or [])[-_CONTEXT_IDS:] + self.ids[:ids]
+
+    def fits(self, ids: int, before: str, text: str) -> bool:
+        """Tell whether the answer can be continued behind so many ids, given the texts of `context_of` 0
+        and of `context_of` those."""
+        own = text[len(before) :]
+        if not text.startswith(before) or not self.text.startswith(own) or own.endswith(_HALF):
+            return False
+        self._mark = _Mark(ids, len(own))
+        return True
+
+    def request(self) -> bytes | None:
+        """The body for the next server's /v1/completions; None: every token has come, only the end is
+        missing. Inexact when the rest would not be exact."""
+        mark, limit = self._mark, self._limit()
+        assert self.prompt is not None
+        assert limit is not None
+        again_text, again_ids = (
+            self.text[mark.characters :],
+            self._given[mark.ids :] if self._shows_ids else [],
+        )
+        if (again_text or again_ids) and self._fields.get("temperature") != 0:
+            raise Inexact("it is sampled, and no position is known where the client's text is that of whole tokens")
+        if self.finished or mark.ids >= limit:
+            return None
+        self._known_text, self._known_ids = again_text, again_ids
+        self.ids, self._base, self._continued, self.broken = self.ids[: mark.ids], mark.ids, True, None
+        fields = {name: value for name, value in self._fields.items() if name in GOES_ON and value is not None}
+        return msgspec.json.encode(
+            {
+                **fields,
+                "prompt": self.prompt + self.ids,
+                "max_tokens": limit - mark.ids,
+                "return_token_ids": True,
+            }
+        )
+
+    def ending(self) -> bytes:
+        """The end of an answer whose every token has come."""
+        end = b"" if self.finished else self._piece("", [], _Choice(finish_reason="length"))
+        options = self._fields.get("stream_options") or {}
+        counted = self._usage(len(self.ids) - self._base) if options.get("include_usage") and not self._counted else b""
+        return end + counted + b"data: [DONE]\n\n"
+
+    @property
+    def left(self) -> int:
+        """Tokens that may come yet."""
+        limit = self._limit()
+        return 1 if limit is None else max(1, limit - len(self.ids))
+
+    def _limit(self) -> int | None:
+        """Tokens of the whole answer; None: it is not known."""
+        for name in ("max_completion_tokens", "max_tokens") if self._chat else ("max_tokens",):
+            value = self._fields.get(name)
+            if type(value) is int:
+                return value
+        if not self._chat:
+            return _TEXT_DEFAULT
+        return None if self._context >= UNKNOWN_CONTEXT or self.prompt is None else self._context - len(self.prompt)
+
+
+def _own_text(choice: _Choice) -> str:
+    return choice.delta.get("content") or choice.text
+
+
+def _chunk(event: bytes) -> _Chunk | None:
+    """None for what is no chunk: comments, [DONE]. Inexact for what cannot be read."""
+    data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    if b"{" not in data:
+        return None
+    try:
+        return _CHUNK.decode(data)
+    except _FAULTS as error:
+        raise Inexact(f"an event is no chunk of an answer: {error}") from error

@@ -1,0 +1,67 @@
+"""Headers that pass between client and server: all end-to-end ones (RFC 9110, 7.6.1), but credentials
+that are not meant for the server. Pure."""
+
+from collections.abc import Iterable
+
+from router.http.asgi_response import Headers
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"proxy-connection",
+        b"keep-alive",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+    }
+)
+_FRAMING = frozenset({b"host", b"content-length", b"expect"})
+"""Belong to one message on one connection; this router writes its own."""
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"api-key"})
+"""OpenAI's, Anthropic's and Azure's."""
+_OURS = b"x-roost-"
+_TRACE = frozenset({b"traceparent", b"tracestate"})
+_NEVER_TO_CLIENT = _HOP_BY_HOP | _FRAMING
+_NEVER_TO_SERVER = _NEVER_TO_CLIENT | _TRACE | {b"accept-encoding"}
+_NEVER_WITHOUT_KEY = _NEVER_TO_SERVER | _CREDENTIALS
+
+
+def to_server(client: Headers, own: Headers, *, credentials: bool) -> Headers:
+    """A client's headers for the server, and the router's own, which replace the client's of the same name.
+
+    credentials: the client's own key is meant for the server. Accept-Encoding stays behind: the router reads
+    usage and token ids in answers, so these must not be compressed. Trace context comes from `own` alone.
+    """
+    never = _NEVER_TO_SERVER if credentials else _NEVER_WITHOUT_KEY
+    replaced = _replaced(client, own)
+    kept = [field for field in client if field[0] not in never and field[0] not in replaced and not field[0].startswith(_OURS)]
+    return kept + own
+
+
+def to_client(server: Iterable[tuple[bytes, bytes]], own: Headers) -> Headers:
+    """A server's headers for the client, before the router's own, which replace the server's of the same
+    name."""
+    lowered = [(name.lower(), value) for name, value in server]
+    replaced = _replaced(lowered, own)
+    return [field for field in lowered if field[0] not in _NEVER_TO_CLIENT and field[0] not in replaced] + own
+
+
+def value_of(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
+    """The first value of a header (name in lower case); "" without one."""
+    for name, value in headers:
+        if name == wanted:
+            return value.decode("latin-1")
+    return ""
+
+
+def _replaced(headers: Headers, own: Headers) -> set[bytes]:
+    """Names of the headers that stay behind beside those that always do: the router's own, and those that
+    Connection names."""
+    names = {name for name, _ in own}
+    for name, value in headers:
+        if name == b"connection":
+            names.update(option.strip().lower() for option in value.split(b","))
+    return names

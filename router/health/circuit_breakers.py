@@ -1,0 +1,337 @@
+"""Which ranks are left alone for now, and why: circuit breakers, outliers, and drains. Pure: time comes in as an argument.
+
+Breaker, per rank. Closed -> open after so many failures in a row -> half open after a while: one request at a time finds out ->
+closed on trial with its first token (one more failure opens it again, for twice as long), and for good with a whole answer.
+A request counts for the state it began in: what began before the breaker opened says nothing about the rank since.
+
+Outliers, per model (`router.health.outliers` finds them), are left alone for a growing time; never more than a share of a model's ranks at once.
+
+Drains come from an operator, for one incarnation. They always hold; breakers and outliers are ignored where they would leave a
+model without any rank (`Bars.hard`).
+
+State: per rank its breaker and its last observations; open visits (one per attempt of a request); drains by incarnation.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from math import inf
+from typing import NamedTuple
+
+from router.config import RouterConfig
+from router.fleet_state.target_table import RankKey, Roster
+from router.health.outliers import WINDOW_SECONDS, Observed, Seen, Visit, failing, slow
+
+DOUBLINGS = 5
+"""of the time that an open breaker leaves a rank alone: up to 32 times the first one"""
+JUDGED_SECONDS = 1.0
+"""outliers are looked for so often"""
+EJECTION_SECONDS = 10.0
+"""how long an outlier is left alone, times how often that happened lately"""
+LONGEST_EJECTION = 12
+"""times EJECTION_SECONDS"""
+MOST_DRAINS = 65_536
+REASON_CHARACTERS = 200
+"""of an operator's reason, which is repeated in every decision's record"""
+
+
+class Kind(StrEnum):
+    """Why a rank is left alone, for metrics."""
+
+    BREAKER = "breaker"
+    OUTLIER = "outlier"
+    DRAIN = "drain"
+
+
+class Bar(NamedTuple):
+    """One rank that is left alone."""
+
+    kind: Kind
+    reason: str
+
+
+class Bars(NamedTuple):
+    """Ranks of one model that are left alone: all of them, and those that must be even if no other is left (drains)."""
+
+    every: Mapping[RankKey, str]
+    hard: Mapping[RankKey, str]
+    kinds: Mapping[RankKey, Kind]
+
+    def beside(self, reasons: Mapping[RankKey, str]) -> "Bars":
+        """With others that must be left alone."""
+        return Bars({**self.every, **reasons}, {**self.hard, **reasons}, self.kinds)
+
+
+NO_BARS = Bars({}, {}, {})
+
+
+class _Rank(Observed):
+    """What is known of one rank."""
+
+    __slots__ = ("ejected_until", "ejections", "failures", "level", "openings", "probe", "probe_until", "returned_at", "until")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 0
+        """in a row"""
+        self.level = 0
+        """openings since the last whole answer"""
+        self.openings = 0
+        self.until: float | None = None
+        """None: the breaker is closed; else it is half open from then on"""
+        self.probe: Hashable | None = None
+        """the visit that finds out whether the rank is back"""
+        self.probe_until = inf
+        """a probe of which nothing was heard until then is waited for no longer"""
+        self.ejected_until: float | None = None
+        self.ejections = 0
+        """lately"""
+        self.returned_at = -inf
+        """when its last ejection ended"""
+
+
+class Health:
+    """See the module's first lines. The caller tells how every attempt begins and ends, and asks to `judge` now and then (each second)."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._ranks: dict[RankKey, _Rank] = {}
+        self._visits: dict[Hashable, Visit] = {}
+        self._drains: dict[int, dict[int | None, str]] = {}
+        """by worker_id and rank (None: all of the engine's): the reason"""
+        self._opened: set[RankKey] = set()
+        """ranks whose breaker is not closed"""
+        self._ejected: set[RankKey] = set()
+        self._version = 0
+        """counts changes of what is barred"""
+        self._next = inf
+        """when time alone changes something"""
+        self._bars: dict[str, tuple[Roster, int, Bars]] = {}
+        self._judged_at = -inf
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Use other settings from now on; breakers that are open keep their time."""
+        self._config = config
+        if not config.outlier_factor:
+            for key in list(self._ejected):
+                self._return(key, -inf)
+
+    @property
+    def open_visits(self) -> int:
+        """Attempts that have begun and not ended."""
+        return len(self._visits)
+
+    # Drains
+
+    def drain(self, worker_id: int, rank: int | None, reason: str) -> None:
+        """An operator wants no new requests on a rank, or (None) on any of an engine's. ValueError when there are too many to remember."""
+        if sum(map(len, self._drains.values())) >= MOST_DRAINS:
+            raise ValueError(f"more than {MOST_DRAINS} drains are remembered already: the one of worker {worker_id} is not")
+        self._drains.setdefault(worker_id, {})[rank] = reason[:REASON_CHARACTERS]
+        self._version += 1
+
+    def undrain(self, worker_id: int, rank: int | None) -> None:
+        """An operator wants them again."""
+        ranks = self._drains.get(worker_id, {})
+        ranks.pop(rank, None)
+        if not ranks:
+            self._drains.pop(worker_id, None)
+        self._version += 1
+
+    # What attempts say. `visit` is any value that names one attempt; times are seconds on one clock.
+
+    def began(self, visit: Hashable, key: RankKey, predicted: float | None, now: float) -> None:
+        """An attempt begins; its first token is predicted after so many seconds."""
+        rank = self._ranks.get(key)
+        if rank is None:
+            rank = self._ranks[key] = _Rank()
+        known = self._visits[visit] = Visit(key, now, predicted, rank.openings)
+        if predicted is not None:
+            rank.waiting[visit] = known
+        if rank.until is not None and now >= rank.until and not _probing(rank, now):
+            rank.probe, rank.probe_until = visit, now + self._config.first_token_seconds
+            self._changed(rank.probe_until)
+
+    def untimed(self, visit: Hashable) -> None:
+        """When the first token of an attempt comes will not be known, or means nothing: it makes no outlier."""
+        known = self._visits.get(visit)
+        if known is not None:
+            self._ranks[known.key].waiting.pop(visit, None)
+
+    def first_token(self, visit: Hashable, now: float) -> None:
+        """Its first token has come: a breaker that was open is closed on trial."""
+        known = self._visits.get(visit)
+        if known is None or known.told:
+            return
+        known.told = True
+        rank = self._ranks[known.key]
+        if rank.waiting.pop(visit, None) is not None:
+            rank.ratios.add(known.ratio(now), now)
+        if rank.until is not None and known.opening == rank.openings:
+            self._close(known.key, rank)
+            rank.failures = self._config.breaker_failures - 1
+
+    def answered(self, visit: Hashable, now: float) -> None:
+        """The rank gave its whole answer."""
+        known = self._visits.get(visit)
+        if known is None:
+            return
+        rank = self._ranks[known.key]
+        rank.ends.add(0.0, now)
+        self.ended(visit)
+        if known.opening == rank.openings:
+            rank.failures = rank.level = 0
+            if rank.until is not None:
+                self._close(known.key, rank)
+
+    def failed(self, visit: Hashable, now: float) -> bool:
+        """It failed by the rank's fault. Whether that opened the rank's breaker."""
+        known = self._visits.get(visit)
+        if known is None:
+            return False
+        rank = self._ranks[known.key]
+        rank.ends.add(1.0, now)
+        counts = known.opening == rank.openings and (rank.until is None or rank.probe == visit)
+        self.ended(visit)
+        if not counts:
+            return False
+        rank.failures += 1
+        if rank.until is None and rank.failures < self._config.breaker_failures:
+            return False
+        self._open(known.key, rank, now)
+        return True
+
+    def ended(self, visit: Hashable) -> None:
+        """The attempt is over and says nothing about the rank: its client left, or was refused, or the rank was busy. Idempotent."""
+        known = self._visits.pop(visit, None)
+        if known is None:
+            return
+        rank = self._ranks[known.key]
+        rank.waiting.pop(visit, None)
+        if rank.probe == visit:
+            rank.probe = None
+            self._version += 1
+
+    def forget_worker(self, worker_id: int) -> None:
+        """An incarnation is gone for good."""
+        for key in [key for key in self._ranks if key[0] == worker_id]:
+            del self._ranks[key]
+            self._opened.discard(key)
+            self._ejected.discard(key)
+        self._visits = {visit: known for visit, known in self._visits.items() if known.key[0] != worker_id}
+        self._drains.pop(worker_id, None)
+        self._version += 1
+
+    # What follows
+
+    def bars(self, roster: Roster, now: float) -> Bars:
+        """Ranks of a model to leave alone now. Without any trouble this costs next to nothing."""
+        if not self._opened and not self._ejected and not self._drains:
+            return NO_BARS
+        if now >= self._next:
+            self._next = self._next_change(now)
+            self._version += 1
+        kept = self._bars.get(roster.model)
+        if kept is not None and kept[0] is roster and kept[1] == self._version:
+            return kept[2]
+        found = {target.key: bar for target in roster.targets if (bar := self._bar(target.key, now)) is not None}
+        hard = {key: bar.reason for key, bar in found.items() if bar.kind is Kind.DRAIN}
+        bars = Bars({key: bar.reason for key, bar in found.items()}, hard, {key: bar.kind for key, bar in found.items()})
+        self._bars[roster.model] = roster, self._version, bars
+        return bars
+
+    def judge(self, models: Iterable[Sequence[RankKey]], now: float) -> None:
+        """Let outliers go or leave them alone; `models`: for each model the ranks that could serve it. Asked again too soon it does nothing."""
+        if now < self._judged_at + JUDGED_SECONDS:
+            return
+        self._judged_at = now
+        self._bars.clear()  # of models that are gone, too
+        for ranks in models:
+            self._judge(ranks, now)
+
+    # Breakers
+
+    def _open(self, key: RankKey, rank: _Rank, now: float) -> None:
+        rank.until = now + self._config.breaker_seconds * 2.0 ** min(rank.level, DOUBLINGS)
+        rank.level += 1
+        rank.openings += 1
+        rank.probe = None
+        self._opened.add(key)
+        self._changed(rank.until)
+
+    def _close(self, key: RankKey, rank: _Rank) -> None:
+        rank.until = rank.probe = None
+        rank.failures = 0
+        self._opened.discard(key)
+        self._version += 1
+
+    def _changed(self, next_change: float) -> None:
+        self._version += 1
+        self._next = min(self._next, next_change)
+
+    def _next_change(self, now: float) -> float:
+        ranks = [self._ranks[key] for key in self._opened | self._ejected]
+        times = [time for rank in ranks for time in (rank.until, rank.probe_until if rank.probe is not None else None, rank.ejected_until)]
+        return min((time for time in times if time is not None and time > now), default=inf)
+
+    # Outliers
+
+    def _judge(self, ranks: Sequence[RankKey], now: float) -> None:
+        most = int(self._config.max_ejected_share * len(ranks) + 1e-9)
+        out = sorted((key for key in ranks if key in self._ejected), key=lambda key: self._ranks[key].ejected_until or now, reverse=True)
+        for number, key in enumerate(out):
+            if number >= most or (self._ranks[key].ejected_until or now) <= now:
+                self._return(key, now)
+        if not self._config.outlier_factor:
+            return
+        room = most - sum(key in self._ejected or key in self._opened for key in ranks)
+        present = {key: self._ranks[key] for key in ranks if key in self._ranks and key not in self._ejected}
+        for rank in present.values():
+            rank.ratios.forget(now - WINDOW_SECONDS)
+            rank.ends.forget(now - WINDOW_SECONDS)
+            if now - rank.returned_at > WINDOW_SECONDS * max(rank.ejections, 1):
+                rank.ejections = 0
+        if room > 0:
+            found = {**slow(present, self._config.outlier_factor, now), **failing(present)}
+            for key in sorted(found, key=lambda key: -found[key])[:room]:
+                self._eject(key, now)
+
+    def _eject(self, key: RankKey, now: float) -> None:
+        rank = self._ranks[key]
+        rank.ejections += 1
+        rank.ejected_until = now + EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
+        self._ejected.add(key)
+        self._changed(rank.ejected_until)
+
+    def _return(self, key: RankKey, now: float) -> None:
+        """It gets requests again, and is judged by these alone."""
+        rank = self._ranks[key]
+        rank.ejected_until, rank.returned_at = None, now
+        rank.ratios, rank.ends = Seen(), Seen()
+        self._ejected.discard(key)
+        self._version += 1
+
+    # Words
+
+    def _bar(self, key: RankKey, now: float) -> Bar | None:
+        drains = self._drains.get(key[0])
+        if drains is not None:
+            reason = drains.get(None, drains.get(key[1]))
+            if reason is not None:
+                return Bar(Kind.DRAIN, f"draining: {reason}" if reason else "draining")
+        rank = self._ranks.get(key)
+        if rank is None:
+            return None
+        if rank.until is not None:
+            if now < rank.until:
+                seconds = self._config.breaker_seconds * 2.0 ** min(rank.level - 1, DOUBLINGS)
+                return Bar(Kind.BREAKER, f"its breaker is open: too many failures in a row; left alone for {seconds:g} s")
+            if _probing(rank, now):
+                return Bar(Kind.BREAKER, "its breaker is half open: one request is finding out whether it works again")
+        if rank.ejected_until is not None and now < rank.ejected_until:
+            seconds = EJECTION_SECONDS * min(rank.ejections, LONGEST_EJECTION)
+            return Bar(Kind.OUTLIER, f"an outlier of its model: far slower than predicted, or failing far more often; left alone for {seconds:g} s")
+        return None
+
+
+def _probing(rank: _Rank, now: float) -> bool:
+    return rank.probe is not None and now < rank.probe_until

@@ -1,0 +1,66 @@
+"""The answer to one HTTP request over ASGI: begun once, ended once."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fleet.completions import ApiError
+from router.http.body_budget import BODIES_FULL
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+
+class Reply:
+    """`status` is 0 until the answer has begun. `before_end` is called when nothing more can go wrong for the client."""
+
+    def __init__(self, send: Send, before_end: Callable[[], object]) -> None:
+        self._send = send
+        self._before_end = before_end
+        self.status = 0
+        self.ended = False
+        self._headers: Headers = []
+
+    @property
+    def streams_events(self) -> bool:
+        """Whether the answer that has begun is a stream of server-sent events."""
+        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.status, self._headers = status, headers
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """Waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        self.ended = True
+        self._before_end()
+        await self._send({"type": "http.response.body", "body": data})
+
+    def abandon(self) -> None:
+        """Leave the answer unfinished. The HTTP server then closes the connection, by which the client sees that something is missing."""
+        self.ended = True
+        self._before_end()
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.end(body)
+
+    async def error(self, error: ApiError, headers: Headers) -> None:
+        """OpenAI's error body, with Retry-After where the error knows when."""
+        await self.whole(error.status, [*headers, *error_headers(error)], error.body())
+
+
+def error_headers(error: ApiError) -> Headers:
+    """Headers of the answer that carries an error."""
+    headers = [(b"content-type", b"application/json")]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status in (401, 403, 413) or error.code == BODIES_FULL:
+        headers.append((b"connection", b"close"))  # the body, or the rest of it, is not read
+    return headers

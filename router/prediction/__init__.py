@@ -1,0 +1,1 @@
+"""Experts that a request will activate, predicted from replicas of the tracker's tables. Pure."""

@@ -1,0 +1,181 @@
+"""What a request will probably activate, foretold before it is routed: synchronously, out of the replicas of the tracker's tables. Pure.
+
+Keys. Sessions and tenants are known by hashes alone: xxh3_64 of a text whose parts are tagged by kind and ended by a zero byte.
+session = "session", tenant, session: one name under two tenants is two sessions. tenant = "tenant", tenant, "lora", model as
+asked for, "route", path: what a tenant asks of one model (or LoRA adapter) on one route; a request without a tenant has the key of
+its model and route alone. 0 means none, and is never the hash of anything.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from fleet.prediction import SOURCES, Query, confidence, confidences, predict
+from fleet.signatures import ClusterModel, Weights
+from router.prediction.table_replica import Change, Replica
+
+NAMED_CLUSTERS = 4
+"""Clusters that a decision's record names, heaviest first."""
+NAMED_EXPERTS = 4
+"""Experts of each layer that a decision's record names, most likely first."""
+UNKNOWN_MODEL = "no prediction tables of this model yet: experts are not priced"
+NO_GAIN = "the gain is 0: prediction has not proved itself, and experts are not priced"
+
+
+class Keys(NamedTuple):
+    """Hashes of who asks; 0: nobody said."""
+
+    session: int = 0
+    tenant: int = 0
+
+
+NO_KEYS = Keys()
+
+
+def keys_of(session: str | None, tenant: str | None, model: str, path: str) -> Keys:
+    """See the module's first lines. Empty names are none."""
+    who = tenant or ""
+    return Keys(_hash("session", who, session) if session else 0, _hash("tenant", who, "lora", model, "route", path))
+
+
+def _hash(*parts: str) -> int:
+    return xxhash.xxh3_64_intdigest("\0".join((*parts, "")).encode("utf-8", "surrogatepass")) or 1
+
+
+class Forecast(NamedTuple):
+    """A prediction as a decision keeps it: no reference to the tables it came from, so that old ones may go.
+
+    weights, shares: float32 [K]; gain: what the expert term is worth for this request; evidence (tokens) by source, in the order of `SOURCES`.
+    """
+
+    weights: Weights
+    shares: Weights
+    gain: float
+    tables: int
+    clusters: int
+    blocks: int
+    """known leading blocks"""
+    prefix: int
+    """sequence hash of the last of them; 0: none"""
+    looked_up: slice
+    """prompt tokens that the token table was asked about"""
+    evidence: tuple[float, ...]
+    reliabilities: list[float]
+    """by source"""
+
+    @property
+    def confidences(self) -> tuple[float, ...]:
+        return confidences(self.reliabilities, self.evidence)
+
+    @property
+    def confidence(self) -> float:
+        """In [0, 1], of all sources together."""
+        return confidence(self.reliabilities, self.evidence)
+
+    @property
+    def best(self) -> str:
+        """The source with the most confidence (before any is earned, the first with evidence), or "mix"."""
+        sure = self.confidences
+        best = max(range(len(SOURCES)), key=lambda at: (sure[at], self.evidence[at] > 0, -at))
+        return SOURCES[best] if self.evidence[best] > 0 else "mix"
+
+    def record(self, clusters: ClusterModel | None) -> "PredictionRecord":
+        """For readers. clusters: those that it was predicted with, as far as they are still in memory."""
+        heaviest = np.argsort(-self.weights, kind="stable")[:NAMED_CLUSTERS].tolist()
+        sources = zip(SOURCES, self.evidence, self.confidences, strict=True)
+        return PredictionRecord(
+            clusters=[ClusterWeight(cluster=at, weight=float(self.weights[at])) for at in heaviest if self.weights[at] > 0],
+            known_blocks=self.blocks,
+            prefix=str(self.prefix) if self.prefix else None,
+            sources=[SourceSaid(source=name, evidence_tokens=seen, confidence=sure) for name, seen, sure in sources if seen > 0],
+            best=self.best,
+            confidence=self.confidence,
+            gain=self.gain,
+            experts=[] if clusters is None else likely_experts(clusters, self.weights),
+        )
+
+
+def likely_experts(clusters: ClusterModel, weights: Weights) -> "list[LayerExperts]":
+    """The NAMED_EXPERTS most likely experts of each layer under weights, float32 [K], most likely first."""
+    expected = clusters.expected(weights)
+    named = np.argpartition(-expected, min(NAMED_EXPERTS, expected.shape[1]) - 1, axis=1)[:, :NAMED_EXPERTS]
+    chances = np.take_along_axis(expected, named, axis=1)
+    order = np.argsort(-chances, axis=1, kind="stable")
+    sorted_pair = np.take_along_axis(named, order, axis=1).tolist(), np.take_along_axis(chances, order, axis=1).tolist()
+    return [LayerExperts(layer=layer, experts=ids, shares=of) for layer, (ids, of) in enumerate(zip(*sorted_pair, strict=True))]
+
+
+class ClusterWeight(msgspec.Struct, frozen=True, kw_only=True):
+    cluster: int
+    weight: float
+
+
+class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of one layer that a request is expected to use most, and the share of its routed pairs that each gets."""
+
+    layer: int
+    experts: list[int]
+    shares: list[float]
+
+
+class SourceSaid(msgspec.Struct, frozen=True, kw_only=True):
+    """A source that had something to say: the tokens of evidence behind it, and how far it is trusted now, in [0, 1]."""
+
+    source: str
+    evidence_tokens: float
+    confidence: float
+
+
+class PredictionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What was foretold of a request, for readers. `prefix` is a u64 and therefore text."""
+
+    clusters: list[ClusterWeight]
+    """the heaviest, at most four"""
+    known_blocks: int
+    prefix: str | None
+    sources: list[SourceSaid]
+    best: str
+    """the source that says most, or "mix": nothing is known of the request"""
+    confidence: float
+    gain: float
+    experts: list[LayerExperts] = []
+    """by layer; empty: its clusters have been replaced since, and are no longer in memory"""
+
+
+class Foresight:
+    """State: a replica per model. Models are those of engines that joined; `forget_others` lets go of the rest."""
+
+    def __init__(self, budget: int) -> None:
+        """budget: bytes that the tables of one model may take."""
+        self._budget = budget
+        self._replicas: dict[str, Replica] = {}
+
+    def predict(self, model: str, query: Query) -> Forecast | None:
+        """None without tables."""
+        replica = self._replicas.get(model)
+        if replica is None or replica.tables is None:
+            return None
+        tables = replica.tables
+        found = predict(tables, query)
+        known = found.known
+        said = known.blocks, known.hash, known.looked_up, known.evidence, found.reliabilities
+        return Forecast(found.weights, tables.shares, tables.gain_of(found.weights), tables.version, tables.clusters, *said)
+
+    def replica(self, model: str) -> Replica | None:
+        return self._replicas.get(model)
+
+    def prepare(self, change: Change) -> Replica:
+        """What a whole makes; pure, and long enough for a thread. ValueError as `Replica.prepare`."""
+        return Replica(self._budget).prepare(change)
+
+    def replace(self, model: str, replica: Replica) -> None:
+        self._replicas[model] = replica
+
+    def keep_only(self, models: set[str]) -> None:
+        for model in [model for model in self._replicas if model not in models]:
+            del self._replicas[model]
+
+    def models(self) -> dict[str, Replica]:
+        return dict(self._replicas)

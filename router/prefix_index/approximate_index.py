@@ -1,0 +1,46 @@
+"""What ranks without KV events probably have cached: the prompts routed there, as sequence hashes of blocks. Pure, bounded."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from router.fleet_state.target_table import RankKey
+from router.prefix_index.block_index import Holders
+
+MOST_BLOCKS = 1 << 21
+"""Of all ranks together, some 300 MB: with more ranks than this allows `capacity`, each has an equal part."""
+
+
+class Prefixes:
+    """State: per rank the sequence hashes of blocks routed to it, least recently used first, at most `capacity` each; `holders` has the same by block."""
+
+    def __init__(self, capacity: int, holders: Holders) -> None:
+        if capacity < 1:
+            raise ValueError(f"prefix index: the capacity must be at least 1 block per rank, not {capacity}")
+        self.holders = holders
+        self._capacity = capacity
+        self._blocks: dict[RankKey, OrderedDict[int, None]] = {}
+
+    def routed(self, rank: RankKey, chained: Sequence[int], capacity: int | None = None) -> None:
+        """A prompt (by sequence hashes) went to a rank. Later blocks are older in the eviction order than the ones they depend on."""
+        blocks = self._blocks.get(rank)
+        if blocks is None:
+            blocks = self._blocks[rank] = OrderedDict()
+        limit = max(1, min(self._capacity, capacity or self._capacity, MOST_BLOCKS // len(self._blocks)))
+        new = []
+        for block in reversed(chained[:limit]):
+            if block in blocks:
+                blocks.move_to_end(block)
+            else:
+                blocks[block] = None
+                new.append(block)
+        self.holders.add(rank, new)
+        if len(blocks) > limit:
+            self.holders.discard(rank, [blocks.popitem(last=False)[0] for _ in range(len(blocks) - limit)])
+
+    def forget_worker(self, worker_id: int) -> None:
+        for rank in [rank for rank in self._blocks if rank[0] == worker_id]:
+            del self._blocks[rank]
+            self.holders.clear(rank)
+
+    def __len__(self) -> int:
+        return sum(len(blocks) for blocks in self._blocks.values())

@@ -1,0 +1,115 @@
+"""Which rank has which prompt prefix in its KV cache, as the ranks' own events say it. Pure.
+
+A block is known by the sequence hash that follows from its local hash and its parent: that is what prompts are looked up by, whatever a
+rank calls its blocks. A rank's names of blocks are remembered where they differ from it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from fleet.blocks import chain
+from fleet.events import KvBlock, KvEvent, KvStored, RoutedKvEvent
+from router.fleet_state.target_table import RankKey
+from router.prefix_index.block_index import Holders
+
+_MOST = (1 << 64) - 1
+MOST_BLOCKS = 1 << 22
+DEVICE = "device"
+
+
+class OrphanBlock(Exception):
+    """A block was stored behind a parent that this rank does not hold: something was missed, and a snapshot is needed."""
+
+
+class BadKvEvent(Exception):
+    """An event that the index cannot take at all: a number outside u64, or a form it does not know."""
+
+
+class KvIndex:
+    """All hashes and worker_ids are unsigned 64-bit. State: `holders`, and names of blocks by rank."""
+
+    def __init__(self, holders: Holders) -> None:
+        self.holders = holders
+        self.missing_removals = 0
+        """removals that named a block the index did not have"""
+        self._names: dict[RankKey, dict[int, int]] = {}
+        """by rank and its own name of a block, the sequence hash; only where they differ"""
+
+    def apply(self, routed: Iterable[RoutedKvEvent]) -> None:
+        """Apply a batch in order. OrphanBlock when a stored block's parent is not held, BadKvEvent for nonsense; what came before is applied.
+
+        What lies in another tier than the device's memory does not count as cached.
+        """
+        for one in routed:
+            if one.storage_tier == DEVICE:
+                self._apply((one.worker_id, one.event.dp_rank), one.event)
+
+    def follow(self, rank: RankKey, events: Iterable[KvEvent]) -> None:
+        """Apply a rank's events in order, as `apply`, whatever rank they name: a part of its snapshot."""
+        for event in events:
+            self._apply(rank, event)
+
+    def clear(self, rank: RankKey) -> None:
+        """A rank holds nothing any more."""
+        self.holders.clear(rank)
+        self._names.pop(rank, None)
+
+    def remove_worker(self, worker_id: int) -> None:
+        for rank in {*self.holders.ranks(), *self._names}:
+            if rank[0] == worker_id:
+                self.clear(rank)
+
+    def _apply(self, rank: RankKey, event: KvEvent) -> None:
+        change = event.data
+        if isinstance(change, str):
+            self.clear(rank)
+        elif change.stored is not None and change.removed is None:
+            self._store(rank, change.stored)
+        elif change.removed is not None and change.stored is None:
+            self._remove(rank, change.removed.block_hashes)
+        else:
+            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: event {event.event_id} must say exactly one of stored and removed")
+
+    def _store(self, rank: RankKey, stored: KvStored) -> None:
+        names = self._names.get(rank, {})
+        parent = stored.parent_hash
+        if parent is not None:
+            if not 0 <= parent <= _MOST:
+                raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: parent {parent}; it must be unsigned 64-bit")
+            parent = names.get(parent, parent)
+            if not self.holders.holds(rank, parent):
+                raise OrphanBlock(f"worker {rank[0]} rank {rank[1]}: block stored behind {stored.parent_hash}, which it does not hold")
+        blocks, other = _read(rank, parent, stored.blocks)
+        if max(self.holders.held(rank), len(names)) + len(blocks) > MOST_BLOCKS:
+            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: more than {MOST_BLOCKS} blocks are not believed of one rank")
+        self._call(rank, names, blocks, other)
+        self.holders.store(rank, parent, blocks)
+
+    def _call(self, rank: RankKey, names: dict[int, int], blocks: Sequence[int], other: dict[int, int]) -> None:
+        for block in blocks if names else ():
+            names.pop(block, None)
+        if other:
+            names.update(other)
+            self._names[rank] = names
+
+    def _remove(self, rank: RankKey, named: Sequence[int]) -> None:
+        """A removal of blocks that are gone already is no reason to distrust the others named with it, and nothing is amiss."""
+        names = self._names.get(rank)
+        blocks = [names.pop(name, name) for name in named] if names else named
+        self.missing_removals += self.holders.discard(rank, blocks)
+
+
+def _read(rank: RankKey, parent: int | None, stored: Sequence[KvBlock]) -> tuple[list[int], dict[int, int]]:
+    """The sequence hashes of blocks, and the names of those that are called otherwise. BadKvEvent for a number outside u64."""
+    blocks: list[int] = []
+    names: dict[int, int] = {}
+    for block in stored:
+        name, local = block.block_hash, block.tokens_hash
+        if not (0 <= name <= _MOST and 0 <= local <= _MOST):
+            raise BadKvEvent(f"worker {rank[0]} rank {rank[1]}: block {name} with local hash {local}; both must be unsigned 64-bit")
+        parent = chain(parent, local)
+        if parent == name:
+            parent = name  # one object for both
+        else:
+            names[name] = parent
+        blocks.append(parent)
+    return blocks, names

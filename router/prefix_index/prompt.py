@@ -1,0 +1,90 @@
+"""A prompt as the decision sees it: how long it is and which blocks it begins with. Pure."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import xxhash
+
+from fleet.blocks import SEED, words
+from router.prefix_index.block_hash_chain import Chain
+
+BYTES_PER_TOKEN = 4
+"""English text under the usual vocabularies; used where no tokenizer is known."""
+
+
+class Prompt(Protocol):
+    @property
+    def tokens(self) -> int:
+        """its length, in tokens (a guess where nobody can tokenise it)"""
+        ...
+
+    def chained(self, block_size: int) -> Chain:
+        """u64 sequence hash of each full block"""
+        ...
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """its token ids; none where nobody can tokenise it"""
+        ...
+
+
+class _Blocked(ABC):
+    """Chains are kept per block size. seed: of local hashes, as `fleet.blocks.salted_seed` makes it of the request's salt."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._chained: dict[int, Chain] = {}
+
+    def chained(self, block_size: int) -> Chain:
+        found = self._chained.get(block_size)
+        if found is None:
+            found = self._chained[block_size] = self._chain(block_size)
+        return found
+
+    @abstractmethod
+    def _chain(self, block_size: int) -> Chain: ...
+
+
+class TokenPrompt(_Blocked):
+    """A prompt known by its ids."""
+
+    def __init__(self, ids: Sequence[int], seed: int = SEED) -> None:
+        super().__init__(seed)
+        self._ids = ids
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._ids
+
+    @property
+    def tokens(self) -> int:
+        return len(self._ids)
+
+    def _chain(self, block_size: int) -> Chain:
+        ids = self._ids
+        return Chain(lambda start, stop: words(ids[start * block_size : stop * block_size]), 4 * block_size, len(ids) // block_size, self._seed)
+
+
+class TextPrompt(_Blocked):
+    """A prompt known only as text; BYTES_PER_TOKEN bytes are taken as one token."""
+
+    def __init__(self, text: bytes, model: str, seed: int = SEED, size: int | None = None) -> None:
+        """model: a server that serves several shares no prefix between them: its blocks are kept by model. size: bytes of the whole prompt,
+        where `text` is only what it begins with."""
+        super().__init__(seed)
+        self._text = text
+        self._size = len(text) if size is None else size
+        self._scope = xxhash.xxh3_64_digest(model.encode())
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def tokens(self) -> int:
+        return max(1, self._size // BYTES_PER_TOKEN)
+
+    def _chain(self, block_size: int) -> Chain:
+        text, width = self._scope + self._text, block_size * BYTES_PER_TOKEN
+        return Chain(lambda start, stop: text[start * width : stop * width], width, len(text) // width, self._seed)

@@ -1,0 +1,274 @@
+"""Assigns many waiting requests at once: greedy with regret, under capacities. Pure numpy.
+
+Whoever loses most by not getting its best rank is assigned first (the difference between its second-best and its best price, Potvin and
+Rousseau, "A parallel route building algorithm", EJOR 66, 1993), and gets the rank that is cheapest for it then. Each assignment adds to
+its rank's load, and what that changes is priced anew. So a batch is an *order* in which to decide: deciding for the requests one after
+another in that order, with the same prices, gives the same ranks and the same scores.
+
+Where capacities bind greedy has no bound, and the plain order may happen to be the better one. So up to _BOTH_UP_TO requests both are
+tried, and the result is never dearer than that of the plain order. Where they do not bind, the ranks cost at most twice as much as the best
+ranks for the same order (tested against all of them, where each price contains the request's own work; not proven).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.timing import own_seconds, prefill_seconds, queue_seconds, running_seconds
+from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.fleet_state.target_table import Roster
+from router.scheduling.cost import Weights
+from router.scheduling.decision import Decision
+from router.scheduling.filters import Limits, QueuePrices
+
+Costs = NDArray[np.float64]
+_NEVER = 1e300
+"""The price of what may not be. Finite: differences of prices are numbers."""
+
+_LEAST_SECONDS = 1e-12
+"""A price of a token above 0, where an engine says that it costs nothing."""
+_BOTH_UP_TO = 64
+"""Larger batches are only tried by regret."""
+
+
+class Pricing(Protocol):
+    """Prices under changing loads. Targets whose prices change together are neighbours: an engine, whose ranks step together."""
+
+    @property
+    def engine(self) -> NDArray[np.intp]:
+        """[targets]: number of each target's engine, ascending"""
+        ...
+
+    def prices(self, requests: slice, targets: slice, load: Amounts) -> Costs:
+        """float64 [targets, requests]: what each request would cost now; a new array. load: int64 [AMOUNTS, all targets]. `targets` are
+        one whole engine, or all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests in the order of their right to a place, and the targets they may go to.
+
+    load: int64 [AMOUNTS, targets] before any is assigned. may: bool [requests, targets]. prefill, blocks: int64 [requests, targets],
+    what a request adds there. steps: int64 [requests]. seeds: of each request, to break ties as a decision does.
+    most_requests: int64 [targets] of capacity; most_prefill: float64 [targets], prompt tokens beyond which a rank takes nothing more;
+    most_blocks: float64 [targets], likewise.
+    """
+
+    load: Amounts
+    may: NDArray[np.bool_]
+    prefill: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    seeds: NDArray[np.int64]
+    most_requests: NDArray[np.int64]
+    most_prefill: NDArray[np.float64]
+    most_blocks: NDArray[np.float64]
+
+    def full(self, load: Amounts, target: int | slice) -> NDArray[np.bool_]:
+        """bool [targets]: which of them take nothing more under this load."""
+        return np.asarray(
+            (load[SEQUENCES, target] >= self.most_requests[target])
+            | (load[PREFILL, target] > self.most_prefill[target])
+            | (load[BLOCKS, target] > self.most_blocks[target])
+        )
+
+
+class Place(NamedTuple):
+    """One request's target, and the price it was assigned at."""
+
+    request: int
+    target: int
+    price: float
+
+
+def route_batch(batch: Batch, pricing: Pricing) -> list[Place]:
+    """At most one place per request, in the order of assignment; who has none waits on. Deterministic; equals in regret by their right.
+
+    As many as fit: a place is only left empty when nobody who is left may take it.
+    """
+    requests = len(batch.steps)
+    tries = [greedy(batch, pricing, regret=True)] if requests > 1 else []
+    if requests <= _BOTH_UP_TO:
+        tries.append(greedy(batch, pricing, regret=False))
+    return min(tries, key=_worth)
+
+
+def greedy(batch: Batch, pricing: Pricing, *, regret: bool) -> list[Place]:
+    """Each in its turn to where it is cheapest then: by regret (the order in which they are given only tells equals apart), or as given."""
+    table = _Table(batch, pricing)
+    turns = table.by_regret() if regret else table.as_given()
+    return [table.assign(request) for request in turns]
+
+
+def total(places: list[Place]) -> float:
+    """What all of them cost, each priced when it was assigned."""
+    return sum(place.price for place in places)
+
+
+def _worth(places: list[Place]) -> tuple[int, float]:
+    return -len(places), total(places)
+
+
+class _Table:
+    """Every request's price everywhere, [targets, requests], kept up with what is assigned: one engine's rows at a time, which lie together.
+
+    `bars` is added to prices: 0, or _NEVER for what may not be.
+    """
+
+    def __init__(self, batch: Batch, pricing: Pricing) -> None:
+        self._batch = batch
+        self._pricing = pricing
+        self._load = batch.load.copy()
+        self._requests, targets = batch.may.shape
+        everywhere = slice(0, targets)
+        self._bars = np.where(batch.may & ~batch.full(self._load, everywhere), 0.0, _NEVER).T.copy()
+        self._costs = pricing.prices(slice(0, self._requests), everywhere, self._load) + self._bars
+        ends = [*(np.flatnonzero(np.diff(pricing.engine)) + 1).tolist(), targets]
+        self._engines = [slice(start, end) for start, end in pairwise([0, *ends]) for _ in range(start, end)]
+        self._first_left = 0
+
+    def as_given(self) -> Iterator[int]:
+        """Whoever can be assigned, one after another."""
+        for request in range(self._requests):
+            self._first_left = request
+            if self._costs[:, request].min() < _NEVER:
+                yield request
+
+    def by_regret(self) -> Iterator[int]:
+        """The one that loses most by coming second, as long as anybody can be assigned."""
+        prices = self._costs.reshape(-1)
+        columns = np.arange(self._requests)
+        while True:
+            cheapest = self._costs.argmin(axis=0) * self._requests + columns
+            best = prices.take(cheapest)
+            prices[cheapest] = _NEVER
+            regret = self._costs.min(axis=0) - best
+            prices[cheapest] = best
+            regret[best >= _NEVER] = -1.0
+            request = int(regret.argmax())
+            if regret[request] < 0.0:
+                return
+            yield request
+
+    def assign(self, request: int) -> Place:
+        """To where it is cheapest now; equals are told apart by its seed."""
+        batch, load = self._batch, self._load
+        costs = self._costs[:, request]
+        price = costs.min()
+        ties = (costs == price).nonzero()[0]
+        target = int(ties[batch.seeds[request] % len(ties)])
+        place = Place(request, target, float(price))
+        load[PREFILL, target] += batch.prefill[request, target]
+        load[SEQUENCES, target] += 1
+        load[BLOCKS, target] += batch.blocks[request, target]
+        load[STEPS, target] += batch.steps[request]
+        self._bars[:, request] = _NEVER
+        costs[:] = _NEVER
+        if batch.full(load, target):
+            self._bars[target] = _NEVER
+        left, engine = slice(self._first_left, self._requests), self._engines[target]
+        np.add(self._pricing.prices(left, engine, load), self._bars[engine, left], out=self._costs[engine, left])
+        return place
+
+
+class LoadPrices:
+    """Prices of requests that were decided on at one load, at any other: what depends on load is priced anew, the rest stays.
+
+    Stays in step with `scoring.score`: the terms queue, decode and lockstep are the only ones that depend on load.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        weights: Weights,
+        load: Amounts,
+        costs: Costs,
+        uncached: NDArray[np.int64],
+        prompts: NDArray[np.int64],
+        outputs: NDArray[np.int64],
+        factors: NDArray[np.float64] | None = None,
+    ) -> None:
+        """costs: float64 [requests, targets] under `load`, int64 [AMOUNTS, targets]; uncached: int64 [requests, targets];
+        prompts, outputs: tokens, int64 [requests]; factors: float64 [2, targets], as `scoring.score` takes them."""
+        self.engine = roster.engine
+        self._queue_ms, self._decode_ms, self._lockstep_ms = 1000.0 * np.array([weights.queue, weights.decode, weights.lockstep])
+        self._outputs = outputs
+        factors = np.ones((2, len(roster.targets))) if factors is None else factors
+        self._token_s = (roster.prefill_token_s * factors[0])[:, None]
+        self._sequence_s, self._block_s = (roster.decode_sequence_s * factors[1])[:, None], (roster.decode_block_s * factors[1])[:, None]
+        token_block_s, pair_s = (roster.decode_token_block_s * factors[1])[:, None], (roster.prefill_pair_s * factors[0])[:, None]
+        self._prefill = prefill_seconds(self._token_s, pair_s, uncached.T, prompts)
+        self._own = own_seconds(self._sequence_s, token_block_s, prompts + outputs, outputs)
+        self._together = None if roster.together is None or not weights.lockstep else self._lockstep_ms * roster.together[:, None]
+        self._engines = [slice(first, end) for first, end in pairwise([*roster.first.tolist(), len(roster.targets)])]
+        self._fixed = costs.T - self._loaded(slice(0, len(outputs)), slice(0, len(roster.targets)), load)
+
+    def prices(self, requests: slice, targets: slice, load: Amounts) -> Costs:
+        return np.asarray(self._fixed[targets, requests] + self._loaded(requests, targets, load), np.float64)
+
+    def _loaded(self, requests: slice, targets: slice, load: Amounts) -> Costs:
+        """float64 [targets, requests]: the terms queue, decode and lockstep, as far as they depend on load."""
+        there = load[:, targets, None].astype(np.float64)
+        queue = queue_seconds(self._token_s[targets], there[PREFILL])
+        outputs = self._outputs[requests]
+        running = running_seconds(self._sequence_s[targets], self._block_s[targets], there[SEQUENCES], there[BLOCKS], there[STEPS], outputs)
+        costs = self._decode_ms * running
+        costs += self._queue_ms * queue
+        if self._together is not None:
+            for engine in self._engines if targets.stop - targets.start == len(self.engine) else [targets]:
+                at = slice(engine.start - targets.start, engine.stop - targets.start)
+                lost = _lockstep(queue[at], running[at], self._prefill[engine, requests], self._own[engine, requests])
+                lost *= self._together[engine]
+                costs[at] += lost
+        return np.asarray(costs, np.float64)
+
+
+def _lockstep(queue: Costs, running: Costs, prefill: Costs, own: Costs) -> Costs:
+    """`fleet.timing.lockstep_seconds` of one engine's ranks, [ranks, requests]: what they have, and what each request adds."""
+    longer: Costs = prefill + (queue - queue.max(axis=0))
+    waits = running + own
+    waits -= running.max(axis=0)
+    np.maximum(longer, 0.0, out=longer)
+    np.minimum(waits, 0.0, out=waits)
+    longer -= waits
+    return longer
+
+
+def order_of(
+    decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+) -> list[int]:
+    """In which order to decide anew for requests that were each decided on alone, so that all of them together cost little; who would find
+    no room is left out. Arguments as `gathered` takes them."""
+    return [place.request for place in route_batch(*gathered(decisions, load, limits, factors, prices))]
+
+
+def gathered(
+    decisions: Sequence[Decision], load: Amounts, limits: Limits, factors: NDArray[np.float64] | None = None, prices: QueuePrices | None = None
+) -> tuple[Batch, LoadPrices]:
+    """Requests that were each decided on alone, at the same load, int64 [AMOUNTS, targets], and over the same roster. factors: float64
+    [2, targets], as `scoring.score` takes them; prices: as `candidates` takes them."""
+    roster = decisions[0].roster
+    prices = prices or QueuePrices.stated(roster)
+    shape = len(decisions), len(roster.targets)
+    may, costs, uncached = np.zeros(shape, np.bool_), np.full(shape, _NEVER), np.ones(shape, np.int64)
+    for at, decision in enumerate(decisions):
+        may[at, decision.at], costs[at, decision.at], uncached[at, decision.at] = True, decision.scores.total, decision.uncached
+    prompts = np.array([decision.ask.prompt_tokens for decision in decisions])
+    outputs = np.array([decision.ask.output_tokens for decision in decisions])
+    batch = Batch(
+        load=load,
+        may=may,
+        prefill=uncached,
+        blocks=-(-(prompts + outputs)[:, None] // roster.block_size),
+        steps=outputs,
+        seeds=np.array([decision.ask.seed for decision in decisions]),
+        most_requests=limits.most_requests(roster),
+        most_prefill=limits.queue_seconds / np.maximum(prices.token_s, _LEAST_SECONDS),
+        most_blocks=limits.blocks(roster),
+    )
+    return batch, LoadPrices(roster, decisions[0].weights, load, costs, uncached, prompts, outputs, factors)

@@ -1,0 +1,448 @@
+"""One routing decision: a value that can be read back, term by term. Pure; chance comes in as a number."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal, NamedTuple
+from weakref import ReferenceType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.signatures import ClusterModel
+from fleet.timing import dispatch_seconds
+from router.fleet_state.cluster_homes import at_home
+from router.fleet_state.engine_state import Versions
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Amounts
+from router.fleet_state.target_table import Excluded, RankKey, Roster, Target, columns
+from router.prediction.predictor import NO_GAIN, NO_KEYS, UNKNOWN_MODEL, Forecast, Keys, PredictionRecord
+from router.scheduling.cost import TERMS, Expected, Scores, Weights, score, uncached_tokens
+from router.scheduling.decision_record import Candidate, DecisionRecord, Epochs, HomesEpoch, Load, Supposed, Terms
+from router.scheduling.filters import Candidates
+from router.scheduling.policies import Choice, Column, Facts, Home, Rules, Unit, choose, scored
+
+NOTHING = Supposed()
+Homecoming = Literal["reached", "passed", "unheeded", "none"]
+"""reached: the request went home; passed: that would have cost more than it saves; unheeded: its homes were not heeded (`DecisionRecord.homes_note`); none:
+it has no home"""
+_COLUMN_BYTES = 8 * (3 + AMOUNTS + len(TERMS) + 2 + 1 + 4)
+"""Of one candidate: place, overlap and uncached tokens; load; terms; their sum and what was promised; score; four columns of the outlook."""
+_EXPERTS = TERMS.index("experts")
+_SPEED_OF = (0, 0, 1, None, None, 1, None)
+"""By term: 0, it follows from the speed of prefill; 1, of decode; None, of neither."""
+_LEAST_GAIN = 1e-6
+_BYTES, _CANDIDATE_BYTES = 4096, 8 * (len(TERMS) + AMOUNTS + 10)
+"""Of a decision, and of each candidate's place in its columns."""
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The tenant that a request belongs to. tenant: from its key, "" without keys; salt: it shares KV only with requests of the same one."""
+
+    tenant: str = ""
+    salt: str = ""
+
+
+UNKNOWN_OWNER = Owner()
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """The request as far as its price goes. `output_tokens` is what is expected, not the limit."""
+
+    decision_id: str
+    seed: int
+    """breaks ties"""
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    attempt: int = 1
+    replaces: str | None = None
+    """id of the decision that failed before"""
+    cause: str | None = None
+    """how it failed"""
+    request_id: str = ""
+    keys: Keys = NO_KEYS
+    """hashes of who asks"""
+    supposed: Supposed = NOTHING
+    owner: Owner = UNKNOWN_OWNER
+
+
+class Outlook(NamedTuple):
+    """What is foretold of a request, and what it would meet at each candidate: remote_ranks, remote_nodes and local, float64 [candidates],
+    are the expected distinct remote ranks and nodes of a token and the expected share of pairs that the rank serves itself; prior_local is
+    that share for the traffic's mix. Where `priced`, bool [candidates], is not, they are 0 and mean nothing. added, float64 [candidates]:
+    experts that each step of the engine would read for this request alone."""
+
+    forecast: Forecast
+    remote_ranks: Column
+    remote_nodes: Column
+    local: Column
+    prior_local: Column
+    added: Column
+    priced: NDArray[np.bool_]
+    home: Column | None = None
+    """float64 [candidates], how many times its even share of the request a rank is to get; None: the planner says nothing of homes"""
+    versions: Versions | None = None
+    """of prices and homes"""
+    clusters: ReferenceType[ClusterModel] | None = None
+    """the clusters that the forecast is of. Weak: a decision that is kept for reading back keeps no megabytes of old clusters"""
+
+    @property
+    def expected(self) -> Expected | None:
+        """What of it has a price; None: none of it is believed."""
+        gain = self.forecast.gain
+        return Expected(self.remote_ranks, self.remote_nodes, self.added, gain) if gain else None
+
+    @property
+    def remote_share(self) -> Column:
+        """float64 [candidates]: share of routed pairs that another rank serves, as far as it is believed; 0 where nothing is priced."""
+        return np.where(self.priced, self.forecast.gain * (1.0 - self.local), 0.0)
+
+    def record(self) -> PredictionRecord:
+        """The forecast for readers, with the experts it stands for while its clusters are in memory."""
+        return self.forecast.record(None if self.clusters is None else self.clusters())
+
+    def of(self, at: NDArray[np.intp]) -> "Outlook":
+        """For some of the candidates."""
+        remote, nodes, local, prior, added = (
+            columns(column, at) for column in (self.remote_ranks, self.remote_nodes, self.local, self.prior_local, self.added)
+        )
+        home = None if self.home is None else columns(self.home, at)
+        return Outlook(self.forecast, remote, nodes, local, prior, added, columns(self.priced, at), home, self.versions, self.clusters)
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    """What a request that comes now meets, beside what it brings. load: int64 [AMOUNTS, targets]; handover and factors as
+    `scoring.score` says. held: the rank that its conversation was at; turn: counts the decisions of this model."""
+
+    load: Amounts
+    handover: NDArray[np.float64] | None = None
+    factors: NDArray[np.float64] | None = None
+    held: RankKey | None = None
+    turn: int = 0
+    measured: NDArray[np.bool_] | None = None
+    """bool [2, targets]: whether predicted prefill and decode seconds are stated or measured, rather than a guess to compare by; None: all are"""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Columns have one entry per candidate, in the roster's order. `record()` is the form for readers."""
+
+    ask: Ask
+    roster: Roster
+    at: NDArray[np.intp]
+    overlap_blocks: NDArray[np.int64]
+    uncached: NDArray[np.int64]
+    load: Amounts
+    """int64 [AMOUNTS, candidates]"""
+    scores: Scores
+    score: Column
+    """what the policy minimises"""
+    unit: Unit
+    choice: Choice
+    held: int | None
+    """index of the rank that the conversation was at"""
+    excluded: Sequence[Excluded]
+    ignored: tuple[Excluded, ...]
+    """reasons to leave ranks alone that were not heeded, because nobody else was left"""
+    rules: Rules
+    view_version: int
+    outlook: Outlook | None
+    """None: there are no prediction tables"""
+    home: Home | None
+    """where the request is at home, as far as that was heeded; None: nowhere"""
+    target: Target
+    """the chosen rank"""
+    measured: NDArray[np.bool_] | None = None
+    """bool [2, candidates], as `Conditions.measured`"""
+
+    @property
+    def id(self) -> str:
+        return self.ask.decision_id
+
+    @property
+    def chosen(self) -> int:
+        """Index into the columns."""
+        return self.choice.chosen
+
+    @property
+    def weights(self) -> Weights:
+        return self.rules.weights
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens the chosen rank is believed to hold already."""
+        return self.ask.prompt_tokens - int(self.uncached[self.chosen])
+
+    @property
+    def runner_up(self) -> int | None:
+        """Index of the lowest score but the chosen one's; None: there is no other."""
+        if len(self.at) == 1:
+            return None
+        others = self.score.copy()
+        others[self.chosen] = np.inf
+        return int(others.argmin())
+
+    @property
+    def margin(self) -> float | None:
+        """The runner-up's score less the chosen one's, in `unit`."""
+        other = self.runner_up
+        return None if other is None else float(self.score[other] - self.score[self.chosen])
+
+    def is_measured(self, candidate: int) -> bool:
+        """Whether a candidate's terms are milliseconds that somebody stated or measured."""
+        return self.measured is None or bool(self.measured[0, candidate] and self.measured[1, candidate])
+
+    def terms_ms(self, candidate: int) -> list[float | None]:
+        """A candidate's terms, in the order of TERMS; None where nobody stated or measured the speed that they follow from."""
+        return self._known_terms(candidate, self.scores.terms[:, candidate].tolist())
+
+    def _known_terms(self, candidate: int, terms: list[float]) -> list[float | None]:
+        if self.measured is None:
+            return [*terms]
+        known = self.measured[:, candidate].tolist()
+        return [term if kind is None or known[kind] else None for term, kind in zip(terms, _SPEED_OF, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the columns, more or less."""
+        return _COLUMN_BYTES * len(self.at)
+
+    @property
+    def shared_cache(self) -> bool:
+        """Whether the request has a salt and its rank does not separate by it: tenants share that rank's KV cache."""
+        return bool(self.ask.owner.salt) and not self.target.engine.capabilities.isolates_tenants
+
+    @property
+    def cache_salt(self) -> str:
+        """The salt to send to the chosen rank; "": none, or it takes none."""
+        return self.ask.owner.salt if self.target.engine.capabilities.isolates_tenants else ""
+
+    @property
+    def homecoming(self) -> Homecoming:
+        """Whether the request went home."""
+        if self.home is not None and self.home.at.any():
+            return "reached" if self.home.at[self.chosen] else "passed"
+        return "unheeded" if self.home is None and self.outlook is not None and self.outlook.home is not None else "none"
+
+    def name(self, candidate: int) -> str:
+        """engine/rank of a candidate."""
+        return self.roster.targets[int(self.at[candidate])].name
+
+    def without(self, term: str) -> int:
+        """Who would have been chosen had a term not counted (policy cost)."""
+        total = np.add.reduce(np.delete(self.scores.terms, TERMS.index(term), axis=0), axis=0)
+        home = None if term == "experts" else self.home
+        return choose(self.rules, total, self.unit, total, self.scores.promised, self.ask.seed, self.held, home).chosen
+
+    def if_gone(self) -> int | None:
+        """Who would have been chosen had the chosen rank been gone; None: there is no other."""
+        left = np.delete(np.arange(len(self.at)), self.chosen)
+        if not len(left):
+            return None
+        held = None if self.held is None or self.held == self.chosen else self.held - (self.held > self.chosen)
+        home = None if self.home is None else self.home.of(left)
+        choice = choose(self.rules, self.score[left], self.unit, self.scores.total[left], self.scores.promised[left], self.ask.seed, held, home)
+        return int(left[choice.chosen])
+
+    def record(self, most: int | None = None) -> DecisionRecord:
+        """The decision for readers, candidates with the lowest score first (the chosen one before its equals). most: as many candidates
+        are enough; each takes some microseconds."""
+        order: list[int] = self.score.argsort(kind="stable").tolist()
+        if self.choice.why in ("cheapest", "tie", "home"):  # equals may differ by rounding
+            order.remove(self.chosen)
+            order.insert(0, self.chosen)
+        weights = asdict(self.weights)
+        other, gone = self.runner_up, self.if_gone()
+        return DecisionRecord(
+            id=self.id,
+            request_id=self.ask.request_id,
+            model=self.ask.model,
+            prompt_tokens=self.ask.prompt_tokens,
+            expected_output_tokens=self.ask.output_tokens,
+            policy=self.rules.policy,
+            unit=self.unit if self.measured is None or bool(self.measured.all()) else "1",
+            chosen=self.target.name,
+            why=self.choice.why,
+            runner_up=None if other is None else self.name(other),
+            margin=self.margin,
+            tied=self.choice.tied,
+            seed=str(self.ask.seed),
+            without={term: self.name(self.without(term)) for term in TERMS if weights[term]} if self.rules.policy == "cost" else {},
+            if_gone=None if gone is None else self.name(gone),
+            supposed=None if self.ask.supposed == NOTHING else self.ask.supposed,
+            session_rank=None if self.held is None else self.name(self.held),
+            home_ranks=[self.name(at) for at in self._at_home().nonzero()[0].tolist()],
+            homes_note=self._homes_note(),
+            candidates=self._candidates(order[:most]),
+            excluded=list(self.excluded),
+            ignored=list(self.ignored),
+            weights=weights,
+            epochs=self._epochs(),
+            prediction=None if self.outlook is None else self.outlook.record(),
+            attempt=self.ask.attempt,
+            replaces=self.ask.replaces,
+            cause=self.ask.cause,
+            tenant=self.ask.owner.tenant or None,
+            cache="shared" if self.shared_cache else "tenant" if self.ask.owner.salt else "common",
+        )
+
+    def _epochs(self) -> Epochs:
+        forecast, versions = (None, None) if self.outlook is None else (self.outlook.forecast, self.outlook.versions)
+        return Epochs(
+            placement={target.engine.engine: target.epoch for target in self.roster.targets},
+            prices={} if versions is None else versions.prices,
+            homes={} if versions is None else {engine: HomesEpoch(version=of, epoch=epoch) for engine, (of, epoch) in versions.homes.items()},
+            tables=None if forecast is None else forecast.tables,
+            clusters=None if forecast is None else forecast.clusters,
+            view=self.view_version,
+        )
+
+    def _at_home(self) -> NDArray[np.bool_]:
+        """bool [candidates]: where the request is at home, heeded or not."""
+        lift = None if self.outlook is None else self.outlook.home
+        return np.zeros(len(self.at), np.bool_) if lift is None else at_home(lift)
+
+    def _homes_note(self) -> str | None:
+        """Why a request's homes were not heeded, or why it has none; None: they were."""
+        if self.outlook is None:
+            return UNKNOWN_MODEL
+        forecast, versions = self.outlook.forecast, self.outlook.versions
+        if self.outlook.home is None:
+            waits = [] if versions is None else [f"{engine}'s wait for epoch {epoch}" for engine, (_, epoch) in versions.coming.items()]
+            return f"no cluster has a home{': ' if waits else ''}{', '.join(waits)}"
+        if not self.rules.steers:
+            return f"not heeded: the policy {self.rules.policy}, as it is weighed, does not mind where experts are"
+        if self.home is None:
+            return f"not heeded: the request is foretold with a confidence of {forecast.confidence:.3f}; {self.rules.home_confidence:g} is asked for"
+        return None if self.home.at.any() else "no rank is to get clearly more than its even share of such requests"
+
+    def _candidates(self, at: list[int]) -> list[Candidate]:
+        """Of these, in this order."""
+        outlook = self.outlook
+        foretold = None if outlook is None else (outlook.remote_ranks, outlook.remote_nodes, outlook.local, outlook.added)
+        experts = [(None,) * 4] * len(at) if foretold is None else np.stack(foretold)[:, at].T.tolist()
+        columns = zip(
+            at,
+            self.score[at].tolist(),
+            self.scores.terms[:, at].T.tolist(),
+            self.load[:, at].T.tolist(),
+            np.stack([self.overlap_blocks, self.uncached])[:, at].T.tolist(),
+            experts,
+            strict=True,
+        )
+        return [self._candidate(*column) for column in columns]
+
+    def _candidate(self, at: int, score: float, terms: list[float], load: list[int], tokens: list[int], experts: "list[float] | tuple[None, ...]") -> Candidate:
+        target = self.roster.targets[int(self.at[at])]
+        remote_ranks, remote_nodes, local, added = experts
+        priced = self.outlook is not None and bool(self.outlook.priced[at])
+        return Candidate(
+            engine=target.engine.engine,
+            rank=target.rank,
+            worker_id=str(target.key[0]),
+            score=score,
+            terms_ms=Terms(**dict(zip(TERMS, self._known_terms(at, terms), strict=True))),
+            speed="stated" if bool(self.roster.stated[self.at[at]]) else "measured" if self.is_measured(at) else "not measured",
+            overlap_blocks=tokens[0],
+            overlap_approximate=bool(self.roster.approximate[self.at[at]]),
+            uncached_tokens=tokens[1],
+            load=Load(prefill_tokens=load[PREFILL], requests=load[SEQUENCES], blocks=load[BLOCKS], steps=load[STEPS]),
+            remote_ranks=remote_ranks if priced else None,
+            remote_nodes=remote_nodes if priced else None,
+            local_share=local if priced else None,
+            added_experts=added,
+            home_lift=None if self.outlook is None or self.outlook.home is None else float(self.outlook.home[at]),
+            experts_note=self._note(at),
+        )
+
+    def _note(self, at: int) -> str | None:
+        """Why a candidate's expert term is what it is: for the engine's own reasons, or for want of a prediction worth its name."""
+        note = self.roster.targets[int(self.at[at])].note
+        if note is not None:
+            return note
+        if self.outlook is None:
+            return UNKNOWN_MODEL
+        if not self.outlook.priced[at]:
+            return "not priced yet with the present clusters"
+        return None if self.outlook.forecast.gain else NO_GAIN
+
+
+def decide(
+    ask: Ask,
+    roster: Roster,
+    found: Candidates,
+    overlap_blocks: NDArray[np.int64],
+    conditions: Conditions,
+    rules: Rules,
+    view_version: int,
+    outlook: Outlook | None = None,
+) -> Decision:
+    """Price every target, and pick a candidate as the rules say.
+
+    overlap_blocks: int64 [targets]; outlook: of all targets. ValueError without any candidate.
+    """
+    at = found.at
+    if not len(at):
+        raise ValueError(f"decision {ask.decision_id}: no candidate among {len(roster.targets)} ranks of model {ask.model!r}")
+    load = conditions.load
+    uncached = uncached_tokens(ask.prompt_tokens, overlap_blocks, roster.block_size)
+    expected = None if outlook is None else outlook.expected
+    scores = score(roster, load, uncached, ask.prompt_tokens, ask.output_tokens, rules.weights, expected, conditions.handover, conditions.factors)
+    if len(at) != len(uncached):
+        scores, uncached, load, overlap_blocks = scores.of(at), uncached[at], load[:, at], overlap_blocks[at]
+        outlook = None if outlook is None else outlook.of(at)
+    measured = None if conditions.measured is None else columns(conditions.measured, at)
+    remote = outlook.remote_share if outlook is not None and rules.policy == "classic" else None
+    by, unit = scored(rules, Facts(scores, uncached, ask.prompt_tokens, remote, conditions.turn))
+    held = None if conditions.held is None else _place(conditions.held, roster, at)
+    home = None if outlook is None else _home(outlook, rules, scores, roster, at, uncached, ask.output_tokens)
+    choice = choose(rules, by, unit, scores.total, scores.promised, ask.seed, held, home)
+    return Decision(
+        ask=ask,
+        roster=roster,
+        at=at,
+        overlap_blocks=overlap_blocks,
+        uncached=uncached,
+        load=load,
+        scores=scores,
+        score=by,
+        unit=unit,
+        choice=choice,
+        held=held,
+        excluded=found.excluded,
+        ignored=found.ignored,
+        rules=rules,
+        view_version=view_version,
+        outlook=outlook,
+        home=home,
+        target=roster.targets[int(at[choice.chosen])],
+        measured=measured,
+    )
+
+
+def _home(outlook: Outlook, rules: Rules, scores: Scores, roster: Roster, at: NDArray[np.intp], uncached: NDArray[np.int64], output_tokens: int) -> Home | None:
+    """Where a request is at home; None: nowhere, or it is not heeded. How well the request itself is foretold decides that, and how far it is believed
+    what a home saves, not what prediction has earned so far: it can earn nothing before placement and requests are aligned.
+
+    Columns are of the candidates `at`. Where prediction has earned something, the expert term tells what sending the tokens costs.
+    """
+    if outlook.home is None or not rules.steers:
+        return None
+    sure, gain = outlook.forecast.confidence, outlook.forecast.gain
+    if sure < rules.home_confidence:
+        return None
+    if rules.policy != "cost" or not np.logical_and.reduce(outlook.priced):
+        return Home(at_home(outlook.home), None)
+    if gain > _LEAST_GAIN:
+        return Home(at_home(outlook.home), scores.terms[_EXPERTS] * (-sure / gain))
+    node_s = roster.dispatch_node_s[at] if roster.far else None
+    costs = dispatch_seconds(roster.dispatch_s[at], node_s, uncached + np.float64(output_tokens), outlook.remote_ranks, outlook.remote_nodes)
+    return Home(at_home(outlook.home), costs * (-1000.0 * sure * rules.weights.experts))
+
+
+def _place(key: RankKey, roster: Roster, at: NDArray[np.intp]) -> int | None:
+    """Index of a rank among the candidates `at` (ascending); None when it is none."""
+    target = roster.index.get(key)
+    if target is None:
+        return None
+    place = int(at.searchsorted(target))
+    return place if place < len(at) and at[place] == target else None

@@ -1,0 +1,341 @@
+"""Decides where a request goes and books its load there: synchronous, out of what is known now. Nothing is awaited to decide.
+
+State: the view, the reservations, the two indices, the ranks' health, and the last decisions.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from weakref import ref
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleet.completions import MOST_NAME, ApiError, shortened
+from fleet.prediction import Query
+from router.admission.queue_policy import NoRoom
+from router.config import RouterConfig
+from router.fleet_state.reservations import SEQUENCES, Booking, Reservations
+from router.fleet_state.target_table import Excluded, RankKey, Roster
+from router.fleet_state.view import View
+from router.health.circuit_breakers import Bars, Health
+from router.openai_api.completion_state import Begun, Failure, other_weights, to_avoid
+from router.prediction.predictor import NO_KEYS, Foresight, Keys
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import Prompt
+from router.scheduling.batch_assignment import order_of
+from router.scheduling.decision import NOTHING, UNKNOWN_OWNER, Ask, Conditions, Decision, Outlook, Owner, decide
+from router.scheduling.decision_record import Supposed
+from router.scheduling.filters import Candidates, Limits, candidates, saturated
+from router.scheduling.policies import Rules
+from router.scheduling.session_affinity import Affinity
+from router.scheduling.target_speeds import TargetSpeeds
+from router.scheduling.what_if import barred as supposed_gone
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What a decision is about. `context`: tokens the rank must have room for; `output`: tokens expected.
+
+    `tokenizer`: the digest of the one that made the prompt's ids; None: the prompt is text. `keys`: who asks. `supposed`: what is
+    to be supposed, where somebody only wants to know. `owner`: the tenant, whose salt is in the prompt's hashes. external: another data plane will send it.
+    """
+
+    model: str
+    prompt: Prompt
+    context: int
+    output: int
+    tokenizer: str | None
+    request_id: str = ""
+    keys: Keys = NO_KEYS
+    supposed: Supposed = NOTHING
+    owner: Owner = UNKNOWN_OWNER
+    begun: Begun | None = None
+    """what the first tokens of an answer that is continued were computed by; None: there are none"""
+    external: bool = False
+    only: RankKey | None = None
+    """the one rank that can serve it, as what it refers to is there"""
+    passes_fields: bool = False
+    """it has fields that only engines serve which declare it (`Capabilities.passes_fields`)"""
+
+
+class Try(msgspec.Struct, frozen=True):
+    """Which attempt of a request this is, and what became of the ones before."""
+
+    number: int = 1
+    replaces: str | None = None
+    failures: tuple[tuple[RankKey, Failure], ...] = ()
+
+
+FIRST_TRY = Try()
+_ELSEWHERE = "what this request refers to is on another server"
+NOBODY_BUSY: frozenset[RankKey] = frozenset()
+_NOBODY_TO_AVOID = (NOBODY_BUSY,)
+READS_ONLY = "it serves only the fields that Roost reads, and the request has others"
+BUSY_SECONDS = 0.25
+"""How long a rank that says that it is busy is left alone."""
+
+Lap = Callable[[str], None]
+"""Told the name of each part of a decision when it is done."""
+
+
+class Picker:
+    """`kv` says what ranks with KV events hold, `prefixes` guesses it for the others, into the same `holders`; `foresight` foretells what a
+    request activates."""
+
+    def __init__(self, view: View, reservations: Reservations, kv: KvIndex, prefixes: Prefixes, config: RouterConfig) -> None:
+        self.view = view
+        self.reservations = reservations
+        self.kv = kv
+        self.prefixes = prefixes
+        self.foresight = Foresight(config.prediction_bytes)
+        self.health = Health(config)
+        self.speeds = TargetSpeeds(config.correction_limit)
+        self._config = config
+        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._rules = Rules.of(config)
+        self._affinity = Affinity(config.session_affinity_seconds)
+        self._said_busy: dict[RankKey, float] = {}
+        """until when ranks that said that they are busy count as saturated"""
+        self._turns: dict[str, int] = {}
+        """booked decisions by model"""
+        self._kept: OrderedDict[str, Decision] = OrderedDict()
+        self._kept_bytes = 0
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Decide by these settings from now on."""
+        self._config = config
+        self._limits = Limits(config.max_requests_per_rank, config.max_queue_seconds, config.max_kv_share)
+        self._rules = Rules.of(config)
+        self._affinity.set_seconds(config.session_affinity_seconds)
+        self.health.reconfigure(config)
+        self.speeds.reconfigure(config.correction_limit)
+        self.reservations.reconfigure(settle_seconds=config.settle_seconds, stale_seconds=config.stale_load_seconds)
+
+    @property
+    def expected_steps_left(self) -> int:
+        """Tokens that a request of which only a rank knows is expected to emit yet: on average half of its output has come."""
+        return -(-self._config.expected_output_tokens // 2)
+
+    def roster(self, model: str) -> Roster:
+        """The ranks that may serve a model. ApiError 404 for an unknown model; NoRoom (503) when none of its ranks lives."""
+        roster = self.view.roster(model)
+        if not roster.targets:
+            known = self.view.models(live=False)
+            if not known:
+                raise ApiError(503, "no engine has joined yet", code="no_engine", retry_after=2.0)
+            if model not in known:
+                said = f"the model {shortened(model, MOST_NAME)!r} does not exist; models served here: {', '.join(known)}"
+                raise ApiError(404, said, code="model_not_found", param="model")
+            reasons = "; ".join(sorted({out.reason for out in roster.excluded if not out.reason.startswith("serves another")}))
+            raise NoRoom(503, f"no engine of model {model!r} is live at present ({reasons})", code="no_engine", retry_after=2.0)
+        return roster
+
+    def decide(self, need: Need, decision_id: str, seed: int, now: float, attempt: Try = FIRST_TRY, lap: Lap | None = None) -> Decision:
+        """`lap` is told when each part of it is done. ApiError 404, 503 (no live engine, or all failed this request) or 429 (all saturated),
+        the last two with Retry-After."""
+        roster = self.roster(need.model)
+        if roster.tokenizer != need.tokenizer:
+            raise ApiError(503, "the engines that are left read prompts in another way; ask again", code="upstream_failed", retry_after=1.0)
+        load = self.reservations.load(roster.rows, now)
+        found = self._candidates(roster, load, need, attempt, now)
+        if lap is not None:
+            lap("filter")
+        ask = Ask(
+            decision_id=decision_id,
+            seed=seed,
+            model=need.model,
+            prompt_tokens=need.prompt.tokens,
+            output_tokens=need.output,
+            attempt=attempt.number,
+            replaces=attempt.replaces,
+            cause=attempt.failures[-1][1].value if attempt.failures else None,
+            request_id=need.request_id,
+            keys=need.keys,
+            supposed=need.supposed,
+            owner=need.owner,
+        )
+        overlap = self.kv.holders.overlap(roster, need.prompt)
+        if lap is not None:
+            lap("overlap")
+        outlook = self._outlook(roster, need, overlap)
+        if lap is not None:
+            lap("predict")
+        known = self.speeds.known(roster)
+        held = self._affinity.rank(need.keys.session, now)
+        conditions = Conditions(load, self.view.handovers(roster), known.factors, held, self._turns.get(need.model, 0), known.measured)
+        rules = self._rules_for(need.supposed)
+        decision = decide(ask, roster, found, overlap, conditions, rules, self.view.version, outlook)
+        if lap is not None:
+            lap("score")
+        return decision
+
+    def places(self, model: str, now: float) -> int | None:
+        """How many more requests the model's ranks would take before all are saturated, at most; None: none of its ranks lives."""
+        roster = self.view.roster(model)
+        if not roster.targets:
+            return None
+        load, bars = self.reservations.load(roster.rows, now), self.health.bars(roster, now)
+        full = saturated(roster, load, self._limits, self._busy_by_their_word(now), self.speeds.known(roster).queue)
+        free = np.where(full, 0, self._limits.most_requests(roster) - load[SEQUENCES])
+        for barred in (bars.every, bars.hard):
+            allowed = np.ones(len(free), np.bool_)
+            allowed[[roster.index[key] for key in barred if key in roster.index]] = False
+            if allowed.any():
+                return int(free[allowed].sum())
+        return 0
+
+    def arranged(self, decisions: Sequence[Decision], now: float) -> list[int]:
+        """In which order to decide anew for requests that get their places together, given what would be decided for each alone. Whom
+        there would be no place for in this order is left out."""
+        roster = self.view.roster(decisions[0].ask.model)
+        if len(decisions) < 2 or any(decision.roster is not roster for decision in decisions):
+            return list(range(len(decisions)))
+        known = self.speeds.known(roster)
+        return order_of(decisions, self.reservations.load(roster.rows, now), self._limits, known.factors, known.queue)
+
+    def book(self, decision: Decision, prompt: Prompt, now: float, *, external: bool = False, timed: bool = True) -> Booking:
+        """Promise the chosen rank the request's load, note the prompt where KV events will not, and keep the decision for reading back.
+        external: another data plane sends the request. timed: it will be known when its first token comes."""
+        target, ask = decision.target, decision.ask
+        size = target.engine.block_size
+        blocks = -(-(ask.prompt_tokens + ask.output_tokens) // size)
+        if not target.engine.capabilities.kv_events:
+            chain = prompt.chained(size)
+            self.prefixes.routed(target.key, chain.reach(len(chain), self.kv.holders.runs), target.engine.kv_blocks or None)
+        self._keep(decision)
+        self._turns[ask.model] = self._turns.get(ask.model, 0) + 1
+        self._affinity.went(ask.keys.session, target.key, now)
+        amounts = int(decision.uncached[decision.choice.chosen]), 1, blocks, ask.output_tokens
+        booking = self.reservations.book(target.key, amounts, now, external=external)
+        self.health.began(booking, target.key, _first_token_seconds(decision) if timed else None, now)
+        return booking
+
+    def went(self, rank: RankKey, session: int, prefix: Sequence[int], now: float) -> None:
+        """Another router sent a request of a session (0: of none) there, with a prompt that begins with these blocks (none: KV events will tell)."""
+        state = self.view.engine(rank[0])
+        if prefix and state is not None and not state.joined.capabilities.kv_events:
+            self.prefixes.routed(rank, prefix, state.joined.kv_blocks or None)
+        self._affinity.went(session, rank, now)
+
+    def kept(self, decision_id: str) -> Decision | None:
+        """A decision that was booked, if it is among the last ones."""
+        return self._kept.get(decision_id)
+
+    def _rules_for(self, supposed: Supposed) -> Rules:
+        if supposed.without and self._rules.policy != "cost":
+            said = f"the policy {self._rules.policy} weighs no terms that could be left out; only the policy cost does"
+            raise ApiError(400, said, param="without", code="invalid_value")
+        return self._rules.without(supposed.without)
+
+    def _keep(self, decision: Decision) -> None:
+        """For reading back; the oldest make room."""
+        self._kept[decision.id] = decision
+        self._kept_bytes += decision.nbytes
+        while len(self._kept) > self._config.kept_decisions or self._kept_bytes > self._config.kept_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.nbytes
+
+    def forget_worker(self, worker_id: int) -> None:
+        """An incarnation is gone for good."""
+        self.kv.remove_worker(worker_id)
+        self.prefixes.forget_worker(worker_id)
+        self._affinity.forget_worker(worker_id)
+        models = self.view.models(live=False)
+        self._turns = {model: turn for model, turn in self._turns.items() if model in models}
+        self.health.forget_worker(worker_id)
+        self.speeds.forget_worker(worker_id)
+        self._said_busy = {key: until for key, until in self._said_busy.items() if key[0] != worker_id}
+
+    def said_busy(self, rank: RankKey, now: float) -> None:
+        """A rank refused a request because it has too many: it counts as saturated for a moment, whatever is known of its load."""
+        self._said_busy[rank] = now + BUSY_SECONDS
+
+    def _busy_by_their_word(self, now: float) -> frozenset[RankKey]:
+        if not self._said_busy:
+            return NOBODY_BUSY
+        self._said_busy = {key: until for key, until in self._said_busy.items() if until > now}
+        return frozenset(self._said_busy)
+
+    def _candidates(self, roster: Roster, load: NDArray[np.int64], need: Need, attempt: Try, now: float) -> Candidates:
+        """Breakers and outliers are ignored rather than refusing a request that nobody else can take, drains never are."""
+        bars = self.health.bars(roster, now)
+        if need.supposed.gone:
+            bars = bars.beside(supposed_gone(need.supposed.gone, roster))
+        others: dict[RankKey, str] = {}
+        if need.begun is not None and (others := other_weights(need.begun, roster)):
+            bars = bars.beside(others)
+        if need.only is not None:
+            if need.only not in roster.index:
+                raise ApiError(503, "the server that has what this request refers to does not answer at present", code="no_engine", retry_after=2.0)
+            bars = bars.beside({target.key: _ELSEWHERE for target in roster.targets if target.key != need.only})
+        if need.passes_fields:
+            plain = [target.key for target in roster.targets if not target.engine.capabilities.passes_fields]
+            bars = bars.beside(dict.fromkeys(plain, READS_ONLY))
+        said_busy, prices = self._busy_by_their_word(now), self.speeds.known(roster).queue
+        avoided = to_avoid([failure for failure in attempt.failures if failure[1] is not Failure.BUSY], roster) if attempt.failures else _NOBODY_TO_AVOID
+        busy: Candidates | None = None
+        for barred in (bars.every, bars.hard) if len(bars.every) > len(bars.hard) else (bars.every,):
+            for avoid in avoided:
+                found = candidates(roster, load, need.context, self._limits, avoid, barred, said_busy, prices)
+                if len(found.at):
+                    return found if barred is bars.every else msgspec.structs.replace(found, ignored=_ignored(roster, bars))
+                busy = found if found.busy else busy
+            if busy is not None:
+                break
+        if busy is not None:
+            wait = max(1.0, busy.wait_seconds)
+            raise NoRoom(429, "every rank that serves this model is saturated; try again later", code="saturated", retry_after=wait)
+        if others:
+            at = roster.index[next(iter(others))]
+            said = f"the answer broke off and cannot be continued: no rank with its weights is left ({roster.targets[at].name}: {next(iter(others.values()))})"
+            raise ApiError(503, said, code="weights_changed", retry_after=1.0)
+        if attempt.failures:
+            said = f"every rank that serves this model failed this request, the last with {attempt.failures[-1][1].value}"
+            raise ApiError(503, said, code="upstream_failed", retry_after=2.0)
+        if len(bars.hard) == len(roster.targets):
+            said = f"every rank that serves the model {need.model!r} is draining; undo it with: roost drain ENGINE --undo"
+            raise ApiError(503, said, code="draining", retry_after=5.0)
+        raise ApiError(503, "no rank that serves this model can take this request now", code="no_engine", retry_after=2.0)
+
+    def _outlook(self, roster: Roster, need: Need, overlap: NDArray[np.int64]) -> Outlook | None:
+        """Of all targets. A prompt that is known as text only is predicted by who asks alone: its hashes are not those of token blocks.
+
+        overlap: int64 [targets]. What is cached somewhere was computed, and then its signature is probably known as far.
+        """
+        if self.foresight.replica(need.model) is None:
+            return None
+        size, prompt = _block_size(roster), need.prompt
+        prefix = prompt.chained(size) if prompt.ids else ()
+        forecast = self.foresight.predict(need.model, Query(prefix, prompt.ids, size, *need.keys, int(overlap[overlap.argmax()])))
+        if forecast is None:
+            return None
+        prices, clusters = self.view.prices(need.model), self.view.clusters(need.model)
+        used = None if clusters is None or clusters.version != forecast.clusters else ref(clusters)
+        if prices.clusters != len(forecast.weights):
+            nothing = np.zeros(len(roster.targets))
+            unpriced = np.zeros(len(roster.targets), np.bool_)
+            return Outlook(forecast, nothing, nothing, nothing, nothing, nothing, unpriced, clusters=used)
+        remote, nodes, local, added = prices.of(forecast.weights)
+        prior, home = prices.prior_local(forecast.shares), prices.home(forecast.weights)
+        return Outlook(forecast, remote, nodes, local, prior, added, prices.priced, home, prices.versions, used)
+
+
+def _block_size(roster: Roster) -> int:
+    """Tokens of the blocks that signatures are kept by; where engines differ, the smallest of theirs."""
+    return roster.block_sizes[0]
+
+
+def _ignored(roster: Roster, bars: Bars) -> tuple[Excluded, ...]:
+    """The ranks that would be left alone, were there others."""
+    soft = [target for target in roster.targets if target.key in bars.every and target.key not in bars.hard]
+    return tuple(Excluded(target.engine.engine, target.rank, bars.every[target.key]) for target in soft)
+
+
+def _first_token_seconds(decision: Decision) -> float | None:
+    """After how long the chosen rank's first token is expected; None where a weight of 0 hides it, or nobody stated or measured a speed."""
+    if not decision.is_measured(decision.chosen):
+        return None
+    prefill, queue = decision.scores.terms[:2, decision.chosen].tolist()  # the first two of TERMS
+    weights = decision.weights
+    return (prefill / weights.prefill + queue / weights.queue) / 1000.0 if weights.prefill and weights.queue else None

@@ -1,0 +1,107 @@
+"""How fast a roster's targets are, by all that is known: corrected where speeds are stated (`router.scheduling.speed_correction`), learnt where none is
+(`router.scheduling.speed_estimation`), and marked where nothing was measured. Pure; time comes in as an argument."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.fleet_state.target_table import REFERENCE, RankKey, Roster, Target
+from router.scheduling.filters import QueuePrices
+from router.scheduling.speed_correction import Speeds
+from router.scheduling.speed_estimation import LearntSpeeds
+
+
+class Known(NamedTuple):
+    """Of all targets of a roster.
+
+    factors: float64 [2, targets], what predicted prefill and decode seconds are multiplied with; None: 1. measured: bool [2, targets],
+    whether these seconds are stated or measured, rather than a guess by which targets can only be compared; None: all are.
+    """
+
+    factors: NDArray[np.float64] | None
+    measured: NDArray[np.bool_] | None
+    queue: QueuePrices
+
+
+class TargetSpeeds:
+    """State: both kinds of measured speeds, and what `known` made of them for each model's roster since they changed last."""
+
+    def __init__(self, limit: float) -> None:
+        """limit: a stated speed is corrected by this factor at most, either way; 1: not at all."""
+        self._stated = Speeds(limit)
+        self._learnt = LearntSpeeds()
+        self._known: dict[str, tuple[Roster, Known]] = {}
+
+    def reconfigure(self, limit: float) -> None:
+        """Use another limit from the next refresh on."""
+        self._stated.reconfigure(limit)
+
+    def known(self, roster: Roster) -> Known:
+        """What a decision over this roster is to be priced with."""
+        found = self._known.get(roster.model)
+        if found is None or found[0] is not roster:
+            found = self._known[roster.model] = roster, self._find(roster)
+        return found[1]
+
+    def of(self, roster: Roster, target: int) -> tuple[float, float]:
+        """Factors of predicted prefill and decode seconds of one target, an index into the roster."""
+        factors = self.known(roster).factors
+        return (1.0, 1.0) if factors is None else (float(factors[0, target]), float(factors[1, target]))
+
+    def prefilled(self, target: Target, row: int, predicted_s: float, beside_s: float, observed_s: float) -> None:
+        """Take in a first token, as `Speeds.prefilled` and `LearntSpeeds.first_token`. row: of the load tables."""
+        if target.engine.speed is not None:
+            self._stated.prefilled(target.key, row, predicted_s, beside_s, observed_s)
+        else:
+            self._learnt.first_token(target.engine.model, target.key, predicted_s, beside_s, observed_s)
+
+    def stepped(self, key: RankKey, row: int, predicted_s: float, observed_s: float, weight: float = 1.0, *, pool: str | None) -> None:
+        """Take in a decode step. pool: base model of a server that states no speed; None: it states one."""
+        if pool is None:
+            self._stated.stepped(key, row, predicted_s, observed_s, weight)
+        else:
+            self._learnt.step(pool, key, predicted_s, observed_s, weight)
+
+    def refresh(self, now: float) -> None:
+        """Make factors of the evidence, which ages. Until then decisions are priced as before."""
+        self._stated.refresh(now)
+        self._learnt.age(now)
+        self._known.clear()
+
+    def forget_worker(self, worker_id: int) -> None:
+        """Forget an incarnation; its rows may be another's next."""
+        self._stated.forget_worker(worker_id)
+        self._learnt.forget_worker(worker_id)
+        self._known.clear()
+
+    def _find(self, roster: Roster) -> Known:
+        factors = self._stated.factors(roster.rows) if self._stated.measured else None
+        measured: NDArray[np.bool_] | None = None
+        unstated = (~roster.stated).nonzero()[0].tolist()
+        if unstated:
+            factors = np.ones((2, len(roster.targets))) if factors is None else factors
+            measured = np.ones(factors.shape, np.bool_)
+            guess = _guess(roster, factors)
+            for at in unstated:
+                target = roster.targets[at]
+                found = self._learnt.of(target.engine.model, target.key)
+                for kind, (factor, known) in enumerate(found):
+                    factors[kind, at], measured[kind, at] = factor if known else guess[kind], known
+        return Known(factors, None if measured is None or measured.all() else measured, _queue_prices(roster, factors, measured))
+
+
+def _guess(roster: Roster, factors: NDArray[np.float64]) -> tuple[float, float]:
+    """Factors of the reference for what nobody measured yet: as fast as the first target that states a speed, for a fair comparison with it."""
+    stated = roster.stated.nonzero()[0]
+    if not len(stated):
+        return 1.0, 1.0
+    at = int(stated[0])
+    step = float(roster.step_s[at] + roster.decode_sequence_s[at]) / (REFERENCE.step + REFERENCE.decode_sequence)
+    return float(factors[0, at] * roster.prefill_token_s[at]) / REFERENCE.prefill_token, float(factors[1, at]) * step
+
+
+def _queue_prices(roster: Roster, factors: NDArray[np.float64] | None, measured: NDArray[np.bool_] | None) -> QueuePrices:
+    """Nothing is refused for a speed that was not measured: a queued token costs nothing there."""
+    token_s = roster.prefill_token_s if factors is None else roster.prefill_token_s * factors[0]
+    return QueuePrices.of(token_s if measured is None else np.where(measured[0], token_s, 0.0))

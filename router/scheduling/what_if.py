@@ -1,0 +1,62 @@
+"""What a decision may be asked to suppose, to see what would come of it: that terms do not count, and that ranks are gone. Pure."""
+
+from collections.abc import Iterable
+from urllib.parse import parse_qsl
+
+from fleet.completions import ApiError
+from router.fleet_state.target_table import RankKey, Roster
+from router.scheduling.cost import TERMS
+from router.scheduling.decision_record import Supposed
+
+GONE = "gone, as supposed"
+MOST_NAMES = 1024
+_MOST_LISTED = 16
+
+
+def asked(query: bytes) -> Supposed:
+    """What a query string asks to suppose: without=TERM and gone=ENGINE/RANK (or gone=ENGINE), both as often as wanted.
+
+    ApiError 400 for anything else.
+    """
+    try:
+        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, strict_parsing=True, max_num_fields=MOST_NAMES) if query else []
+    except ValueError as error:
+        raise ApiError(400, f"the query string cannot be read ({error}); {_USE}", code="invalid_value") from error
+    for name, _ in pairs:
+        if name not in ("without", "gone"):
+            raise ApiError(400, f"unknown query parameter {name!r}; {_USE}", param=name, code="unknown_parameter")
+    return supposed((value for name, value in pairs if name == "without"), (value for name, value in pairs if name == "gone"))
+
+
+_USE = "what can be asked here is ?without=TERM and ?gone=ENGINE/RANK, both as often as wanted"
+
+
+def supposed(without: Iterable[str], gone: Iterable[str]) -> Supposed:
+    """Names of terms and of ranks, or engines; each counts once. ApiError 400 for a term that does not exist; ranks are looked up later."""
+    terms, ranks = tuple(dict.fromkeys(without)), tuple(dict.fromkeys(gone))
+    for term in terms:
+        if term not in TERMS:
+            raise ApiError(400, f"there is no term {term!r} that could be left out; terms: {', '.join(TERMS)}", param="without", code="invalid_value")
+    if len(ranks) > MOST_NAMES:
+        raise ApiError(400, f"{len(ranks)} ranks are supposed to be gone, at most {MOST_NAMES} are allowed", param="gone", code="invalid_value")
+    return Supposed(without=terms, gone=ranks)
+
+
+def barred(gone: tuple[str, ...], roster: Roster) -> dict[RankKey, str]:
+    """The ranks of these names, with the reason for which they are left out. ApiError 400 when there is none of such a name, or no
+    other would be left."""
+    found: dict[RankKey, str] = {}
+    for name in gone:
+        keys = [target.key for target in roster.targets if name in (target.name, target.engine.engine)]
+        if not keys:
+            raise ApiError(400, f"no rank or engine {name!r} serves the model {roster.model!r}; ranks: {_listed(roster)}", param="gone", code="invalid_value")
+        found |= dict.fromkeys(keys, GONE)
+    if found and len(found) == len(roster.targets):
+        raise ApiError(400, f"every rank that serves the model {roster.model!r} is supposed to be gone: leave one", param="gone", code="invalid_value")
+    return found
+
+
+def _listed(roster: Roster) -> str:
+    names = [target.name for target in roster.targets]
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,227 @@
+"""Keeps the replicas of the tracker's tables and its clusters in step: takes what is published, and asks for what was missed.
+
+Tables come whole or as a change to one version; a change to another than ours means that something was missed, and the whole is
+asked for. Changes that arrive meanwhile wait. Without a tracker nobody answers: it is asked again, ever more seldom, and until
+then there is no prediction. All of it is taken in the order of one lock, so that nothing newer is overtaken.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from bus import Bus, BusError, Subscription
+from bus.protocol.subjects import Subjects
+from fleet.events import ClustersPublished, DescribeClusters, DescribeTables, TablesPublished
+from fleet.signatures import ClusterModel
+from router.keyed_queue import Chores
+from router.prediction.predictor import Foresight
+from router.prediction.table_replica import SLICE, Change, Verdict, read
+from router.telemetry.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 20.0
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_LATE_CHANGES = 16
+"""Changes that wait for a model's whole tables; with more, the oldest go, and the numbers will show it."""
+_INLINE_BYTES = 64 * 1024
+"""A longer message is read in a thread."""
+_MOST_MODELS = 256
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
+
+@dataclass(slots=True)
+class _Feed:
+    """One model. `late`: changes that wait for the whole tables; None: the replica is in step."""
+
+    late: deque[TablesPublished] | None = field(default_factory=lambda: deque(maxlen=_LATE_CHANGES))
+    clusters: bool = False
+    """some cluster model is known"""
+    asked: bool = False
+    """the tracker has answered, whatever it said, or nobody did"""
+    pause: float = _FIRST_PAUSE_SECONDS
+    taken_at: float = 0.0
+    """when tables were taken last, seconds on the router's clock"""
+
+
+class TrackerFeeds:
+    """`learnt` is called with a model's new clusters, which are to be priced."""
+
+    def __init__(
+        self,
+        foresight: Foresight,
+        bus: Bus,
+        subjects: Subjects,
+        metrics: RouterMetrics,
+        threads: ThreadPoolExecutor,
+        clock: Callable[[], float],
+        learnt: Callable[[str, ClusterModel], None],
+    ) -> None:
+        self._foresight = foresight
+        self._bus = bus
+        self._subjects = subjects
+        self._metrics = metrics
+        self._threads = threads
+        self._clock = clock
+        self._learnt = learnt
+        self._feeds: dict[str, _Feed] = {}
+        self._due: Chores[str] = Chores(_MOST_MODELS)
+        self._order = asyncio.Lock()
+
+    def add(self, model: str) -> None:
+        """An engine of this model joined: what the tracker knows of it is asked for."""
+        if model not in self._feeds and len(self._feeds) < _MOST_MODELS:
+            self._feeds[model] = _Feed()
+            self._due.ask(model)
+
+    def keep_only(self, models: set[str]) -> None:
+        """The models of engines that are not forgotten yet."""
+        for model in [model for model in self._feeds if model not in models]:
+            del self._feeds[model]
+        self._foresight.keep_only(models)
+        self._metrics.forget_replicas(models)
+
+    def in_step(self, model: str) -> bool:
+        """Whether the replica holds all that was said so far."""
+        feed = self._feeds.get(model)
+        return feed is not None and feed.late is None
+
+    def unanswered(self) -> set[str]:
+        """Models of which the tracker has not been heard yet, nor that there is none."""
+        return {model for model, feed in self._feeds.items() if not feed.asked}
+
+    async def listen(self, said: Subscription) -> None:
+        """Take what is published until cancelled."""
+        async for received in said:
+            message = received.message
+            if isinstance(message, TablesPublished):
+                await self._tables(message)
+            elif isinstance(message, ClustersPublished):
+                await self._clusters(message)
+            else:
+                self._metrics.bus_refused.inc()
+
+    async def run(self) -> None:
+        """Ask for what is missing until cancelled."""
+        while True:
+            model = await self._due.next()
+            feed = self._feeds.get(model)
+            if feed is not None:
+                await self._ask(model, feed)
+
+    def measure(self) -> None:
+        """Tell the metrics how the replicas stand."""
+        for model, replica in self._foresight.models().items():
+            feed = self._feeds.get(model)
+            if feed is not None and replica.tables is not None:
+                self._metrics.replica(model, replica.tables, replica.stored_bytes, self._clock() - feed.taken_at)
+
+    async def _ask(self, model: str, feed: _Feed) -> None:
+        describe = self._subjects.describe_profile
+        try:
+            if not feed.clusters:
+                clusters = await self._bus.request(describe, DescribeClusters(model=model), _ANSWER_SECONDS)
+                if isinstance(clusters, ClustersPublished):
+                    await self._clusters(clusters)
+            if feed.late is not None:
+                tables = await self._bus.request(describe, DescribeTables(model=model), _ANSWER_SECONDS)
+                if isinstance(tables, TablesPublished) and tables.base is None:
+                    await self._tables(tables, asked=True)
+        except BusError as error:
+            log.debug("no prediction tables of model %s yet: %s", model, error)
+        feed.asked = True
+        if feed.late is None and feed.clusters:
+            feed.pause = _FIRST_PAUSE_SECONDS
+        elif self._feeds.get(model) is feed:
+            asyncio.get_running_loop().call_later(feed.pause, self._due.ask, model)
+            feed.pause = min(2 * feed.pause, _LONGEST_PAUSE_SECONDS)
+
+    async def _clusters(self, published: ClustersPublished) -> None:
+        async with self._order:
+            feed = self._feeds.get(published.model)
+            if feed is None:
+                return
+            try:
+                clusters = await self._off_loop(len(published.record.profiles), ClusterModel.from_record, published.record)
+            except ValueError as error:
+                self._refuse(published.model, error)
+                return
+            feed.clusters = True
+            self._learnt(published.model, clusters)
+
+    async def _tables(self, published: TablesPublished, *, asked: bool = False) -> None:
+        """What cannot be used is refused and counted; the gap it leaves shows with the next change."""
+        async with self._order:
+            feed = self._feeds.get(published.model)
+            waiting = deque([] if feed is None else [published])
+            while feed is not None and waiting:
+                one = waiting.popleft()
+                try:
+                    change = await self._off_loop(_size(one), read, one)
+                    if change.base is None:
+                        waiting += await self._whole(feed, one.model, change, asked=asked)
+                    else:
+                        await self._changed(feed, one, change)
+                except ValueError as error:
+                    self._refuse(one.model, error)
+
+    async def _whole(self, feed: _Feed, model: str, change: Change, *, asked: bool) -> Iterable[TablesPublished]:
+        """Returns the changes that waited for it. An answer to our own question is taken whatever its version: its tracker may have begun anew."""
+        known = self._foresight.replica(model)
+        if known is not None and not asked and known.judge(change) is Verdict.OLD:
+            return ()
+        replica = await self._off_loop(_INLINE_BYTES * change.rows, self._foresight.prepare, change)
+        if self._feeds.get(model) is not feed:
+            return ()  # forgotten meanwhile
+        self._foresight.replace(model, replica)
+        feed.taken_at = self._clock()
+        late, feed.late = feed.late or (), None
+        return late
+
+    async def _changed(self, feed: _Feed, published: TablesPublished, change: Change) -> None:
+        replica = self._foresight.replica(published.model)
+        if feed.late is not None or replica is None:
+            feed.late = feed.late or deque(maxlen=_LATE_CHANGES)
+            feed.late.append(published)
+            return
+        match replica.judge(change):
+            case Verdict.TAKEN:
+                if replica.crowded_by(change):
+                    replica = await self._off_loop(replica.stored_bytes, replica.grown, change)
+                    if self._feeds.get(published.model) is not feed:
+                        return  # forgotten meanwhile
+                    self._foresight.replace(published.model, replica)
+                for at in range(0, max(change.rows, 1), SLICE):
+                    replica.take(change, at)
+                    if at + SLICE < change.rows:
+                        await asyncio.sleep(0)
+                feed.taken_at = self._clock()
+            case Verdict.GAP:
+                log.info("tables of model %s: a change to version %s, ours is another; asking for the whole", published.model, change.base)
+                feed.late = deque([published], maxlen=_LATE_CHANGES)
+                self._metrics.tables_asked.inc()
+                self._due.ask(published.model)
+            case Verdict.OLD:
+                pass
+
+    def _refuse(self, model: str, error: ValueError) -> None:
+        log.warning("what the tracker says of model %s cannot be used: %s", model, error)
+        self._metrics.bus_refused.inc()
+
+    async def _off_loop(self, size: int, work: Callable[[Given], Found], given: Given) -> Found:
+        """In a thread, when there is much of it (bytes)."""
+        if size <= _INLINE_BYTES:
+            return work(given)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, given)
+
+
+def _size(published: TablesPublished) -> int:
+    keyed = (published.blocks, published.sessions, published.tenants)
+    return len(published.token_ratios) + sum(len(part.keys) + len(part.rows) for part in keyed)

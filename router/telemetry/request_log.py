@@ -1,0 +1,210 @@
+"""One request and what becomes of it: the record behind its log line, its metrics and the end of its trace."""
+
+import logging
+import time
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+import msgspec
+
+from fleet.blocks import salted_seed
+from fleet.completions import MOST_DETAIL, MOST_NAME, shortened
+from router.access.api_keys import TRUSTED, Caller
+from router.http.asgi_response import Headers
+from router.openai_api.completion_state import Failure
+from router.prediction.predictor import Keys, keys_of
+from router.scheduling.decision import Decision, Owner
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.tracing import RequestTrace
+
+access = logging.getLogger("roost.access")
+
+
+class Outcome(StrEnum):
+    """How a request ended, for logs and metrics."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    """the client's fault: 4xx"""
+    SATURATED = "saturated"
+    UNAVAILABLE = "unavailable"
+    """no rank could answer, and nothing had been sent yet"""
+    BROKEN = "broken"
+    """the answer had begun and could not be finished"""
+    CLIENT_GONE = "client_gone"
+    CANCELLED = "cancelled"
+    """the router is stopping"""
+    FAILED = "failed"
+    """a fault of the router itself"""
+
+
+class Exchange:
+    """Mutable while the request is answered. Times are seconds on the router's clock. What most requests leave as it is stands in the class."""
+
+    address = ""
+    """of the client's end of the connection; "": it is this process itself, or the bus"""
+    session: str | None = None
+    tenant: str | None = None
+    """conversation and tenant; the tenant is the key's, or without keys what header or body say. They leave the router as hashes only"""
+    caller: Caller = TRUSTED
+    """the sender, from its key"""
+    salt = ""
+    """its KV is shared only among requests of this salt (`router.access.tenancy`); "": among all that have none"""
+    asked_priority: str | None = None
+    asked_timeout: str | None = None
+    """what its headers say of class and deadline, unread"""
+    priority = ""
+    """name of its class of requests"""
+    urgency = 0
+    """number of that class, 0 being the most urgent"""
+    give_up_at = inf
+    """when its client wants it no longer, unless a rank has taken it by then"""
+    query = b""
+    body_bytes = 0
+    queued_seconds = 0.0
+    """the longest wait for a place; 0: it got one at once"""
+    model = ""
+    stream = False
+    answer_id: str | None = None
+    """the id that the answer bears, where the router gives it one"""
+    first_token_at: float | None = None
+    whole = False
+    """the answer came at once: when its first token came is not known"""
+    decision: Decision | None = None
+    """the last one made for the first choice"""
+    prompt_tokens = 0
+    output_tokens = 0
+    cached_tokens = 0
+    status = 0
+    detail: str | None = None
+    """an error's text"""
+    trace: RequestTrace | None = None
+
+    def __init__(self, request_id: str, decision_id: str, path: str, started: float) -> None:
+        """decision_id: of the first decision; later ones add a suffix."""
+        self.request_id = request_id
+        self.decision_id = decision_id
+        self.path = path
+        self.started = started
+        self.client_headers: Headers = []
+        """as they came"""
+        self.failures: list[Failure] = []
+        self.finish_reasons: list[str] = []
+        self.pass_on: dict[str, str] = {}
+        """headers that go upstream as they came: the client's trace context, while this router does not trace"""
+
+    @property
+    def block_seed(self) -> int:
+        """Seed of the local hashes of its blocks."""
+        return salted_seed(self.salt)
+
+    @property
+    def owner(self) -> Owner:
+        """The tenant that it belongs to, for its decisions."""
+        return Owner(self.caller.tenant, self.salt)
+
+    @property
+    def client(self) -> str:
+        """Whose turn it is, where requests have turns: the tenant's, or the address's where keys name no tenants."""
+        return self.caller.tenant or self.address
+
+    def keys(self, path: str | None = None) -> Keys:
+        """Who asks, as prediction knows it; `path` is that of the request itself where this one only asks about it."""
+        return keys_of(self.session, self.tenant, self.model, path or self.path)
+
+    def arrived_whole(self, now: float) -> None:
+        """All of the answer is there; its first token came before, unseen."""
+        self.whole = True
+        self.first_token(now)
+
+    def first_token(self, now: float) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = now
+
+    def time_per_output_token(self, now: float) -> float | None:
+        """Mean seconds between the tokens of a choice after its first, at the end of the answer.
+
+        None where the moment of the first token is not known, or no choice has a second one.
+        """
+        choices = max(len(self.finish_reasons), 1)
+        later = self.output_tokens - choices
+        if self.first_token_at is None or self.whole or later < 1:
+            return None
+        return (now - self.first_token_at) * choices / later
+
+    def finish(self, outcome: Outcome, now: float, metrics: RouterMetrics) -> None:
+        """Write the log line, count, and end the trace. Called once."""
+        answered, ended = self.first_token_at is not None, outcome.value
+        ttft = None if self.first_token_at is None or self.whole else self.first_token_at - self.started
+        tpot = self.time_per_output_token(now)
+        if answered:
+            metrics.answered(self.model, self.output_tokens, now - self.started, ttft, tpot, self.cached_tokens)
+        metrics.finished(self.model, ended)
+        metrics.finished_for(self.caller.tenant, ended, self.prompt_tokens, self.cached_tokens, self.output_tokens)
+        if access.isEnabledFor(logging.INFO):
+            line = msgspec.json.encode(self._line(ended, now, ttft, tpot)).decode()
+            access.handle(logging.LogRecord(access.name, logging.INFO, "", 0, line, (), None))  # info() would look for its caller first
+        if self.trace is not None:
+            self.trace.end(
+                self.status,
+                ended,
+                {
+                    "roost.request.id": self.request_id,
+                    "roost.decision.id": None if self.decision is None else self.decision.id,
+                    "roost.retries": len(self.failures),
+                    "roost.cached_tokens": self.cached_tokens,
+                    "roost.priority": self.priority or None,
+                    "roost.queued_ms": _ms(self.queued_seconds),
+                    "roost.time_to_first_token_ms": None if ttft is None else 1000.0 * ttft,
+                    "roost.time_per_output_token_ms": _ms(tpot),
+                    "gen_ai.response.model": shortened(self.model, MOST_NAME) or None,
+                    "gen_ai.response.id": self.answer_id,
+                    "gen_ai.response.finish_reasons": self.finish_reasons or None,
+                    "gen_ai.usage.input_tokens": self.prompt_tokens or None,
+                    "gen_ai.usage.output_tokens": self.output_tokens or None,
+                },
+            )
+
+    def _line(self, outcome: str, now: float, ttft: float | None, tpot: float | None) -> dict[str, Any]:
+        target = None if self.decision is None else self.decision.target
+        return {
+            "time": _timestamp(time.time()),
+            "request_id": self.request_id,
+            "decision_id": None if self.decision is None else self.decision.id,
+            "path": self.path,
+            "model": shortened(self.model, MOST_NAME),
+            "stream": self.stream,
+            "worker": None if target is None else target.engine.engine,
+            "rank": None if target is None else target.rank,
+            "status": self.status,
+            "outcome": outcome,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "priority": self.priority or None,
+            "queued_ms": _ms(self.queued_seconds),
+            "ttft_ms": _ms(ttft),
+            "tpot_ms": _ms(tpot),
+            "total_ms": _ms(now - self.started),
+            "retries": len(self.failures),
+            "failures": [failure.value for failure in self.failures],
+            "error": None if self.detail is None else shortened(self.detail, MOST_DETAIL),
+        }
+
+
+def _timestamp(now: float) -> str:
+    """A POSIX time as RFC 3339 writes it: UTC, to the millisecond."""
+    seconds, milliseconds = divmod(int(now * 1000), 1000)
+    return f"{_second(seconds)}.{milliseconds:03d}+00:00"
+
+
+@lru_cache(maxsize=2)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else int(1e6 * seconds + 0.5) / 1000

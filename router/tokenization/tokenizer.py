@@ -1,0 +1,281 @@
+"""Prompts as token ids: a model's tokenizer and chat template, unpacked from the archive its engine names by digest."""
+
+import copy
+import datetime
+import io
+import itertools
+import json
+import logging
+import zipfile
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from fleet.completions import ApiError
+from router.tokenization.pretokenizer_proof import byte_sizes, first_wrong, leaves_unchanged, why_not
+from router.tokenization.segment_cache import Cutter, SegmentCache, Segments
+from router.tokenization.token_lengths import longest_token
+from router.tokenization.word_cache import WordEncoder
+
+log = logging.getLogger(__name__)
+
+LARGEST_FILE = 64 * 1024 * 1024
+"""Bytes of one unpacked file; a larger one is refused before it is unpacked."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PROBED_TOKENS = 12
+"""Special tokens that a vocabulary is probed with; more of one kind behave alike."""
+_PROBES = ("", " ", "\n", "\n\n", "a", " a", "a ", "A\tb", "'s", "12345", "é", "e\u0301", "\u200d", "\u2581", "漢字", "🐣", "<|", "\x00", "  two  words  ")
+"""What stands before and behind a special token in probes: what normalisers and pre-tokenizers treat in ways of their own."""
+_owners = itertools.count()
+
+
+class BadTokenizer(Exception):
+    """An archive that holds no usable tokenizer; the text says what is wrong."""
+
+
+class _RenderedByAssistant(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words in some templates; its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 jinja2's own form
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse_rendering(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """As transformers does it: models are trained on exactly these spaces."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _today(form: str) -> str:
+    return datetime.datetime.now(tz=datetime.UTC).strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment chat templates are written for: whitespace as transformers sets it, no access to anything of Python."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_RenderedByAssistant, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse_rendering
+    environment.globals["strftime_now"] = _today
+    return environment
+
+
+class ModelTokenizer:
+    """One model's tokenizer. Reading an archive takes up to a second for large vocabularies: do it off the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any], template: str | None, seen: SegmentCache | None = None) -> None:
+        """`seen` keeps the ids of segments; None: none are kept. BadTokenizer when the chat template cannot be compiled."""
+        self._tokenizer = tokenizer
+        self._special = {name: _token_text(settings.get(name)) for name in _SPECIAL if settings.get(name) is not None}
+        self._vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._longest = longest_token(tokenizer)
+        self._adds_special = settings.get("add_bos_token") is not False
+        self._bos = self._tokenizer.token_to_id(self._special["bos_token"]) if settings.get("add_bos_token") and "bos_token" in self._special else None
+        self._owner = next(_owners)
+        self._seen = seen
+        self._scope = ""
+        self._cutter = None if seen is None else self._prove_cutter()
+        self._words = None if seen is None else self._prove_words(seen)
+        try:
+            self._template = None if template is None else _environment().from_string(template)
+            if self._template is not None:
+                self._template.globals = dict(self._template.globals)  # a plain dictionary is copied faster, once per rendering
+        except jinja2.TemplateError as error:
+            raise BadTokenizer(f"the chat template cannot be compiled: {error}") from error
+
+    @classmethod
+    def from_archive(cls, archive: bytes, seen: SegmentCache | None = None) -> "ModelTokenizer":
+        """From a zip of tokenizer.json, tokenizer_config.json and, if the template lies apart, chat_template.jinja. BadTokenizer otherwise."""
+        try:
+            with zipfile.ZipFile(io.BytesIO(archive)) as files:
+                found = {name: _unpacked(files, name) for name in _FILES if name in files.namelist()}
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+            raise BadTokenizer(f"not a readable zip archive: {error}") from error
+        if "tokenizer.json" not in found:
+            raise BadTokenizer("the archive has no tokenizer.json at its top")
+        try:
+            settings = msgspec.json.decode(found.get("tokenizer_config.json", b"{}"), type=dict[str, Any])
+            tokenizer = Tokenizer.from_buffer(found["tokenizer.json"])
+        except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+            raise BadTokenizer(f"tokenizer.json or tokenizer_config.json cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        apart = found.get("chat_template.jinja")
+        return cls(tokenizer, settings, _template_text(settings.get("chat_template")) if apart is None else apart.decode(), seen)
+
+    def render(self, messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
+        """The prompt of a conversation, ready for the assistant's answer. ApiError 400 when the template refuses it or there is none."""
+        if self._template is None:
+            raise ApiError(400, "this model has no chat template; send a prompt to /v1/completions", param="messages", code="no_chat_template")
+        try:
+            values = {**self._special, "tools": None, "documents": None, **(extra or {}), "messages": messages, "add_generation_prompt": True}
+            return self._template.render(values)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise ApiError(400, f"messages do not fit the model's chat template: {error}", param="messages", code="template_error") from error
+
+    def within(self, scope: str) -> "ModelTokenizer":
+        """The same, but ids of seen texts are reused within this scope alone, "" being that of all without one: else the time of an answer
+        would tell one tenant what texts another sent. Single words stay common."""
+        if scope == self._scope:
+            return self
+        scoped = copy.copy(self)
+        scoped._scope = scope
+        return scoped
+
+    def segments(self, rendered: str) -> Segments:
+        """A rendered conversation in the segments it is encoded by, with the ids that are known. Fast beside encoding it."""
+        if self._cutter is None or self._seen is None:
+            return Segments([rendered], [None])
+        return self._seen.look_up(self._owner, self._cutter.cut(rendered), self._scope)
+
+    def encode_segments(self, segments: Segments) -> list[int]:
+        """The ids of a rendered conversation: the template wrote its special tokens itself, so none is added. Any thread may call."""
+        ids: list[int] = []
+        made: list[tuple[str, array[int]]] = []
+        unknown = encoded = 0
+        for text, known in zip(segments.texts, segments.ids, strict=True):
+            if known is None:
+                new, characters = self._by_words(text)
+                unknown, encoded = unknown + len(text), encoded + characters
+                made.append((text, array("I", new)))
+                ids += new
+            else:
+                ids += known
+        if made and self._seen is not None and (self.reuses_segments or self.reuses_words):
+            self._seen.count(unknown - encoded, encoded)
+            self._seen.keep(self._owner, made if self.reuses_segments else (), self._scope)
+        return ids
+
+    def _by_words(self, text: str) -> tuple[list[int], int]:
+        """The ids of a segment, and how many of its characters had to be encoded."""
+        return (self._ids(text, special=False), len(text)) if self._words is None else self._words.ids(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a rendered conversation, as `encode_segments`."""
+        return self.encode_segments(self.segments(text))
+
+    @property
+    def reuses_segments(self) -> bool:
+        return self._cutter is not None
+
+    @property
+    def reuses_words(self) -> bool:
+        return self._words is not None
+
+    def forget_segments(self) -> None:
+        """Nobody uses this vocabulary any more."""
+        if self._seen is not None:
+            self._seen.forget(self._owner)
+
+    def _prove_cutter(self) -> Cutter | None:
+        """What cuts texts for this vocabulary without changing a single id; None, and why in the log, where nothing can."""
+        found, reason = _plain_tokens(self._tokenizer)
+        cut_at = [token for token, special in found.items() if special]
+        if reason is None and not cut_at:
+            reason = "it has no special token that is found before texts are normalised"
+        if reason is None:
+            cutter = Cutter(found, cut_at)
+            wrong = first_difference(lambda text: self._ids(text, special=False), cutter, cut_at[:_PROBED_TOKENS])
+            if wrong is None:
+                return cutter
+            reason = f"in pieces {wrong!r} has other ids than whole"
+        log.info("token ids of seen messages cannot be reused with this tokenizer: %s", reason)
+        return None
+
+    def _prove_words(self, seen: SegmentCache) -> WordEncoder | None:
+        """What encodes texts by words without changing a single id; None, and why in the log, where nothing can."""
+        reason = why_not(self._tokenizer)
+        if reason is None:
+            encode, sizes, unchanged = partial(self._ids, special=False), byte_sizes(self._tokenizer), leaves_unchanged(self._tokenizer)
+            wrong = first_wrong(encode, sizes, unchanged)
+            if wrong is None:
+                return WordEncoder(encode, sizes, unchanged, seen.words, self._owner)
+            reason = f"by words {wrong!r} has other ids than whole"
+        log.info("token ids of seen words cannot be reused with this tokenizer: %s", reason)
+        return None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a bare prompt, with the beginning-of-text token where the model wants one."""
+        ids = self._ids(text, special=self._adds_special)
+        if self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        return ids
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        """By the call that does without offsets: half the time of `encode`, same ids."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Tokens that a text has at least; takes no time beside encoding it. 0 where the tokenizer says nothing of the kind."""
+        return 0 if self._longest is None else -(-len(text.encode("utf-8", "surrogatepass")) // self._longest)
+
+    @property
+    def vocabulary(self) -> int:
+        """ids run from 0 to one less"""
+        return self._vocabulary
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _plain_tokens(tokenizer: Tokenizer) -> tuple[dict[str, bool], str | None]:
+    """The added tokens that are found in raw text, each with whether it is special; or why some of them depend on what is around them."""
+    if getattr(tokenizer.model, "dropout", None):
+        return {}, "its ids are drawn by chance (dropout)"
+    raw = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized and token.content]
+    odd = next((token for token in raw if token.lstrip or token.rstrip or token.single_word), None)
+    if odd is not None:
+        return {}, f"its token {odd.content!r} takes the spaces around it or depends on them"
+    return {token.content: bool(token.special) for token in raw}, None
+
+
+def first_difference(encode: Callable[[str], list[int]], cutter: Cutter, tokens: list[str]) -> str | None:
+    """A text that is encoded otherwise in pieces than as a whole; None when no probe is."""
+    for text in _probes(tokens):
+        pieced = [one for piece in cutter.cut(text) for one in encode(piece)]
+        if pieced != encode(text):
+            return text
+    return None
+
+
+def _probes(tokens: list[str]) -> Iterator[str]:
+    """Every token between every two snippets, and every two tokens in a row."""
+    for token in tokens:
+        for before, behind in itertools.product(_PROBES, repeat=2):
+            yield f"{before}{token}{behind}"
+    for one, other in itertools.product(tokens, repeat=2):
+        yield f"a {one}{other} b{one} c"
+
+
+def _unpacked(files: zipfile.ZipFile, name: str) -> bytes:
+    size = files.getinfo(name).file_size
+    if size > LARGEST_FILE:
+        raise BadTokenizer(f"{name} has {size} bytes; at most {LARGEST_FILE} are unpacked")
+    return files.read(name)
+
+
+def _token_text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _template_text(template: Any) -> str | None:
+    """The template itself, or the one named "default" (else the first) of a list of named ones."""
+    if isinstance(template, list):
+        named = {one["name"]: one["template"] for one in template if isinstance(one, dict) and "template" in one and "name" in one}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) else None

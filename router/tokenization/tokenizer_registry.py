@@ -1,0 +1,79 @@
+"""The tokenizers of the models served: fetched by digest when an engine names one, unpacked and used off the event loop when that is long."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from bus import Bus, BusError
+from router.keyed_queue import Chores
+from router.tokenization.segment_cache import SegmentCache
+from router.tokenization.tokenizer import BadTokenizer, ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 2.0
+_MOST = 256
+"""Tokenizers known or wanted at once."""
+
+Changed = Callable[[str, str | None], None]
+"""Called with a digest and why its tokenizer cannot be used (None: it can)."""
+
+
+class Lexicon:
+    """State: tokenizers by digest. `threads` is where long work goes; `seen_bytes` what token ids of seen texts may take, of all models together."""
+
+    def __init__(self, threads: ThreadPoolExecutor, changed: Changed, seen_bytes: int = 0) -> None:
+        self._threads = threads
+        self._changed = changed
+        self.seen = SegmentCache(seen_bytes) if seen_bytes else None
+        self._known: dict[str, ModelTokenizer] = {}
+        self._archives: dict[str, bytes] = {}
+        self._due: Chores[str] = Chores(_MOST)
+
+    def get(self, digest: str | None) -> ModelTokenizer | None:
+        return None if digest is None else self._known.get(digest)
+
+    def archive(self, digest: str) -> bytes | None:
+        """What a known tokenizer was read from, for other processes."""
+        return self._archives.get(digest)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Those of the tokenizers that can be used."""
+        return tuple(self._known)
+
+    def want(self, digest: str) -> str | None:
+        """Fetch it unless it is known. Returns why it cannot be used now, None when it can."""
+        if digest in self._known:
+            return None
+        self._due.ask(digest)
+        return "its tokenizer is being fetched"
+
+    def keep_only(self, digests: set[str]) -> None:
+        """Forget what no engine names any more."""
+        for digest in self._known.keys() - digests:
+            self._known.pop(digest).forget_segments()
+            self._archives.pop(digest, None)
+
+    async def run(self, bus: Bus) -> None:
+        """Fetch until cancelled."""
+        while True:
+            digest = await self._due.next()
+            if digest not in self._known:
+                await self._fetch(bus, digest)
+
+    async def _fetch(self, bus: Bus, digest: str) -> None:
+        try:
+            archive = await bus.get_blob(digest)
+            self._known[digest] = await asyncio.get_running_loop().run_in_executor(self._threads, ModelTokenizer.from_archive, archive, self.seen)
+        except BusError as error:
+            log.warning("tokenizer %s cannot be fetched yet: %s", digest, error)
+            self._changed(digest, f"its tokenizer cannot be fetched: {error}")
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._due.ask, digest)
+        except BadTokenizer as error:
+            log.error("tokenizer %s cannot be used: %s", digest, error)  # noqa: TRY400 the text says it all
+            self._changed(digest, f"its tokenizer cannot be used: {error}")
+        else:
+            self._archives[digest] = archive
+            self._changed(digest, None)

@@ -1,0 +1,1 @@
+"""Connections to ranks and to servers that Roost does not run."""

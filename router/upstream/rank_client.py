@@ -1,0 +1,317 @@
+"""Speaks to ranks: one client for all, every failure translated at this door, silence noticed."""
+
+import asyncio
+import errno
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fleet.completions import MOST_DETAIL, ApiError, shortened
+from router.config import RouterConfig
+from router.openai_api.completion_state import Failure
+from router.upstream.http_client import Connection, ConnectionLost, HttpClient, Origin, request_bytes
+
+_ERROR_BYTES = 64 * 1024
+"""Read of an error's body at most."""
+_DRAIN_SECONDS = 1.0
+"""For the end of a stream whose answer is whole; afterwards the connection is closed instead of kept."""
+_DATA = b"data:"
+_LEAN = b"data: "
+
+
+class Refused(NamedTuple):
+    """A server's own error answer, as it came."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class UpstreamFailed(Exception):
+    """A rank did not answer, or not to the end. `refused`: its own answer, where it gave one."""
+
+    def __init__(self, how: Failure, detail: str, refused: Refused | None = None) -> None:
+        super().__init__(f"{how.value}: {shortened(detail, MOST_DETAIL)}")
+        self.how = how
+        self.refused = refused
+
+    def refusal(self, attempts: int) -> ApiError:
+        """What the client is told when nobody else is asked: 429 after ranks that were busy, else 503."""
+        if self.how is Failure.BUSY:
+            return ApiError(429, f"{attempts} ranks are saturated; try again later", code="saturated", retry_after=2.0)
+        return ApiError(503, f"{attempts} ranks failed this request, the last with {self.how.value}", code="upstream_failed", retry_after=2.0)
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+    param: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorBody | str | None = None
+    detail: Any = None
+
+
+class EventSplitter:
+    """Server-sent events out of bytes as they arrive: the data of each, without its line ends. ValueError when one is too long."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._rest = b""
+        self._most = most_bytes
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that is complete now; comments and other fields are left out."""
+        if not self._rest and data.startswith(_LEAN) and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+            return [data[len(_LEAN) : -2]]  # one whole event, as ranks write it
+        if self._rest:
+            data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *blocks, self._rest = data.split(b"\n\n")
+        if len(self._rest) > self._most:
+            raise ValueError(f"a server-sent event exceeds {self._most} bytes")
+        return [block[5:].lstrip() if block.startswith(_DATA) and b"\n" not in block else _event_data(block) for block in blocks if _DATA in block]
+
+
+def _event_data(block: bytes) -> bytes:
+    """Of a block of several lines."""
+    return b"\n".join(line[5:].lstrip() for line in block.split(b"\n") if line.startswith(_DATA))
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """A request to a server: its base URL, the path below it, and what goes there."""
+
+    method: str
+    url: str
+    path: str
+    headers: Mapping[str, str] | Sequence[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """Seconds that a call may take; inf: no limit."""
+
+    first: float
+    """until the first byte of the answer's body"""
+    between: float
+    """between two pieces of it"""
+    total: float = math.inf
+
+
+class Call:
+    """One request at a server, from sending to the last byte; an async context manager that leaves no open connection behind.
+
+    Entering raises UpstreamFailed when no answer begins, and ApiError 504 when the total limit is reached first. The answer's status may
+    be any.
+    """
+
+    def __init__(self, client: HttpClient, sent: Sent, connect_seconds: float, patience: Patience) -> None:
+        self.loop = client.loop
+        self._client = client
+        self._sent = sent
+        self._url = sent.url
+        self._connect_seconds = connect_seconds
+        self._patience = patience
+        self._deadline = math.inf
+        self._origin: Origin
+        self._connection: Connection
+        self._connected = False
+        self._read_any = False
+        self._clean = False
+
+    async def __aenter__(self) -> "Call":
+        try:
+            self._origin = self._client.origin(self._url)
+            self._connection = await self._client.connect(self._origin, self._connect_seconds)
+        except TimeoutError as error:
+            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: no connection within {self._connect_seconds:g} s") from error
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # our fault, and no rank's
+                said = "the router has no file descriptor left for a connection; try again later"
+                raise ApiError(503, said, code="out_of_descriptors", retry_after=1.0) from error
+            raise UpstreamFailed(Failure.CONNECT, f"{self._url}: {error or type(error).__name__}") from error
+        self._connected = True
+        try:
+            sent = self._sent
+            self._deadline = self.loop.time() + self._patience.total
+            self._connection.send(request_bytes(sent.method, self._origin, sent.path, sent.headers, sent.body))
+            while not self._connection.status:
+                await self._more(Failure.DISCONNECTED)
+            if self._connection.status >= 400:
+                await self._judge()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None and self._clean and not self._connection.complete:
+            await self._drain()
+        self._client.give_back(self._origin, self._connection)
+
+    async def _judge(self) -> None:
+        """The answer is an error."""
+
+    @property
+    def status(self) -> int:
+        return self._connection.status
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The answer's, as they came."""
+        return self._connection.raw_headers
+
+    @property
+    def content_type(self) -> str:
+        return self._connection.headers.get(b"content-type", b"application/json").decode("latin-1")
+
+    def cut(self, why: str) -> None:
+        """Close the connection, if there is one yet: the call fails as if the server had closed it."""
+        if self._connected:
+            self._connection.cut(why)
+
+    async def read(self) -> bytes:
+        """What has arrived; b"" at the end. UpstreamFailed when nothing comes in time or the stream breaks, ApiError 504 at the total limit."""
+        connection = self._connection
+        while (data := connection.take()) is None:
+            await self._more(Failure.BROKEN)
+        self._read_any = True
+        return data
+
+    def whole(self) -> None:
+        """The answer is complete: what is left is the end of the stream, and the connection may be used again."""
+        self._clean = True
+
+    async def _more(self, how: Failure) -> None:
+        """Wait for the server, within the time that holds now."""
+        patience, connection = self._patience, self._connection
+        seconds = patience.between if self._read_any else patience.first
+        if self._deadline < math.inf:
+            seconds = min(seconds, self._deadline - self.loop.time())
+        try:
+            await connection.more(seconds)
+        except ConnectionLost as error:
+            raise UpstreamFailed(how, f"{self._url}: {error}") from error
+        if connection.fell_silent:
+            if self.loop.time() >= self._deadline:
+                said = f"no whole answer within {patience.total:g} s ([router] answer_seconds); stream it, or ask for fewer tokens"
+                raise ApiError(504, said, code="answer_timeout")
+            raise UpstreamFailed(Failure.STALLED if self._read_any else Failure.FIRST_TOKEN_TIMEOUT, f"{self._url}: silent for too long")
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while await self._connection.read():
+                    pass
+        except (TimeoutError, ConnectionLost):
+            self._connection.cut("the answer was whole, but its end did not come")
+
+    async def error_body(self) -> bytes:
+        """The first bytes of an error's body, enough to say what it is."""
+        body = b""
+        while len(body) <= _ERROR_BYTES and (data := await self.read()):
+            body += data
+        return body
+
+
+class RankCall(Call):
+    """A call to a rank of the fleet's own engines. Entering also raises UpstreamFailed for the rank's errors, and ApiError when the rank blames
+    the request (4xx but 429)."""
+
+    async def _judge(self) -> None:
+        status = self.status
+        refused = api_error(status, await self.error_body())
+        if status == 429 or refused.code == "overloaded":
+            raise UpstreamFailed(Failure.BUSY, f"{self._url}: {refused.message}")
+        if status >= 500:
+            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: {refused.message}")
+        if status in (401, 403):
+            raise UpstreamFailed(Failure.SERVER_ERROR, f"{self._url}: HTTP {status}: the rank refused the router's key; set fleet_secret_file")
+        raise refused
+
+
+def api_error(status: int, body: bytes) -> ApiError:
+    """A rank's error in OpenAI's form, or as near to it as its body allows."""
+    try:
+        answer = msgspec.json.decode(body, type=_ErrorAnswer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ApiError(status, body[:500].decode(errors="replace") or f"HTTP {status}")
+    error = answer.error
+    if isinstance(error, _ErrorBody):
+        return ApiError(status, error.message, code=None if error.code is None else str(error.code), param=error.param)
+    return ApiError(status, str(error or answer.detail or f"HTTP {status}"))
+
+
+class Upstream:
+    """The client behind all calls. Usable between entering and leaving, on one loop; leaving closes idle connections."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._client: HttpClient | None = None
+        self._use(config)
+
+    async def __aenter__(self) -> "Upstream":
+        self._client = HttpClient(self._config.keepalive_seconds, self._config.upstream_ca)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Calls that begin from now on have these limits of time, and believe the authorities of `upstream_ca` as its file is now. OSError when
+        that cannot be used: nothing is changed."""
+        if config.upstream_ca is not None and self._client is not None:
+            self._client.trust(config.upstream_ca)
+        self._use(config)
+
+    def _use(self, config: RouterConfig) -> None:
+        self._config = config
+        self._streamed = Patience(config.first_token_seconds, config.between_tokens_seconds)
+        self._whole = Patience(math.inf, config.between_tokens_seconds, config.answer_seconds or math.inf)
+
+    def call(self, url: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Call:
+        """POST JSON to a rank of the fleet's own engines."""
+        sent = Sent("POST", url, path, [(b"content-type", b"application/json"), *headers], body)
+        return RankCall(self._opened, sent, self._config.connect_seconds, self._streamed)
+
+    def forward(self, sent: Sent, *, stream: bool, patience: Patience | None = None) -> Call:
+        """A request as it came, to a server that answers in text. stream: its answer begins with the first token; else it comes as a whole,
+        for which there is only a total limit. patience: instead of what the settings say."""
+        return Call(self._opened, sent, self._config.connect_seconds, patience or (self._streamed if stream else self._whole))
+
+    async def get(self, url: str, path: str, headers: Mapping[str, str], *, seconds: float, most_bytes: int) -> bytes:
+        """The body of a GET. OSError (also for other statuses than 200), TimeoutError, or ValueError when it is too long."""
+        client = self._opened
+        origin = client.origin(url)
+        connection = await client.connect(origin, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                connection.send(request_bytes("GET", origin, path, headers, b""))
+                await connection.head()
+                body = b""
+                while data := await connection.read():
+                    body += data
+                    if len(body) > most_bytes:
+                        raise ValueError(f"{url}{path} answered with more than {most_bytes} bytes")
+        except ConnectionLost as error:
+            raise OSError(str(error)) from error
+        finally:
+            client.give_back(origin, connection)
+        if connection.status != 200:
+            raise OSError(f"HTTP {connection.status}: {api_error(connection.status, body).message}")
+        return body
+
+    def prune(self) -> None:
+        """Close connections that have been idle for too long; to be called now and then."""
+        self._opened.prune()
+
+    @property
+    def _opened(self) -> HttpClient:
+        if self._client is None:
+            raise ApiError(503, "the router is starting or stopping", code="not_ready", retry_after=1.0)
+        return self._client
