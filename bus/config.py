@@ -1,10 +1,10 @@
 """Settings of the bus; read once at the composition root."""
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from bus.protocol.subjects import check_token
 from fleet.redaction import without_secrets
+from fleet.settings import FilePath
 
 MOST_REPLICAS = 5
 """JetStream's own limit."""
@@ -18,14 +18,14 @@ class BusConfig:
     """one server; used where `urls` names none"""
     urls: tuple[str, ...] = ()
     """servers of one cluster: whichever answers is connected to, and the next one when it goes away"""
-    credentials_file: Path | None = None
+    credentials_file: FilePath | None = None
     """JSON with `user`, `password` and optionally `inbox_prefix` (a context file of the NATS command line will do; default prefix: `_INBOX.` and
     the user); read again at every connection. Unset: the user part of the URL, or none"""
-    tls_ca: Path | None = None
+    tls_ca: FilePath | None = None
     """PEM file of the authorities that may vouch for the server; unset: the system's, where the URL begins with tls://"""
-    tls_cert: Path | None = None
+    tls_cert: FilePath | None = None
     """PEM file with our own certificate, for servers that ask for one; needs `tls_key`"""
-    tls_key: Path | None = None
+    tls_key: FilePath | None = None
     tls_hostname: str | None = None
     """name that the server's certificate must bear; unset: the URL's host"""
     replicas: int = 1

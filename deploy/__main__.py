@@ -19,6 +19,7 @@ from deploy.reload import planner_settings, router_settings
 from deploy.settings import WorkerConfig, named_engine, read_settings
 from engine_adapter.config import AgentConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
+from fleet.settings import FilePath
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -41,7 +42,7 @@ def _arguments(order: Order, settings: Configuration) -> tuple[Any, ...]:
     """What the part's `serve` takes."""
     bus, ready = settings.part(BusConfig), Path(order.ready)
     if order.credentials is not None:
-        bus = replace(bus, credentials_file=Path(order.credentials))
+        bus = replace(bus, credentials_file=FilePath(order.credentials))
 
     def again() -> Configuration:
         return read_settings(Path(order.config), {}, Path.cwd())

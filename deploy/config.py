@@ -17,7 +17,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TABLE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?")
 
 
+Checks = Mapping[type, Callable[[Any], None]]
+
+
 class ConfigError(Exception):
     """The configuration cannot be used; the text names key, place and remedy."""
 
@@ -54,9 +57,10 @@ class Setting:
 class Configuration:
     """The effective settings of all sections, and the parts' config dataclasses built from them."""
 
-    def __init__(self, sections: Mapping[str, type], settings: Mapping[Key, Setting]) -> None:
+    def __init__(self, sections: Mapping[str, type], settings: Mapping[Key, Setting], checks: Checks) -> None:
         self._sections = dict(sections)
         self._settings = dict(settings)
+        self._checks = checks
 
     def part(self, kind: type[Part]) -> Part:
         """The config dataclass of one section. ConfigError when the dataclass refuses its values."""
@@ -72,10 +76,12 @@ class Configuration:
             elif "section" in field.metadata:
                 values[field.name] = name.partition(".")[2]
         try:
-            return kind(**values)
+            part = kind(**values)
+            self._checks.get(kind, _accept)(part)
         except ValueError as error:
             places = ", ".join(f"{key} from {setting.source}" for key, setting in chosen.items() if setting.source != "default")
             raise ConfigError(f"[{name}] {error}" + (f" ({places})" if places else "")) from error
+        return part
 
     def check(self, *kinds: type) -> None:
         """Build these parts once (all without a choice), so that a bad value is refused before anything starts."""
@@ -93,7 +99,7 @@ class Configuration:
         for (section, key), (flag, value) in flags.items():
             if value is not None:
                 settings[section, key] = Setting(_converted(value, hints[section][key], f"{flag}: "), flag)
-        return Configuration(self._sections, settings)
+        return Configuration(self._sections, settings, self._checks)
 
     def as_toml(self, *, sources: bool = True, secrets: bool = False) -> str:
         """The effective roost.toml; keys that are unset are comments, since TOML has no null. secrets: with the passwords in URLs, for a file
@@ -109,12 +115,23 @@ class Configuration:
         return msgspec.json.encode(nested, enc_hook=str).decode()
 
 
+def _accept(part: Any) -> None:
+    """Of a part that needs nothing of the machine."""
+
+
 def load(
-    sections: Mapping[str, type], *, file: Path | None, environment: Mapping[str, str], directory: Path, defaults: Mapping[Key, Any] | None = None
+    sections: Mapping[str, type],
+    *,
+    file: Path | None,
+    environment: Mapping[str, str],
+    directory: Path,
+    defaults: Mapping[Key, Any] | None = None,
+    checks: Checks | None = None,
 ) -> Configuration:
     """Read defaults, file and environment. `file`: as given by --config; None: the variable, or roost.toml in `directory`.
 
-    defaults: beat those of the dataclasses. ConfigError for a file that cannot be read or parsed, and for every key and
+    defaults: beat those of the dataclasses. checks: by config dataclass, raises ValueError for files that the machine does not have.
+    ConfigError for a file that cannot be read or parsed, and for every key and
     variable that is unknown or of a wrong type.
     """
     path = _chosen_file(file, environment, directory)
@@ -127,7 +144,7 @@ def load(
     if path is not None:
         settings.update(_from_file(sections, tables, path, text))
     settings.update(_from_environment(sections, environment))
-    return Configuration(sections, settings)
+    return Configuration(sections, settings, checks or {})
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -237,7 +254,7 @@ def _converted(value: Any, hint: Any, place: str, *, strict: bool = True) -> Any
     if isinstance(value, bool) and hint in (int, float):
         raise ConfigError(f"{place}expected a number, got {str(value).lower()}")
     try:
-        return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
+        return msgspec.convert(str(value) if isinstance(value, Path) else value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{place}{str(error)[:1].lower()}{str(error)[1:].replace('`', '')}, value {_without_secrets(value)!r}") from error
 

@@ -11,6 +11,7 @@ from deploy.config import Configuration, Key, load
 from deploy.telemetry.tracing_config import TracingConfig
 from engine_adapter.config import AgentConfig, EmbeddedConfig, TransferConfig
 from engine_adapter.simulated.model.config import SimulatedConfig
+from fleet.settings import FilePath
 from migration.config import MigrationConfig
 from router.config import RouterConfig
 from tracker.config import TrackerConfig
@@ -97,19 +98,26 @@ SECTIONS: Mapping[str, type] = {
     "up": UpConfig,
     "tracing": TracingConfig,
 }
-DEFAULTS: Mapping[Key, Any] = {("engine", "checkpoint"): DEMO_CHECKPOINT, ("engine", "ranks"): 2}
+DEFAULTS: Mapping[Key, Any] = {("engine", "checkpoint"): FilePath(str(DEMO_CHECKPOINT)), ("engine", "ranks"): 2}
 
 
 def read_settings(file: Path | None, environment: Mapping[str, str], directory: Path) -> Configuration:
     """The effective configuration before the command's own flags. ConfigError as `deploy.config.load`."""
-    return load(SECTIONS, defaults=DEFAULTS, file=file, environment=environment, directory=directory)
+    return load(SECTIONS, defaults=DEFAULTS, file=file, environment=environment, directory=directory, checks={EmbeddedConfig: _check_files})
+
+
+def _check_files(config: EmbeddedConfig) -> None:
+    if config.placement is not None and not Path(config.placement).is_file():
+        raise ValueError(f"embedded engine: placement = {config.placement!r}: name an existing file, or leave it out")
+    if config.checkpoint is not None and not Path(config.checkpoint).is_dir():
+        raise ValueError(f"embedded engine: checkpoint = {config.checkpoint!r}: name an existing folder with config.json")
 
 
 def named_engine(settings: Configuration) -> EmbeddedConfig:
-    """The engine's settings with the model's name: as set, or the demo model's, or (None) the checkpoint folder's."""
+    """The engine's settings with the model's name: as set, or the demo model's, or the checkpoint folder's."""
     config = settings.part(EmbeddedConfig)
-    is_demo = config.model is None and config.folder.resolve() == DEMO_CHECKPOINT.resolve()
-    return replace(config, model=DEMO_MODEL) if is_demo else config
+    folder = Path(config.folder).resolve()
+    return replace(config, model=config.model or (DEMO_MODEL if folder == DEMO_CHECKPOINT.resolve() else folder.name))
 
 
 def engine_ranks(settings: Configuration) -> int:

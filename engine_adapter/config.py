@@ -1,11 +1,10 @@
 """What can be set about the embedded engine; read once, by the composition root."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from fleet.blocks import BLOCK_SIZE
 from fleet.dispatch import DISPATCHES, SPLIT
+from fleet.settings import FilePath
 from fleet.timing import MOST_SECONDS
 
 DTYPES = ("float32", "bfloat16")
@@ -19,14 +18,14 @@ _MOST_THREADS = 4
 class EmbeddedConfig:
     """One rank group's settings, the same on every rank. ValueError at birth names the key and what to do."""
 
-    checkpoint: Path | None = None
+    checkpoint: FilePath | None = None
     """folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json; None: the composition root names one"""
     model: str | None = None
     """name that requests use; None: the folder's name"""
     ranks: int = 1
     slots_per_rank: int | None = None
     """experts of one layer that a rank has room for; None: as many as needed. What exceeds that is room for replicas of what is wanted most"""
-    placement: Path | None = None
+    placement: FilePath | None = None
     """file with the placement to begin with, as `roost plan --profile` writes it; None: experts in order"""
     kv_blocks: int = 2048
     """KV blocks per rank"""
@@ -86,27 +85,22 @@ class EmbeddedConfig:
         _need(0 <= self.link_seconds <= _MOST_LINK_SECONDS, "link_seconds", self.link_seconds, f"use 0 (the links that there are) to {_MOST_LINK_SECONDS:g}")
         _need(self.ballast_bytes >= 0, "ballast_bytes", self.ballast_bytes, "use 0 or more")
         _need(self.slots_per_rank is None or self.slots_per_rank >= 1, "slots_per_rank", self.slots_per_rank, "use 1 or more, or leave it out")
-        _need(self.placement is None or self.placement.is_file(), "placement", str(self.placement), "name an existing file, or leave it out")
-        _need(self.checkpoint is None or self.checkpoint.is_dir(), "checkpoint", str(self.checkpoint), "name an existing folder with config.json")
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> FilePath:
         """The checkpoint folder. ValueError when none was named."""
         if self.checkpoint is None:
             raise ValueError("embedded engine: checkpoint is not set: name a folder with config.json, *.safetensors and tokenizer.json")
         return self.checkpoint
 
-    @property
-    def crew(self) -> int:
-        """Threads of a rank: with several ranks one each, since they share the cores already."""
-        if self.ranks > 1:
-            return 1
-        return self.threads or min(os.cpu_count() or 1, _MOST_THREADS)
+    def threads_of_rank(self, cores: int) -> int:
+        """Threads of a rank on a machine with so many cores: with several ranks one each, since they share the cores already."""
+        return 1 if self.ranks > 1 else self.threads or min(cores, _MOST_THREADS)
 
     @property
     def served_model(self) -> str:
         """The name that requests use."""
-        return self.model or self.folder.resolve().name
+        return self.model or str(self.folder).rstrip("/").rpartition("/")[2]
 
 
 def _need(holds: bool, key: str, value: object, remedy: str) -> None:

@@ -7,14 +7,11 @@ What the last epoch was is found by rank 0, which asks the bus and leaves the an
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from fleet.events import MigrationStaged, PlacementCommitted
-from fleet.placement import EMPTY, Placement, PlacementRecord, Split, linear
+from fleet.placement import Placement, PlacementRecord, linear, with_slots
 
 MOST_BYTES = 64 << 20
 """of a file that is taken seriously"""
@@ -46,22 +43,6 @@ def read(file: Path) -> Placement:
         return Placement.from_record(msgspec.structs.replace(record, epoch=0))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: no placement can be read from it: {error}") from error
-
-
-def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
-    """The same with further slots on every rank, which are empty. ValueError when it has more than that already."""
-    more = slots_per_rank - placement.slots_per_rank
-    if more < 0:
-        raise ValueError(f"placement: it uses {placement.slots_per_rank} slots per rank and layer, and the engine is to have {slots_per_rank}")
-    if not more:
-        return placement
-
-    def wider(part: NDArray[Any], fill: int) -> NDArray[Any]:
-        by_rank = part.reshape(placement.layers, placement.ranks, -1)
-        return np.pad(by_rank, ((0, 0), (0, 0), (0, more)), constant_values=fill).reshape(placement.layers, -1)
-
-    split = None if placement.even else Split(*(wider(part, 0).astype(np.uint16) for part in placement.split))
-    return Placement(wider(placement.expert_of_slot, EMPTY), experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)
 
 
 def last_decided(committed: PlacementCommitted | None, staged: MigrationStaged | None) -> PlacementRecord | None:

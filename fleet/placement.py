@@ -229,3 +229,19 @@ def linear(*, layers: int, experts: int, ranks: int, slots_per_rank: int | None 
     for rank, block in enumerate(np.array_split(np.arange(experts), ranks)):
         row[rank, : len(block)] = block
     return Placement(np.tile(row.reshape(1, -1), (layers, 1)), experts=experts, ranks=ranks)
+
+
+def with_slots(placement: Placement, slots_per_rank: int) -> Placement:
+    """The same with further slots on every rank, which are empty. ValueError when it has more than that already."""
+    more = slots_per_rank - placement.slots_per_rank
+    if more < 0:
+        raise ValueError(f"placement: it uses {placement.slots_per_rank} slots per rank and layer, and the engine is to have {slots_per_rank}")
+    if not more:
+        return placement
+
+    def wider(part: NDArray[Any], fill: int) -> NDArray[Any]:
+        by_rank = part.reshape(placement.layers, placement.ranks, -1)
+        return np.pad(by_rank, ((0, 0), (0, 0), (0, more)), constant_values=fill).reshape(placement.layers, -1)
+
+    split = None if placement.even else Split(*(wider(part, 0).astype(np.uint16) for part in placement.split))
+    return Placement(wider(placement.expert_of_slot, EMPTY), experts=placement.experts, ranks=placement.ranks, epoch=placement.epoch, split=split)

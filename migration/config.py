@@ -1,8 +1,9 @@
 """Settings of the migration service; read once at the composition root."""
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal, get_args
+
+from fleet.settings import FilePath
 
 Policy = Literal["roost", "replicate", "reweight", "uniform", "full", "eplb", "eplb_hierarchical"]
 """roost: the whole loop: new shares first, then few copies, then experts and the homes of requests together; a full re-placement only when it pays.
@@ -88,7 +89,7 @@ class MigrationConfig:
     """plans that may be asked for and wait at a time; more are refused"""
     metrics_address: str | None = None
     """HOST:PORT of GET /metrics and /health; None: no HTTP"""
-    metrics_key_file: Path | None = None
+    metrics_key_file: FilePath | None = None
     """file of the key that /metrics asks for as bearer token, two lines while it is changed; unset: none is asked for"""
 
     def __post_init__(self) -> None:

@@ -3,10 +3,10 @@
 import math
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from fleet.redaction import without_secrets
+from fleet.settings import FilePath
 
 Policy = Literal["cost", "classic", "kv", "least_loaded", "round_robin"]
 ZERO_ALLOWED = (
@@ -53,7 +53,7 @@ class BackendConfig:
     """NAME, as decisions and `roost status` call the server"""
     url: str = ""
     """its base URL, with or without /v1"""
-    key_file: Path | None = None
+    key_file: FilePath | None = None
     """file whose first line is sent to it as `Authorization: Bearer`; unset: [router] backend_key_file"""
     max_requests: int | None = None
     """requests it is given at once, for all its models together; unset: [router] max_requests_per_rank"""
@@ -91,28 +91,28 @@ class RouterConfig:
     host: str = "127.0.0.1"
     """address to listen on; one that other machines reach needs api_key_file and TLS"""
     port: int = 8600
-    tls_cert: Path | None = None
+    tls_cert: FilePath | None = None
     """PEM file of the certificate that clients see, with those that lead to its authority; read again at a reload"""
-    tls_key: Path | None = None
+    tls_key: FilePath | None = None
     """PEM file of its key, not encrypted"""
     tls_terminated: bool = False
     """a proxy in front speaks TLS with clients: plain HTTP is no risk"""
     insecure: bool = False
     """listen for other machines without keys or TLS all the same"""
-    api_key_file: Path | None = None
+    api_key_file: FilePath | None = None
     """file of the keys that clients may present as `Authorization: Bearer`, as `roost key new` writes it; unset: no key is asked for"""
     backends: tuple[str, ...] = ()
     """base URLs of plain OpenAI-compatible servers; they need neither a bus nor agents"""
     named_backends: tuple[BackendConfig, ...] = field(default=(), metadata={"sections": "backends"})
     """from the sections [backends.NAME]: the same with a name, and with what is known of the server"""
-    backend_key_file: Path | None = None
+    backend_key_file: FilePath | None = None
     """file whose first line is sent to plain backends as `Authorization: Bearer`"""
     backend_block_tokens: int = 32
     """blocks, each of four bytes of text per token, by which the prompts sent to backends are remembered; a shorter shared prefix is not seen.
     Blocks of half the size take twice the time when a prompt is noted (benchmarks/backends.py)"""
-    fleet_secret_file: Path | None = None
+    fleet_secret_file: FilePath | None = None
     """file of the secret that Roost's own ranks want to see, the same for all routers and ranks; two lines while it is changed: the first is sent"""
-    upstream_ca: Path | None = None
+    upstream_ca: FilePath | None = None
     """PEM file of authorities that vouch for https:// ranks and backends, beside the system's; read again at a reload"""
     passthrough_admin: tuple[str, ...] = ()
     """paths of servers' administration that pass for callers with the right admin, such as /v1/load_lora_adapter; the header x-roost-server names

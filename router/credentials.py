@@ -28,10 +28,10 @@ class Credentials:
     def read(cls, config: RouterConfig) -> "Credentials":
         """OSError, or ValueError that names the file, when one of them cannot be used."""
         return cls(
-            None if config.api_key_file is None else _client_keys(config.api_key_file, config),
-            None if config.backend_key_file is None else _first_line(config.backend_key_file),
-            None if config.fleet_secret_file is None else _fleet_secret(config.fleet_secret_file),
-            {base_url(backend.url): _first_line(backend.key_file) for backend in config.named_backends if backend.key_file is not None},
+            None if config.api_key_file is None else _client_keys(Path(config.api_key_file), config),
+            None if config.backend_key_file is None else _first_line(Path(config.backend_key_file)),
+            None if config.fleet_secret_file is None else _fleet_secret(Path(config.fleet_secret_file)),
+            {base_url(backend.url): _first_line(Path(backend.key_file)) for backend in config.named_backends if backend.key_file is not None},
         )
 
     def backend_key_of(self, url: str) -> str | None:

@@ -1,8 +1,8 @@
 """Settings of the tracker; read once at the composition root."""
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 
+from fleet.settings import FilePath
 from fleet.signatures import MOST_CLUSTERS
 
 
@@ -59,7 +59,7 @@ class TrackerConfig:
     waiting_bytes: int = 8 << 20
     waiting_seconds: float = 120.0
     """what rank and router report of a request waits for the other's report, so many, so many bytes and so long"""
-    state_file: Path | None = None
+    state_file: FilePath | None = None
     """where what is known is kept across restarts; unset: nowhere, and a restarted tracker learns anew. `roost up` keeps it while it runs"""
     state_seconds: float = 30.0
     """it is written so often, and at the end"""
@@ -79,7 +79,7 @@ class TrackerConfig:
     """layers x experts of one table"""
     metrics_address: str | None = None
     """HOST:PORT of GET /metrics and /health; None: no HTTP"""
-    metrics_key_file: Path | None = None
+    metrics_key_file: FilePath | None = None
     """file of the key that /metrics asks for as bearer token, two lines while it is changed; unset: none is asked for"""
 
     def __post_init__(self) -> None:

@@ -94,6 +94,7 @@ class TrackerService:
         self._bus = bus
         self._subjects = subjects
         self._config = config
+        self._state_file = None if config.state_file is None else Path(config.state_file)
         self._wall_clock = wall_clock
         self._tracing = ShiftTracing()
         # Microseconds: a restarted tracker goes on above every version it gave before.
@@ -140,8 +141,8 @@ class TrackerService:
                 tasks.create_task(self._publish(heard, told), name="publishes profiles, demands and shifts")
                 tasks.create_task(self._teach(), name="publishes clusters and tables")
                 tasks.create_task(self._fit(), name="fits clusters anew")
-                if self._config.state_file is not None:
-                    tasks.create_task(self._save_regularly(self._config.state_file), name="writes the state")
+                if self._state_file is not None:
+                    tasks.create_task(self._save_regularly(self._state_file), name="writes the state")
 
     # Hearing
 
@@ -356,7 +357,7 @@ class TrackerService:
     @asynccontextmanager
     async def _keeping(self) -> AsyncIterator[None]:
         """Go on where the state file ends, and write it at the end of the context."""
-        path = self._config.state_file
+        path = self._state_file
         try:
             if path is not None:
                 await self._recall(path)

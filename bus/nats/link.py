@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nats import errors
@@ -120,7 +121,7 @@ class Link:
         self._trouble: Exception | None = None
         self._reopener: asyncio.Task[None] | None = None
         self._tls = tls_context(config)
-        self._login = None if config.credentials_file is None else read_login(config.credentials_file)
+        self._login = None if config.credentials_file is None else read_login(Path(config.credentials_file))
         self._denials: deque[tuple[str, str]] = deque(maxlen=64)
         """(publish or subscription, subject in small letters, as nats-py has it) that the server refused lately"""
         self.denied = 0
@@ -131,7 +132,7 @@ class Link:
         assert self._login is not None
         if self.config.credentials_file is not None:
             try:
-                self._login = read_login(self.config.credentials_file)
+                self._login = read_login(Path(self.config.credentials_file))
             except BusError as error:
                 logger.warning("%s; the login of before is used", error)
         return self._login

@@ -57,7 +57,7 @@ def new(
         fail(str(error), USAGE)
     key = KEY_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
     line = key_line(key, tenant, priority_class, chosen)
-    path = file or router.api_key_file
+    path = file or (None if router.api_key_file is None else Path(router.api_key_file))
     if path is not None:
         _add_line(path, line, router)
         note(f"its line is in {path}; `roost reload` makes it valid in routers that run. This is the only time that the key is shown:")

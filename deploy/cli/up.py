@@ -173,4 +173,4 @@ def first_request(model: str, *, demo: bool) -> tuple[str, str, str]:
 
 def _serves_demo_model(settings: Configuration) -> bool:
     embedded = settings.part(WorkerConfig).engine == "embedded"
-    return embedded and settings.part(EmbeddedConfig).folder.resolve() == DEMO_CHECKPOINT.resolve()
+    return embedded and Path(settings.part(EmbeddedConfig).folder).resolve() == DEMO_CHECKPOINT.resolve()

@@ -10,6 +10,7 @@ from deploy.http.server import HttpFace
 from deploy.http.sockets import CannotListen, listen
 from deploy.process import alongside
 from deploy.security.exposure import is_loopback
+from fleet.settings import FilePath
 from fleet.shared_secret import SharedSecret
 
 log = logging.getLogger(__name__)
@@ -63,13 +64,13 @@ def _read_key(file: Path) -> SharedSecret:
         raise CannotListen(f"metrics_key_file {file}: {error}") from error
 
 
-async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callable[[], bytes], key_file: Path | None = None) -> None:
+async def offer_metrics(stack: AsyncExitStack, address: str, exposition: Callable[[], bytes], key_file: FilePath | None = None) -> None:
     """Serve on HOST:PORT until the stack closes. CannotListen when that is no address, it cannot be bound, or the key cannot be read."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise CannotListen(f"metrics_address {address!r} is no HOST:PORT; give e.g. 127.0.0.1:9464")
     host = host.strip("[]") or "127.0.0.1"
-    key = None if key_file is None else _read_key(key_file)
+    key = None if key_file is None else _read_key(Path(key_file))
     if key is None and not is_loopback(host):
         log.warning("insecure: other machines may read /metrics on %s without a key; metrics_key_file names one", address)
     app = MetricsApp(exposition, key)

@@ -39,6 +39,7 @@ from deploy.security.credentials import FOLDER, Credentials
 from deploy.settings import UpConfig, WorkerConfig, engine_ranks
 from fleet.events import ConfigChanged
 from fleet.redaction import without_secrets
+from fleet.settings import FilePath
 from router.config import RouterConfig
 
 LOOK_SECONDS = 0.02
@@ -291,7 +292,7 @@ class Fleet:
             return
         config = replace(self._settings.part(BusConfig), urls=tuple(self.nats_url.split(",")))
         if self._credentials is not None:
-            config = replace(config, credentials_file=self._credentials.file("operator"))
+            config = replace(config, credentials_file=FilePath(str(self._credentials.file("operator"))))
         subjects = Subjects(config.namespace)
         try:
             bus = await NatsBus.connect(config.servers, subjects, config, name="up")
@@ -335,7 +336,7 @@ class Fleet:
             self._secret_files = dict.fromkeys(unset, file.absolute())
 
     def _ground(self) -> Ground:
-        kept = dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE
+        kept = Path(dict(self._settings.items())["tracker", "state_file"].value or self._run.path / TRACKER_STATE)
         where: dict[Key, Any] = {("bus", "urls"): self.nats_url.split(",") if self.nats_url else None, ("tracker", "state_file"): kept.absolute()}
         where |= self._secret_files
         told = self._settings.with_flags({key: ("the supervisor", value) for key, value in where.items()})

@@ -5,6 +5,8 @@ import ssl
 from pathlib import Path
 from typing import NoReturn
 
+from fleet.settings import FilePath
+
 
 class CertificateError(ValueError):
     """A certificate or its key cannot be used; the text names the files and says why."""
@@ -23,9 +25,9 @@ class ServerTls:
         self.load()
 
     @classmethod
-    def of(cls, cert: Path | None, key: Path | None) -> "ServerTls | None":
+    def of(cls, cert: Path | FilePath | None, key: Path | FilePath | None) -> "ServerTls | None":
         """None: the door speaks plain HTTP. CertificateError as above."""
-        return None if cert is None or key is None else cls(cert, key)
+        return None if cert is None or key is None else cls(Path(cert), Path(key))
 
     def check(self) -> None:
         """CertificateError unless the files can be used as they are now. What is loaded is not touched."""

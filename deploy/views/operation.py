@@ -17,6 +17,7 @@ from deploy.security.credentials import of_run
 from deploy.terminal.bus_connection import on_bus
 from deploy.terminal.options import fail, in_json, note, show
 from fleet.events import ConfigChanged
+from fleet.settings import FilePath
 
 
 def show_drain(bus_config: BusConfig, place: str, *, undo: bool, wait: float | None, reason: str, as_json: bool) -> None:
@@ -56,7 +57,9 @@ def show_reload(runs: Sequence[Running], seconds: float, *, as_json: bool) -> No
                 os.kill(run.pid, signal.SIGHUP)
             return await _words(heard, parts, seconds)
 
-    said = on_bus(BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace, credentials_file=of_run(runs[0], "operator")), work)
+    login = of_run(runs[0], "operator")
+    config = BusConfig(urls=tuple(str(runs[0].nats).split(",")), namespace=runs[0].namespace, credentials_file=None if login is None else FilePath(str(login)))
+    said = on_bus(config, work)
     if as_json:
         show(in_json(said))
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.kv_cache import identify
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
@@ -23,7 +24,7 @@ from engine_adapter.embedded.expert_handover import RankExperts
 from engine_adapter.embedded.setup import Machine, MachineBuilder, build_machine
 from engine_adapter.embedded.step_loop import PeerLeft, Report, Seat, StepLoop
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts
-from engine_adapter.serving.detokenizer import CheckpointTokenizer, TextStream
+from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from engine_adapter.serving.fact_log import FactLog
 from engine_adapter.serving.generation import Answer, Delta, Moments, Outcome
 from fleet.events import Capabilities
@@ -62,7 +63,7 @@ class _Running:
 
 
 def _load(config: EmbeddedConfig, rank: int, run_directory: Path | None, build: MachineBuilder, report: Callable[[Report], None]) -> _Loaded:
-    tokenizer = CheckpointTokenizer(config.folder)
+    tokenizer = CheckpointTokenizer(Path(config.folder))
     machine = build(config, rank, run_directory)
     facts = FactLog(machine.shape.layers, machine.shape.experts, _FACT_BLOCKS_PER_PAGE * config.kv_blocks)
     room = min(machine.max_context, config.kv_blocks * config.block_size)

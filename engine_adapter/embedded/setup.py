@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,11 +84,11 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
         group = _join(config, rank, directory, opened)
         lockstep = Lockstep(directory, rank, group)
         opened.callback(lockstep.close)
-        with Checkpoint(config.folder) as checkpoint:
+        with Checkpoint(Path(config.folder)) as checkpoint:
             about = checkpoint.config
             weights = checkpoint.digest(config.dtype) if rank == 0 else None
             size = {"layers": about.layers, "experts": about.experts, "ranks": config.ranks}
-            placement = resumed(directory, initial(config.placement, **size, slots_per_rank=config.slots_per_rank))
+            placement = resumed(directory, initial(None if config.placement is None else Path(config.placement), **size, slots_per_rank=config.slots_per_rank))
             runner = Runner(
                 checkpoint,
                 placement,
@@ -96,7 +97,7 @@ def build_machine(config: EmbeddedConfig, rank: int, run_directory: Path | None)
                 kv_pages=config.kv_blocks,
                 dtype=config.dtype,
                 max_tokens=config.max_batch_tokens,
-                threads=config.crew,
+                threads=config.threads_of_rank(os.cpu_count() or 1),
                 cover=config.dispatch == COVER,
                 ballast_bytes=config.ballast_bytes,
             )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.kv_cache import KvCache
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.routed_experts import RoutedTrace
@@ -26,7 +27,6 @@ from engine_adapter.embedded.model_runner import Forward, Prepared, Work
 from engine_adapter.embedded.setup import Machine
 from engine_adapter.embedded.step_sync import StepHeader
 from engine_adapter.engine import EndedRequest, Load, Sent
-from engine_adapter.serving.detokenizer import TextStream
 from engine_adapter.serving.fact_log import DecodeSteps, FactLog
 from engine_adapter.serving.generation import Answer, Delta, Ending, Moments, Outcome, ScoredToken
 from fleet.handover import flips

@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.kv_cache import Change, KvCache, identify
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.scheduler import Generation, Scheduler
 from engine_adapter.engine import EngineDescription, EngineFailed, Facts, Load, Sent
-from engine_adapter.serving.detokenizer import TextStream
 from engine_adapter.serving.fact_log import FactLog
 from engine_adapter.serving.generation import Answer, Delta, Moments, Outcome
 from engine_adapter.simulated.handover import Flipping, SimulatedExperts
@@ -23,10 +23,10 @@ from engine_adapter.simulated.model.dispatch_model import Routes
 from engine_adapter.simulated.model.faults import Faults
 from engine_adapter.simulated.model.presets import cache_token_bytes
 from engine_adapter.simulated.model.routing_model import Tastes
-from engine_adapter.simulated.model.sequences import RowTrace, Seat
 from engine_adapter.simulated.model.step_time import Plan, plan, tokens_of_row
 from engine_adapter.simulated.model.step_totals import Sums
 from engine_adapter.simulated.model.text import VOCABULARY, Script, WordTokenizer
+from engine_adapter.simulated.sequences import RowTrace, Seat
 from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import Placement

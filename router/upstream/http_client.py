@@ -10,11 +10,12 @@ import math
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from fleet.settings import FilePath
 
 MOST_HEAD_BYTES = 64 * 1024
 """A longer head of an answer is refused."""
@@ -264,7 +265,7 @@ class _Excuse:
 class HttpClient:
     """Connections by origin, those idle used again, the youngest first. `keepalive_seconds`: idle for longer means closed."""
 
-    def __init__(self, keepalive_seconds: float, ca: Path | None = None) -> None:
+    def __init__(self, keepalive_seconds: float, ca: FilePath | None = None) -> None:
         """To be made on the loop that it is used on. ca: PEM file of authorities that vouch for https:// servers, beside the system's. OSError
         when it cannot be used."""
         self.loop = asyncio.get_running_loop()
@@ -276,7 +277,7 @@ class HttpClient:
         if ca is not None:
             self.trust(ca)
 
-    def trust(self, ca: Path) -> None:
+    def trust(self, ca: FilePath) -> None:
         """New connections believe the authorities that the file has now, beside the system's. OSError when it cannot be used."""
         self._tls = _verifying(ca)
 
@@ -336,7 +337,7 @@ class HttpClient:
         self._idle.clear()
 
 
-def _verifying(ca: Path | None) -> ssl.SSLContext:
+def _verifying(ca: FilePath | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
     if ca is not None:
         try:

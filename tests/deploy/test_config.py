@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.config import ConfigError, Configuration, load, without_settings
+from deploy.settings import read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +201,11 @@ def test_named_sections_outlive_being_written_and_read_again(tmp_path: Path) -> 
 def test_what_is_wrong_in_a_named_section_is_refused_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         read_house(tmp_path, text).check()
+
+
+@pytest.mark.parametrize(("key", "remedy"), [("checkpoint", "name an existing folder"), ("placement", "name an existing file")])
+def test_files_that_an_engine_begins_with_must_exist(tmp_path: Path, key: str, remedy: str) -> None:
+    (tmp_path / "roost.toml").write_text(f'[engine]\n{key} = "/nowhere"\n')
+    settings = read_settings(None, {}, tmp_path)
+    with pytest.raises(ConfigError, match=rf"{key} = '/nowhere': {remedy}.*roost\.toml:2"):
+        settings.check()

@@ -402,7 +402,7 @@ async def test_seeds_of_requests_that_state_none_differ_and_repeat_with_the_engi
         ({"link_seconds": 1.0}, "link_seconds"),
         ({"step_timeout_seconds": 0.0}, "step_timeout_seconds"),
         ({"join_timeout_seconds": -1.0}, "join_timeout_seconds"),
-        ({"checkpoint": Path("/nowhere")}, "checkpoint"),
+        ({"slots_per_rank": 0}, "slots_per_rank"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], key: str) -> None:

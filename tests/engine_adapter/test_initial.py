@@ -11,11 +11,11 @@ from deploy.settings import DEMO_CHECKPOINT
 from engine_adapter.config import EmbeddedConfig
 from engine_adapter.embedded.model_runner import Runner, Work
 from engine_adapter.embedded.setup import build_machine
-from engine_adapter.initial_placement import initial, leave_last, read, with_slots
+from engine_adapter.initial_placement import initial, leave_last, read
 from engine_adapter.simulated.engine import SimulatedEngine
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.dispatch import served_by
-from fleet.placement import EMPTY, Placement, Split, even_split, linear
+from fleet.placement import EMPTY, Placement, Split, even_split, linear, with_slots
 from fleet.timing import EngineSpeed
 
 SIZE = {"layers": 4, "experts": 32, "ranks": 2}
@@ -76,14 +76,6 @@ def test_a_simulated_engine_begins_with_the_file_and_the_slots_it_is_given(tmp_p
             SimulatedConfig(**wrong)
     with pytest.raises(ValueError, match="no placement"):
         SimulatedEngine(SimulatedConfig(placement=str(tmp_path / "absent.json")))
-
-
-def test_settings_of_an_embedded_engine_name_a_file_that_exists(tmp_path: Path) -> None:
-    file = written(tmp_path / "placement.json", turned())
-    assert EmbeddedConfig(placement=file, slots_per_rank=20).placement == file
-    for wrong in ({"placement": tmp_path / "absent.json"}, {"slots_per_rank": 0}):
-        with pytest.raises(ValueError, match="or leave it out"):
-            EmbeddedConfig(**wrong)
 
 
 def test_a_rank_of_the_embedded_engine_has_room_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.serving.detokenizer import CheckpointTokenizer, StopStrings, TextStream
+from engine_adapter.batching.detokenizer import StopStrings, TextStream
+from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 
 STOPS = ["ab", "aba", "\u00fc", "the ", "\ufffd\ufffd", "\n\n"]
 

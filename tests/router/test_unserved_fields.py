@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.serving.detokenizer import CheckpointTokenizer
+from engine_adapter.serving.checkpoint_tokenizer import CheckpointTokenizer
 from fleet.completions import ApiError, Logprobs
 from fleet.events import Capabilities
 from router.openai_api.request_schema import RequestDecoder, sampling

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_adapter.batching.kv_cache import Block
-from engine_adapter.initial_placement import with_slots
 from engine_adapter.simulated.model.config import SimulatedConfig
 from fleet.blocks import local_hash, sequence_hashes
 from fleet.experts import ModelShape
-from fleet.placement import Placement, linear
+from fleet.placement import Placement, linear, with_slots
 from fleet.routings import UNKNOWN
 
 BUCKETS = 64

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 from tokenizers import Tokenizer
 
-from engine_adapter.serving.detokenizer import ByteDetokenizer, byte_letters
+from engine_adapter.batching.detokenizer import ByteDetokenizer, byte_letters
 
 WORDS = (
     "the a of to and in it is on by at as we or if no so up "

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.batching.detokenizer import TextStream
 from engine_adapter.batching.request_validation import GenerationRequest
 from engine_adapter.batching.sampling import TokenLogprobs
 from engine_adapter.batching.scheduler import Generation
 from engine_adapter.engine import EndedRequest
-from engine_adapter.serving.detokenizer import TextStream
 from engine_adapter.serving.generation import Answer, Delta, Ending, Moments, Outcome, ScoredToken
 from engine_adapter.simulated.model.routing_model import Tastes
 from engine_adapter.simulated.model.text import Script
