@@ -133,4 +133,4 @@ async def test_a_tracker_that_is_started_again_finds_what_it_knew(set_to: str | 
     with run_directory(tmp_path / "state") as run:
         async with Fleet(read_settings(None, environment, tmp_path), run, {}, lambda _: None) as fleet:
             told = read_settings(fleet._ground().config_file, {}, tmp_path).part(TrackerConfig)
-        assert told.state_file == run.path / expected
+        assert told.state_file == str(run.path / expected)
