@@ -20,8 +20,8 @@ from bus import Bus, Message
 from bus.memory import MemoryBus
 from bus.nats import NatsBus
 from fleet.events import EngineJoined
-from tests.claimed import claim_name
 from tests.loop_watch import WATCHED, LoopWatch, complaint
+from tests.name_claims import claim_name
 
 settings.register_profile("roost", deadline=None)  # a busy machine is no defect
 settings.load_profile("roost")

@@ -11,7 +11,7 @@ import httpx
 from tests.compat.exchange import neutral
 from tests.compat.replay import Replay
 from tests.conftest import free_port
-from tests.router.houses import served_web
+from tests.router.router_fixture import served_web
 
 ROOT = Path(__file__).parents[2]
 

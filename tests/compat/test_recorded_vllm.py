@@ -9,7 +9,7 @@ import pytest
 from tests.compat.exchange import ask
 from tests.compat.replay import RECORDED, Replay
 from tests.compat.requests import ACCEPTED, OTHER_ROUTES, REFUSED, Asked
-from tests.router.houses import OpenHouse, served_web, until
+from tests.router.router_fixture import OpenHouse, served_web, until
 
 
 @pytest.mark.parametrize("requests", [ACCEPTED, REFUSED, OTHER_ROUTES], ids=["accepted", "refused", "other routes"])

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from fleet.placement import EMPTY, Placement
 from migration.model.plan import Copy, Handover, Plan, Step, applied, planned
-from tests.faults.contents import EXPERT_BYTES
+from tests.faults.expert_contents import EXPERT_BYTES
 
 
 class Impossible(Exception):

@@ -36,7 +36,7 @@ from fleet.events import Capabilities
 from fleet.layout import EP
 from fleet.placement import EMPTY, Placement, PlacementRecord
 from fleet.timing import EngineSpeed
-from tests.faults.contents import CELLS, POISON, SHAPE, TENSORS, content
+from tests.faults.expert_contents import CELLS, POISON, SHAPE, TENSORS, content
 from tests.faults.lockstep import Steps
 
 

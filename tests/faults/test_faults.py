@@ -21,9 +21,9 @@ from fleet.events import AbortHandover, CommitHandover, MigrationAborted, Migrat
 from fleet.handover import RankState
 from fleet.placement import Placement
 from migration.model.plan import Plan
-from tests.faults.contents import RANKS, SLOTS, TENSORS, memory_of
-from tests.faults.house import Engine, House, until
-from tests.faults.judge import FREE, Belongings, judge, judge_memory, settle
+from tests.faults.expert_contents import RANKS, SLOTS, TENSORS, memory_of
+from tests.faults.fleet_fixture import Engine, House, until
+from tests.faults.invariants import FREE, Belongings, judge, judge_memory, settle
 from tests.faults.plans import Impossible, copies, series
 
 TIMES = 20

@@ -28,9 +28,9 @@ from fleet.events import (
     SteerLoop,
 )
 from fleet.popularity import ExpertTable
-from tests.faults.contents import RANKS, SHAPE
-from tests.faults.house import Engine, House, Process, until
-from tests.faults.judge import judge
+from tests.faults.expert_contents import RANKS, SHAPE
+from tests.faults.fleet_fixture import Engine, House, Process, until
+from tests.faults.invariants import judge
 
 BUDGET_EXPERTS = 40
 """that the planner's own plans may copy in all the time that a test takes"""

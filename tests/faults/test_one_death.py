@@ -7,8 +7,8 @@ import numpy as np
 
 from fleet.events import MigrationCommitted
 from fleet.placement import Placement
-from tests.faults.house import Engine, House, until
-from tests.faults.judge import Belongings, judge
+from tests.faults.fleet_fixture import Engine, House, until
+from tests.faults.invariants import Belongings, judge
 from tests.faults.plans import series
 
 

@@ -51,7 +51,7 @@ from migration.engine_state.placement_registry import Entry
 from migration.execution.handover_driver import stray
 from migration.handover.coordinator import Command, Move, Pace, Proceeding, Undertaking, begun, taken_over
 from migration.handover.handover_messages import left_open, unheard_of
-from tests.fleet.handover_seats import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, checksum
+from tests.fleet.handover_fake_memory import EXPERTS, FIRST, LEASE_SECONDS, MEMORY, RANKS, SLOTS, STAGE_SECONDS, TORN, Flow, Seat, checksum
 from tests.fleet.handover_store import Store
 
 PACE = Pace(repeat=0.5, grace=1.0, commit=5.0)

@@ -8,7 +8,7 @@ import msgspec
 from fleet.events import PlacementCommitted
 from fleet.handover import Conducting
 from migration.handover.coordinator import OpenHandover, Record
-from tests.fleet.handover_seats import Unsafe
+from tests.fleet.handover_fake_memory import Unsafe
 
 
 @dataclass(eq=False)

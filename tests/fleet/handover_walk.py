@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 from fleet.handover import Cell, Conducting, RankState
+from tests.fleet.handover_fake_memory import SLOTS
 from tests.fleet.handover_parties import Leader, World
-from tests.fleet.handover_seats import SLOTS
 
 PIECES = ("lead", "command", "answer", "errand", "flow", "step", "wait")
 

@@ -12,8 +12,8 @@ from fleet.handover import CELL, Cell, CellEvent, Conducting
 from migration.config import MigrationConfig
 from migration.handover.coordinator import OpenHandover, Proceeding, taken_over
 from migration.handover.handover_messages import left_open, unheard_of
+from tests.fleet.handover_fake_memory import Seat, Unsafe
 from tests.fleet.handover_parties import PACE, Leader, World
-from tests.fleet.handover_seats import Seat, Unsafe
 from tests.fleet.handover_walk import Walk
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine_adapter.serving.admission import Admission, NoSecret
 from fleet.shared_secret import SharedSecret
-from tests.router.houses import House, OpenHouse, until
+from tests.router.router_fixture import House, OpenHouse, until
 from tests.simulated_engines import simulated_engine
 
 OLD, NEW = "old-secret-of-the-fleet", "new-secret-of-the-fleet"

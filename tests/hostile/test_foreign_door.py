@@ -8,8 +8,8 @@ import pytest
 from router.access.api_keys import key_line, parse_rights
 from router.foreign_api.continuation import MOST_IDS, Continuable
 from router.foreign_api.lenient_fields import read
-from tests.router.foreign import ForeignServer, in_front_of, saying, serving
-from tests.router.houses import OpenHouse, chat
+from tests.router.foreign_servers import ForeignServer, in_front_of, saying, serving
+from tests.router.router_fixture import OpenHouse, chat
 
 CHAT = "/v1/chat/completions"
 

@@ -16,8 +16,8 @@ from migration.config import MigrationConfig
 from migration.service import MigrationService
 from router.config import RouterConfig
 from router.service import RouterService
-from tests.claimed import claim_name
-from tests.router.houses import engine_joined
+from tests.name_claims import claim_name
+from tests.router.router_fixture import engine_joined
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 

@@ -14,7 +14,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from router.access.api_keys import ALL_RIGHTS, key_line
 from router.config import RouterConfig
 from router.service import RouterService
-from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, served_web, until
+from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, served_web, until
 
 CHAT, TEXT, ROUTE, RESERVE, RELEASE = (
     "/v1/chat/completions",

@@ -27,7 +27,7 @@ from router.bodies.tasks import Room
 from router.bodies.worker_pool import BodyWorkers
 from router.config import BackendConfig
 from tests.router.conftest import bpe_archive, byte_archive, open_house, serve_rank
-from tests.router.houses import House, MockRank, OpenHouse, Serve, archive, bpe, chat, until
+from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, archive, bpe, chat, until
 
 __all__ = ["bpe_archive", "byte_archive", "open_house", "serve_rank"]
 CHAT, TEXT, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"

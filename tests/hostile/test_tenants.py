@@ -20,7 +20,7 @@ from router.api.bus_api import Inquiries
 from router.api.library import Decider
 from tests.contract.test_engine_contract import embedded, tiny_checkpoint  # noqa: F401 a fixture
 from tests.router.conftest import byte_archive, open_house, serve_rank  # noqa: F401 the router's fixtures
-from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, served_app, until
+from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, served_app, until
 from tests.simulated_engines import simulated_engine
 
 TENANTS = ("acme", "rival")

@@ -21,8 +21,8 @@ from fleet.placement import Placement
 from migration.config import MigrationConfig
 from migration.engine_state.unknown_engines import Strangers
 from migration.service import MigrationService
-from tests.claimed import claim_name
-from tests.migration.joining import FIRST, joined
+from tests.migration.builders import FIRST, joined
+from tests.name_claims import claim_name
 
 SUBJECTS = Subjects()
 

@@ -12,7 +12,7 @@ from bus.memory import MemoryBroker, MemoryBus
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
-from tests.router.houses import TEMPLATE, House, MockRank, OpenHouse, Serve, archive, bpe, running, served_app, served_web
+from tests.router.router_fixture import TEMPLATE, House, MockRank, OpenHouse, Serve, archive, bpe, running, served_app, served_web
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from fleet.events import ConfigChanged
 from fleet.reloading import differing
 from router.config import RouterConfig
 from router.reload import RELOADABLE, reloaded
-from tests.router.houses import House, MockRank, OpenHouse, Serve, chat, until
+from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, until
 
 NAMES = {field.name for field in fields(RouterConfig)}
 

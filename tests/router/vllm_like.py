@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from router.tokenization.tokenizer import ModelTokenizer
-from tests.router.houses import SCRIPT, archive, bpe
+from tests.router.router_fixture import SCRIPT, archive, bpe
 
 TOKENIZER = ModelTokenizer.from_archive(archive(bpe(257), {"eos_token": "<eos>", "chat_template": "x"}))
 """Byte-level without merges: every byte of a character is an id of its own."""

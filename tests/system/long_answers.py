@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine_adapter.simulated.model.text import Script, WordTokenizer
-from tests.system.crowd import Prompt
+from tests.system.load_clients import Prompt
 
 DOMAINS = ("law", "code", "news", "verse")
 DOCUMENTS = 12

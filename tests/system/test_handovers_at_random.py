@@ -29,9 +29,9 @@ from fleet.handover import Conducting, RankState
 from fleet.placement import linear
 from migration.config import MigrationConfig
 from migration.service import MigrationService
-from tests.engine_adapter.standing_ranks import SCALE, SUBJECTS, WORKER, Group, standing
-from tests.migration.conducting_rig import ask, key, leading, log
-from tests.migration.joining import joined
+from tests.engine_adapter.rank_fixture import SCALE, SUBJECTS, WORKER, Group, standing
+from tests.migration.builders import joined
+from tests.migration.executor_fixture import ask, key, leading, log
 
 pytestmark = pytest.mark.looptime
 FIRST = linear(layers=2, experts=8, ranks=3, slots_per_rank=4)

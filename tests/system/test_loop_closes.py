@@ -28,10 +28,10 @@ from fleet.events import (
     PopularityDescribed,
     PopularityShifted,
 )
-from tests.faults.house import until
+from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
-from tests.system.crowd import documents
 from tests.system.fleets import MODEL, Fleet, leave_nothing, new_home
+from tests.system.load_clients import documents
 
 PROMPT_TOKENS, TOKENS = 96, 24
 AT_ONCE = 8

@@ -19,10 +19,10 @@ from engine_adapter.embedded.checkpoint import RUN_DTYPES, Checkpoint
 from fleet.events import MigrationAborted, MigrationCommitted
 from fleet.placement import Placement
 from migration.model.plan import Plan
-from tests.faults.house import until
+from tests.faults.fleet_fixture import until
 from tests.faults.plans import series, swaps
 from tests.system.fleets import Fleet, Running, leave_nothing, new_home
-from tests.system.moving import Clients, Movers, clients_and_movers
+from tests.system.migration_clients import Clients, Movers, clients_and_movers
 
 ENGINES = ("engine-0", "engine-1")
 SLOTS = 18

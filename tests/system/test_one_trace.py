@@ -18,9 +18,9 @@ from bus.memory import MemoryBroker, MemoryBus
 from engine_adapter.tracing import HandoverTracing
 from fleet.events import MigrationCommitted, MigrationPlanned, PlacementCommitted, PlanJudged, PopularityShifted
 from fleet.placement import Placement
-from tests.engine_adapter.standing_ranks import WORKER, Group, standing
-from tests.migration.flying_rig import CONFIG, EVEN, FIRST, SKEWED, SUBJECTS, Flight, loop
-from tests.migration.joining import leading
+from tests.engine_adapter.rank_fixture import WORKER, Group, standing
+from tests.migration.builders import leading
+from tests.migration.control_loop_fixture import CONFIG, EVEN, FIRST, SKEWED, SUBJECTS, Flight, loop
 from tracker.tracing import ShiftTracing
 
 pytestmark = pytest.mark.looptime

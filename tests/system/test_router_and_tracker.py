@@ -26,7 +26,7 @@ from router.scheduling.decision import Decision
 from router.scheduling.scheduler import Need, Try
 from router.service import RouterService
 from router.telemetry.request_log import Exchange
-from tests.router.houses import until
+from tests.router.router_fixture import until
 from tracker.config import TrackerConfig
 from tracker.service import TrackerService
 

@@ -18,7 +18,7 @@ from deploy.parts.simulated import Host
 from router.api.app import create_app
 from router.config import RouterConfig
 from router.service import RouterService
-from tests.router.houses import running, served_app, until
+from tests.router.router_fixture import running, served_app, until
 from tests.simulated_engines import simulated_engine
 from tests.system.fleets import Fleet, Home
 

@@ -4,7 +4,7 @@
     make soak ARGS="--soak-engine embedded"              of the embedded engine: real experts, short answers
     pytest -m slow tests/system/test_soak.py --soak-seconds 600 --soak-seed 7 -s
 
-What is asserted: no request is lost (`tests.system.crowd` has the rule); a router that is stopped gently breaks no stream; what is said and stored
+What is asserted: no request is lost (`tests.system.load_clients` has the rule); a router that is stopped gently breaks no stream; what is said and stored
 of epochs never goes back within a life of an engine, and every expert is somewhere in every placement that is stored; plans end; the fleet is whole
 again after every mishap; no process grows, and none is left over. It may run beside other work: what is silent for want of a processor is not
 dead for a quarter of a minute, and nothing is judged by how fast it is.
@@ -28,14 +28,14 @@ from bus.nats import NatsBus
 from bus.protocol.subjects import Subjects
 from deploy.process import alongside
 from fleet.events import MigrationCommitted, MigrationPlanned, PlanJudged
-from tests.faults.house import until
+from tests.faults.fleet_fixture import until
 from tests.faults.records import Records
-from tests.system.crowd import ONE_TRY_SECONDS, Break, Crowd, Library, Prompts, Tide, tides
+from tests.system.fault_injection import GentleStop, Mischief
 from tests.system.fleets import MODEL, Fleet, leave_nothing, new_home
+from tests.system.leak_watch import MIB, Epochs, Growth, Life, Memories, growth, later, listen, unended
+from tests.system.load_clients import ONE_TRY_SECONDS, Break, Crowd, Library, Prompts, Tide, tides
 from tests.system.long_answers import LongLibrary
-from tests.system.mishaps import GentleStop, Mischief
-from tests.system.moving import Movers
-from tests.system.vigil import MIB, Epochs, Growth, Life, Memories, growth, later, listen, unended
+from tests.system.migration_clients import Movers
 
 ENGINES = 2
 MISHAP_EVERY_SECONDS = 20.0

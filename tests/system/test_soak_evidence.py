@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.rig.evidence import tell_soak
-from tests.system.crowd import Break, Open, Tide, Told
-from tests.system.mishaps import GentleStop, Happened, Mishap, RouterKill
+from tests.system.fault_injection import GentleStop, Happened, Mishap, RouterKill
+from tests.system.leak_watch import MIB, Epochs, Life
+from tests.system.load_clients import Break, Open, Tide, Told
 from tests.system.test_soak import BROKEN_SECONDS, KINDS, Soak, growing, rejudged, thinned
-from tests.system.vigil import MIB, Epochs, Life
 
 DOMAINS = ("c", "ja")
 TIDE = Tide("even", 1200.0, np.full(2, 0.5), np.full(2, 0.5))

@@ -1,0 +1,580 @@
+"""Handovers of three ranks over the memory bus, as each rank takes part in them: good ones, and everything that can go wrong. Time is virtual."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from bus import BusError, Declined
+from bus.memory import MemoryBus
+from engine_adapter.config import TransferConfig
+from engine_adapter.engine import EngineFailed
+from engine_adapter.transfer.in_process import Fault
+from fleet.events import (
+    CommitHandover,
+    DescribeHandover,
+    EndLease,
+    ExpertCopy,
+    ExpertsLeased,
+    HandoverDescribed,
+    LeaseEnded,
+    LeaseExperts,
+)
+from fleet.handover import Cell, RankState
+from fleet.placement import EMPTY, Placement, linear
+from tests.engine_adapter.rank_fixture import LEASE, SCALE, SUBJECTS, WORKER, Group, after, standing, weights
+
+pytestmark = pytest.mark.looptime
+FIRST = linear(layers=2, experts=6, ranks=3, slots_per_rank=3)
+"""rank 0 has experts 0 and 1, rank 1 has 2 and 3, rank 2 has 4 and 5; the last slot of each is empty"""
+COPIED = after(FIRST, (1, 8, 0))
+"""expert 1/0 comes to rank 2"""
+SHARED = after(FIRST, (1, 5, 0))
+"""expert 1/0 is on ranks 0 and 1"""
+ONCE = TransferConfig(lease_seconds=LEASE, retries=0, quarantine_cells=0)
+
+
+def lease(*experts: tuple[int, int, int], rank: int = 0, reader: int = 2, handover: int = 1) -> LeaseExperts:
+    return LeaseExperts(worker_id=WORKER, rank=rank, reader=reader, handover=handover, experts=experts, seconds=60.0)
+
+
+async def ask(group: Group, request: Any, rank: int = 0) -> Any:
+    return await group.bus.request(SUBJECTS.leases("a", WORKER, rank), request)
+
+
+async def all_free(group: Group, seconds: float = 60.0) -> None:
+    """Wait until every rank has all its room back, and check it."""
+    for rank, free in enumerate(group.free):
+        await group.until(rank, lambda described, free=free: described.free == free, seconds)  # type: ignore[misc]
+    group.check()
+    assert all(desk.conduct.at_rest for desk in group.desks)
+
+
+# good ones
+
+
+async def test_an_expert_is_brought_into_an_empty_slot_and_served_from_the_commit_on() -> None:
+    async with standing(FIRST) as group:
+        described = await group.hand_over(COPIED)
+        assert group.placement == COPIED
+        assert [one.state for one in described] == [RankState.SERVING] * 3
+        assert [(pull.source, pull.transfer, pull.experts) for pull in described[2].pulls] == [(0, "memory", 1)]
+        assert group.ways[2].asked[0][1][0].source == 3  # layer 1 slot 0 is in cell 3
+        await all_free(group)
+
+
+async def test_experts_change_places_and_are_dropped_and_come_back() -> None:
+    swapped = after(FIRST, (0, 0, 5), (0, 7, 0))
+    back = after(swapped, (0, 0, 0), (0, 7, 5), (1, 0, EMPTY), (1, 8, 0))
+    dropped = after(after(back, (1, 0, 0)), (1, 8, EMPTY))
+    async with standing(FIRST) as group:
+        for wanted in (swapped, back, after(back, (1, 0, 0)), dropped):
+            await group.hand_over(wanted)
+            group.check()
+        await all_free(group)
+
+
+async def test_a_new_split_alone_is_handed_over_without_reading_anything() -> None:
+    other = Placement(FIRST.expert_of_slot, experts=6, ranks=3, epoch=1)
+    async with standing(FIRST) as group:
+        await group.hand_over(other)
+        assert group.placement.epoch == 1
+        assert not any(way.asked for way in group.ways)
+
+
+async def test_experts_of_one_rank_are_one_read_and_come_in_order() -> None:
+    wanted = after(FIRST, (0, 8, 0), (1, 8, 1))
+    async with standing(FIRST) as group:
+        await group.hand_over(wanted)
+        assert [[pull.source for pull in pulls] for _, pulls in group.ways[2].asked] == [[0, 4]]
+        await all_free(group)
+
+
+async def test_every_change_is_said_on_the_bus_once() -> None:
+    states: list[str] = []
+    async with standing(FIRST) as group, MemoryBus(group.broker).subscribe(SUBJECTS.handovers()) as heard:
+        await group.propose(COPIED)
+        for rank in (2, 1, 0):
+            await group.reaches(rank, RankState.STAGED)
+            await group.commit(rank)
+        await group.until(2, lambda described: described.served == 1)
+        async with asyncio.timeout(60):
+            async for received in heard:
+                described = received.message
+                assert isinstance(described, HandoverDescribed)
+                if described.rank == 2:
+                    states.append(described.state)
+                    if described.served == 1:
+                        break
+    assert [state for at, state in enumerate(states) if at == 0 or states[at - 1] != state] == ["staging", "staged", "ready", "serving"]
+    assert len(states) <= 8
+
+
+async def test_the_source_is_told_to_help_while_it_is_read() -> None:
+    async with standing(FIRST) as group:
+        group.ways[2].faults.append(Fault(delay_seconds=0.5))
+        await group.propose(COPIED)
+        await asyncio.sleep(0.2)
+        assert [way.helping for way in group.ways] == [True, False, False]
+        await group.reaches(2, RankState.STAGED)
+        await asyncio.sleep(0.1)
+        assert not group.ways[0].helping
+
+
+# aborts
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.1, 3.0])
+async def test_an_abort_at_any_stage_leaves_everything_as_it_was(seconds: float) -> None:
+    async with standing(FIRST) as group:
+        group.ways[2].faults.append(Fault(delay_seconds=0.3))
+        await group.propose(COPIED)
+        await asyncio.sleep(seconds)
+        for rank in range(3):
+            described = await group.abort(rank)
+            assert (described.verdict, described.state, described.concluded) == ("take", RankState.SERVING, 1)
+        assert group.placement == FIRST
+        await all_free(group)
+        await group.hand_over(COPIED)
+        await all_free(group)
+
+
+async def test_an_abort_is_answered_once_its_room_is_back_where_that_is_soon() -> None:
+    async with standing(FIRST) as group:
+        group.ways[2].faults.append(Fault(delay_seconds=0.1))
+        await group.propose(COPIED)
+        await asyncio.sleep(0.05)
+        described = await group.abort(2)
+        assert (described.quarantined, described.free) == (0, 3)
+
+
+async def test_an_abort_that_comes_before_its_proposal_makes_it_past() -> None:
+    async with standing(FIRST) as group:
+        assert (await group.abort(2, handover=1)).verdict == "take"
+        described = await group.propose(COPIED)
+        assert [one.verdict for one in described] == ["take", "take", "past"]
+
+
+async def test_an_abort_after_the_commit_is_refused_and_the_flip_follows() -> None:
+    async with standing(FIRST) as group:
+        await group.propose(COPIED)
+        for rank in range(3):
+            await group.reaches(rank, RankState.STAGED)
+        await group.commit(2)
+        described = await group.abort(2)
+        assert (described.verdict, described.state) == ("premature", RankState.READY)
+        for rank in range(2):
+            await group.commit(rank)
+        await group.until(2, lambda described: described.served == 1)
+        group.check()
+
+
+# commands that come twice, late, or from somebody else
+
+
+async def test_commands_that_come_again_are_answered_and_change_nothing() -> None:
+    async with standing(FIRST) as group:
+        await group.propose(COPIED)
+        assert (await group.tell(2, group.proposal(2, COPIED))).verdict == "repeat"
+        await group.reaches(2, RankState.STAGED)
+        again = await group.tell(2, group.proposal(2, COPIED))
+        assert (again.verdict, again.state) == ("repeat", RankState.STAGED)
+        for rank in range(3):
+            await group.commit(rank)
+        await group.until(2, lambda described: described.served == 1)
+        assert (await group.commit(2)).verdict == "repeat"
+        assert (await group.tell(2, group.proposal(2, COPIED))).verdict == "past"
+        assert (await group.abort(2)).verdict == "premature"
+        assert len(group.ways[2].asked) == 1
+        await all_free(group)
+
+
+async def test_proposals_that_come_at_once_are_one() -> None:
+    async with standing(FIRST) as group:
+        group.handover = 1
+        verdicts = [one.verdict for one in await asyncio.gather(*(group.tell(2, group.proposal(2, COPIED)) for _ in range(5)))]
+        assert sorted(verdicts) == ["repeat"] * 4 + ["take"]
+
+
+async def test_a_commit_that_comes_too_early_or_for_another_handover_is_refused() -> None:
+    async with standing(FIRST) as group:
+        group.ways[2].faults.append(Fault(delay_seconds=0.5))
+        await group.propose(COPIED)
+        assert (await group.commit(2)).verdict == "premature"
+        await group.reaches(2, RankState.STAGED)
+        stray = CommitHandover(worker_id=WORKER, rank=2, token=1, handover=9)
+        assert (await group.tell(2, stray)).verdict == "unknown"
+
+
+async def test_a_second_handover_finds_the_rank_busy() -> None:
+    async with standing(FIRST) as group:
+        await group.propose(COPIED)
+        assert [one.verdict for one in await group.propose(COPIED)] == ["busy"] * 3
+
+
+async def test_a_coordinator_that_was_replaced_is_fenced() -> None:
+    async with standing(FIRST) as group:
+        group.token = 5
+        await group.propose(COPIED)
+        await group.reaches(2, RankState.STAGED)
+        group.token = 4
+        assert (await group.commit(2)).verdict == "fenced"
+        assert (await group.abort(2)).verdict == "fenced"
+        assert (await group.describe(2)).state == RankState.STAGED
+
+
+async def test_a_coordinator_that_is_silent_for_ever_leaves_the_rank_serving_and_readable() -> None:
+    async with standing(FIRST) as group:
+        await group.propose(COPIED)
+        await group.reaches(2, RankState.STAGED)
+        await asyncio.sleep(100_000)
+        described = await group.describe(2)
+        assert (described.state, described.served) == (RankState.STAGED, 0)
+        assert isinstance(await ask(group, lease((0, 0, 0))), ExpertsLeased)
+        group.token = 2
+        assert (await group.abort(2)).verdict == "take"
+
+
+async def test_commands_for_others_and_strange_ones_are_refused_in_a_sentence() -> None:
+    async with standing(FIRST) as group:
+        with pytest.raises(Declined, match="this is rank 1 of worker 7, not rank 2 of worker 7"):
+            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=WORKER, rank=2))
+        with pytest.raises(Declined, match="this is rank 1 of worker 7, not rank 1 of worker 8"):
+            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), DescribeHandover(worker_id=8, rank=1))
+        with pytest.raises(Declined, match="expected a command about handovers, got LeaseEnded"):
+            await group.bus.request(SUBJECTS.handover("a", WORKER, 1), LeaseEnded(worker_id=WORKER, rank=1, lease=1))
+        with pytest.raises(Declined, match="expected LeaseExperts or EndLease"):
+            await ask(group, DescribeHandover(worker_id=WORKER, rank=0))
+
+
+async def test_a_placement_that_cannot_be_read_fails_the_handover_and_nothing_else() -> None:
+    async with standing(FIRST) as group:
+        group.handover = 1
+        broken = msgspec.structs.replace(group.proposal(2, COPIED), placement=msgspec.structs.replace(COPIED.record(), slots=b"123"))
+        described = await group.tell(2, broken)
+        assert (described.state, described.fault) == (RankState.FAILED, "placement")
+        assert "3 bytes of slots" in described.failure
+        await group.abort(2)
+        await group.hand_over(COPIED)
+
+
+# sources that fail
+
+
+async def test_a_damaged_read_is_tried_from_another_replica() -> None:
+    async with standing(SHARED) as group:
+        group.ways[2].faults.append(Fault(corrupt=SCALE))
+        described = await group.hand_over(after(SHARED, (1, 8, 0)))
+        assert [pull.source for pull in described[2].pulls] == [0, 1]
+        await all_free(group)
+
+
+async def test_damage_that_stays_fails_and_names_the_tensor() -> None:
+    async with standing(FIRST) as group:
+        group.ranks[0].experts.memory.cell(3)[SCALE] ^= 1
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "checksum"
+        assert "expert 1/0, as read from rank 0, is not what that rank promised: scale" in described.failure
+        assert len(group.ways[2].asked) == 3
+        await group.abort(2)
+        assert (group.ranks[0].experts.memory.cell(3)[: len(weights(1, 0))] == weights(1, 0)).sum() == len(weights(1, 0)) - 1
+
+
+async def test_a_source_that_breaks_off_is_let_go_of_and_another_replica_is_read() -> None:
+    async with standing(SHARED) as group:
+        group.fabric.kill(group.ways[0])
+        described = await group.hand_over(after(SHARED, (1, 8, 0)))
+        assert [pull.source for pull in described[2].pulls] == [1]
+        assert group.ways[2].forgotten == [group.ways[0].agent]
+        await all_free(group)
+
+
+async def test_a_source_that_does_not_answer_fails_the_handover_in_time() -> None:
+    async with standing(FIRST) as group:
+        group.desks[0]._sealed.clear()
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "source"
+        assert "rank 0 does not let rank 2 read: no answer" in described.failure
+        assert described.seconds < 7
+
+
+async def test_a_source_of_another_layout_fails_the_handover() -> None:
+    async with standing(FIRST, ONCE) as group:
+        group.ways[0].address = lambda address: msgspec.structs.replace(address, agent=group.ways[0].agent, layout="another")  # type: ignore[method-assign]
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "transfer"
+        assert "run one version and one dtype on all ranks" in described.failure
+
+
+async def test_a_source_that_no_way_reaches_fails_the_handover_and_says_what_to_set() -> None:
+    async with standing(FIRST, ONCE) as group:
+        group.ways[2].reaches = lambda address: False  # type: ignore[method-assign]
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.failure == "rank 2 has no way to read the memory of rank 0 (ways: memory); set transfer.way"
+
+
+async def test_a_transfer_that_fails_as_it_never_should_costs_its_cell_and_not_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    async with standing(FIRST, ONCE) as group:
+
+        async def fail(*_: object) -> None:
+            raise RuntimeError("a defect")
+
+        group.ways[2].pull = fail  # type: ignore[assignment, method-assign]
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert (described.fault, described.quarantined) == ("overdue", 1)
+        assert "failed in a way it never should: a defect" in described.failure
+        assert "a defect" in caplog.text
+
+
+async def test_a_stopped_source_is_overdue_its_cell_is_quarantined_and_room_is_back_when_it_has_settled() -> None:
+    async with standing(FIRST, ONCE) as group:
+        group.fabric.stop(group.ways[0])
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert (described.fault, described.quarantined, described.free) == ("overdue", 1, 2)
+        assert "took more than 1 s" in described.failure
+        for rank in range(3):
+            await group.abort(rank)
+        refused = (await group.propose(COPIED))[2]
+        assert (refused.state, refused.fault) == (RankState.FAILED, "quarantine")
+        for rank in range(3):
+            await group.abort(rank)
+        assert (await group.describe(2)).oldest_seconds > 0
+        group.fabric.resume(group.ways[0])
+        await all_free(group)
+        await group.hand_over(COPIED)
+        await all_free(group)
+
+
+async def test_a_stopped_source_that_dies_settles_what_was_read_from_it() -> None:
+    async with standing(FIRST, ONCE) as group:
+        group.fabric.stop(group.ways[0])
+        await group.propose(COPIED)
+        await group.reaches(2, RankState.FAILED)
+        await group.abort(2)
+        group.fabric.kill(group.ways[0])
+        await group.until(2, lambda described: (described.free, described.quarantined) == (3, 0))
+
+
+async def test_an_overdue_read_is_made_elsewhere_and_never_lands_in_what_is_served() -> None:
+    wanted = after(SHARED, (1, 8, 0))
+    async with standing(SHARED) as group:
+        group.fabric.stop(group.ways[0])
+        described = await group.hand_over(wanted)
+        assert described[2].quarantined == 1
+        group.check()
+        group.fabric.resume(group.ways[0])
+        await all_free(group)
+
+
+async def test_the_deadline_of_staging_ends_everything_that_hangs() -> None:
+    async with standing(FIRST) as group:
+        group.fabric.stop(group.ways[0])
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await group.propose(COPIED, deadline=0.5)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "overdue"
+        assert clock() - began < 0.6
+
+
+async def test_too_little_room_fails_and_is_no_lasting_harm() -> None:
+    crowded = after(FIRST, (0, 6, 0), (0, 7, 1), (0, 8, 2), (1, 8, 0), (0, 0, 4), (0, 1, 5))
+    async with standing(FIRST) as group:
+        await group.propose(crowded)
+        described = await group.reaches(2, RankState.FAILED)
+        assert described.fault == "room"
+        assert "4 experts come, and 3 cells are free" in described.failure
+        for rank in range(3):
+            await group.abort(rank)
+        await all_free(group)
+
+
+async def test_an_engine_that_cannot_prepare_fails_the_handover_and_serves_on() -> None:
+    async with standing(FIRST) as group:
+        group.ranks[2].experts.refusal = MemoryError("no memory for the tables")
+        await group.propose(COPIED)
+        described = await group.reaches(2, RankState.FAILED)
+        assert (described.fault, described.served) == ("engine", 0)
+        assert "the engine of rank 2 could not prepare: no memory for the tables" in described.failure
+        group.ranks[2].experts.refusal = None
+        for rank in range(3):
+            await group.abort(rank)
+        await group.hand_over(COPIED)
+
+
+# leases
+
+
+async def test_a_leased_expert_that_a_flip_evicts_drains_until_its_reader_has_ended() -> None:
+    async with standing(COPIED) as group:
+        given = await ask(group, lease((1, 0, 0)))
+        await group.hand_over(after(COPIED, (1, 0, 5)))
+        described = await group.describe(0)
+        assert (described.draining, described.free) == (1, 2)
+        assert (group.ranks[0].experts.memory.cell(given.cells[0])[: len(weights(1, 0))] == weights(1, 0)).all()
+        ended = await ask(group, EndLease(worker_id=WORKER, rank=0, lease=given.lease))
+        assert ended == LeaseEnded(worker_id=WORKER, rank=0, lease=given.lease)
+        await all_free(group)
+
+
+async def test_a_reader_that_falls_silent_loses_its_lease_and_one_that_renews_it_does_not() -> None:
+    async with standing(COPIED) as group:
+        await ask(group, lease((1, 0, 0)))
+        await group.hand_over(after(COPIED, (1, 0, 5)))
+        for _ in range(5):
+            await asyncio.sleep(0.8 * LEASE)
+            await ask(group, lease((1, 0, 0)))
+        assert (await group.describe(0)).draining == 1
+        await asyncio.sleep(1.01 * LEASE)
+        await all_free(group, 0.1)
+
+
+async def test_a_long_read_keeps_its_lease() -> None:
+    async with standing(FIRST, TransferConfig(lease_seconds=LEASE, least_seconds=100.0)) as group:
+        group.ways[2].faults.append(Fault(delay_seconds=10 * LEASE))
+        await group.propose(COPIED, deadline=1000.0)
+        await asyncio.sleep(9 * LEASE)
+        assert group.desks[0].conduct.residency.leases == 1
+        await group.reaches(2, RankState.STAGED)
+        assert group.desks[0].conduct.residency.leases == 0
+
+
+async def test_a_late_read_ends_its_lease_when_it_settles() -> None:
+    async with standing(FIRST, ONCE) as group:
+        group.fabric.stop(group.ways[0])
+        await group.propose(COPIED)
+        await group.reaches(2, RankState.FAILED)
+        await group.abort(2)
+        await asyncio.sleep(3 * LEASE)
+        assert group.desks[0].conduct.residency.leases == 1
+        group.fabric.resume(group.ways[0])
+        await asyncio.sleep(0.1)
+        assert group.desks[0].conduct.residency.leases == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (lease((0, 3, 2)), "slot 3 of this rank does not exist"),
+        (lease((0, -1, 0)), "slot -1 of this rank does not exist"),
+        (lease((0, 0, 5)), "holds expert 0/0, not expert 5"),
+        (lease((0, 0, 0), reader=0), "rank 0 asks to read rank 0"),
+        (lease((0, 0, 0), reader=7), "rank 7 asks to read rank 0; this engine has ranks 0 to 2"),
+        (lease((0, 0, 0), rank=1), "this is rank 0 of worker 7, not rank 1"),
+        (lease(), "a lease of 0 experts"),
+        (msgspec.structs.replace(lease((0, 0, 0)), seconds=float("nan")), "a lease for nan s"),
+    ],
+)
+async def test_only_what_is_here_is_leased_and_only_to_other_ranks(request_: LeaseExperts, told: str) -> None:
+    async with standing(FIRST) as group:
+        with pytest.raises(Declined, match=told):
+            await ask(group, request_)
+
+
+async def test_the_bus_may_go_away_while_experts_are_read() -> None:
+    async with standing(FIRST) as group:
+        group.ways[2].faults.append(Fault(delay_seconds=0.5))
+        await group.propose(COPIED)
+        await asyncio.sleep(0.1)
+        group.broker.reachable = False
+        await asyncio.sleep(5.0)
+        with pytest.raises(BusError):
+            await group.describe(2)
+        group.broker.reachable = True
+        await group.reaches(2, RankState.STAGED)
+        for rank in range(3):
+            await group.commit(rank)
+        await group.until(2, lambda described: described.served == 1)
+        await all_free(group)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.1, 1.5])
+async def test_everything_ends_within_a_bound_wherever_a_handover_is(seconds: float) -> None:
+    """What hangs is a read that never settles."""
+    async with standing(FIRST, ONCE) as group:
+        group.fabric.stop(group.ways[0])
+        await group.propose(COPIED)
+        await asyncio.sleep(seconds)
+
+
+async def test_an_engine_of_one_rank_hands_over_by_renaming_slots() -> None:
+    first = linear(layers=1, experts=3, ranks=1, slots_per_rank=4)
+    async with standing(first) as group:
+        await group.hand_over(after(first, (0, 0, 2), (0, 2, EMPTY), (0, 3, 0)))
+        await all_free(group)
+
+
+async def test_a_copy_that_is_not_needed_is_not_made() -> None:
+    async with standing(FIRST) as group:
+        await group.hand_over(COPIED, [ExpertCopy(layer=1, expert=0, source=0, slot=8), ExpertCopy(layer=0, expert=1, source=1, slot=1)])
+        assert [len(way.asked) for way in group.ways] == [0, 0, 1]
+
+
+class Spans:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, str | int], str]] = []
+
+    def stage(self, traceparent: str, name: str, began: int, attributes: dict[str, str | int], failure: str) -> None:
+        assert traceparent == "t"
+        self.seen.append((name, attributes, failure))
+
+
+async def test_what_staging_consists_of_is_traced() -> None:
+    spans = Spans()
+    async with standing(FIRST, tracing=spans) as group:
+        group.ways[2].faults.append(Fault(broken=True))
+        await group.hand_over(COPIED)
+    names = [name for name, attributes, _ in spans.seen if attributes.get("roost.source") == 0 or name == "prepare"]
+    assert names.count("prepare") == 3
+    assert [name for name in names if name != "prepare"] == ["pull", "pull", "verify"]
+    assert [bool(failure) for name, _, failure in spans.seen if name == "pull"] == [True, False]
+
+
+# the audit
+
+AUDITED = TransferConfig(lease_seconds=LEASE, audit_seconds=60.0)
+
+
+async def test_memory_that_is_changed_while_it_is_served_ends_its_rank() -> None:
+    async with standing(FIRST, AUDITED) as group:
+        await asyncio.sleep(3 * 60.0)
+        assert not any(task.done() for task in group.running), "nothing was changed"
+        cell = int(group.desks[1].conduct.residency.table[1, 0])
+        group.ranks[1].experts.memory.cell(cell)[7] ^= 1
+        desk = group.running.pop(1)
+        async with asyncio.timeout(2 * 60.0):
+            await asyncio.wait([desk])
+        failure = desk.exception()
+        assert isinstance(failure, ExceptionGroup)
+        assert failure.subgroup(EngineFailed) is not None
+        assert f"expert 1/2 (cell {cell}" in str(failure.exceptions)
+        assert not any(task.done() for task in group.running)
+
+
+async def test_experts_that_come_and_go_and_cells_that_serve_nothing_alarm_nobody() -> None:
+    config = TransferConfig(lease_seconds=LEASE, audit_seconds=0.2)
+    swapped = after(FIRST, (0, 0, 5), (0, 7, 0))
+    back = after(swapped, (0, 0, 0), (0, 7, 5))
+    async with standing(FIRST, config) as group:
+        for wanted in (swapped, back, after(back, (1, 8, 0))):
+            await group.hand_over(wanted)
+            await asyncio.sleep(1.0)
+        residency = group.desks[0].conduct.residency
+        free = next(cell for cell in range(group.ranks[0].experts.memory.cells) if residency.use(cell) is Cell.FREE)
+        group.ranks[0].experts.memory.cell(free)[:] = 255
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in group.running)
+
+
+async def test_without_an_audit_nobody_looks() -> None:
+    async with standing(FIRST, TransferConfig(lease_seconds=LEASE, audit_seconds=0.0)) as group:
+        group.ranks[1].experts.memory.cell(int(group.desks[1].conduct.residency.table[1, 0]))[7] ^= 1
+        await asyncio.sleep(3600.0)
+        assert not any(task.done() for task in group.running)

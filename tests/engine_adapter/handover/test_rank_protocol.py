@@ -1,0 +1,496 @@
+"""One rank's part in handovers, decided without a bus: what is refused and why, what is tried again, and whatever order things happen in."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_adapter.config import TransferConfig
+from engine_adapter.handover.cell_table import Residency
+from engine_adapter.handover.inbound_copies import (
+    MOST_SOURCES,
+    Broken,
+    EndLease,
+    Landed,
+    Late,
+    Lease,
+    Leased,
+    Read,
+    Renewed,
+    Settled,
+    Stop,
+    Unleased,
+    Verified,
+    Verify,
+)
+from engine_adapter.handover.proposal_check import LONGEST_SECONDS, Fault
+from engine_adapter.handover.rank_protocol import Adopt, Conduct, Effect, Forget, Prepare
+from fleet.events import AbortHandover, CommitHandover, ExpertCopy, ExpertsLeased, MemoryAddress, ProposeHandover
+from fleet.handover import Cell, RankState, Verdict
+from fleet.placement import EMPTY, Placement
+from tests.engine_adapter.rank_fixture import after, copies_to
+
+RANK = 1
+MEMORY = MemoryAddress(cells=9, cell_bytes=64, layout="x", base=4096)
+SUMS = (5, 6)
+FIRST = Placement(np.array([[0, 1, -1, 2, 3, -1, 0, 4, 5]] * 2), experts=6, ranks=3)
+"""rank 0 has 0 and 1, rank 1 has 2 and 3, rank 2 has 0, 4 and 5; slots 2 and 5 are empty"""
+CONFIG = TransferConfig(retries=1, quarantine_cells=0)
+
+
+class Seat:
+    """A rank, and whatever plays the world around it."""
+
+    def __init__(self, placement: Placement = FIRST, config: TransferConfig = CONFIG) -> None:
+        held = placement.on_rank(RANK)
+        self.residency = Residency(held, np.arange(held.size, dtype=np.int32).reshape(held.shape), held.size + placement.slots_per_rank)
+        self.conduct = Conduct(worker_id=1, rank=RANK, placement=placement, residency=self.residency, tensors=2, config=config)
+        self.now = 0.0
+
+    def propose(self, placement: Placement, copies: Iterable[ExpertCopy] | None = None, *, number: int = 1, token: int = 1, deadline: float = 10.0) -> Verdict:
+        stated = copies_to(self.conduct.placement, placement) if copies is None else copies
+        command = ProposeHandover(
+            engine="a", worker_id=1, rank=RANK, token=token, handover=number, plan="p", placement=placement.record(), copies=tuple(stated),
+            deadline_seconds=deadline,
+        )  # fmt: skip
+        return self.conduct.propose(command, placement, self.now)
+
+    def commit(self, number: int = 1, token: int = 1) -> Verdict:
+        return self.conduct.commit(CommitHandover(worker_id=1, rank=RANK, token=token, handover=number))
+
+    def abort(self, number: int = 1, token: int = 1) -> Verdict:
+        return self.conduct.abort(AbortHandover(worker_id=1, rank=RANK, token=token, handover=number, reason="x"), self.now)
+
+    def take(self, report: Any) -> list[Effect]:
+        self.conduct.take(report, self.now)
+        return self.conduct.drain()
+
+    def lease(self, effect: Effect, lease: int = 9) -> ExpertsLeased:
+        assert isinstance(effect, Lease)
+        count = len(effect.experts)
+        return ExpertsLeased(worker_id=1, rank=effect.source, lease=lease, memory=MEMORY, cells=tuple(range(count)), checksums=(SUMS,) * count)
+
+    def read(self, effect: Effect) -> Read:
+        """Grant a lease; what is read then."""
+        assert isinstance(effect, Lease)
+        (read,) = self.take(Leased(effect.batch, self.lease(effect)))
+        assert isinstance(read, Read)
+        return read
+
+    def verify(self, read: Read, *wrong: str) -> list[Effect]:
+        """Let it land, and compare."""
+        end, check, *more = self.take(Landed(read.batch, "shared", 64, 0.1))
+        assert isinstance(end, EndLease)
+        assert isinstance(check, Verify)
+        assert check.cells == tuple(cell for _, cell in read.pulls)
+        return [*more, *self.take(Verified(read.batch, wrong or ("",) * len(check.cells)))]
+
+    @property
+    def told(self) -> tuple[str, str]:
+        described = self.conduct.describe(self.now)
+        return described.state, described.fault
+
+    def finish(self) -> None:
+        assert self.conduct.at_rest
+        assert self.residency.idle
+        self.residency.check_integrity()
+        assert self.residency.count(Cell.FREE) == self.conduct.placement.slots_per_rank
+
+
+def copy(layer: int, expert: int, source: int, slot: int) -> ExpertCopy:
+    return ExpertCopy(layer=layer, expert=expert, source=source, slot=slot)
+
+
+WANTED = after(FIRST, (0, 5, 0))
+"""expert 0/0, which ranks 0 and 2 hold, comes to rank 1"""
+
+
+def test_a_handover_goes_from_the_proposal_over_staged_to_the_flip() -> None:
+    seat = Seat()
+    assert seat.propose(WANTED) is Verdict.TAKE
+    (lease,) = seat.conduct.drain()
+    assert lease == Lease(1, 0, 1, ((0, 0, 0),), 10.0)
+    read = seat.read(lease)
+    assert (read.source, read.pulls, read.until) == (0, ((0, 6),), 10.0)
+    (prepare,) = seat.verify(read)
+    assert isinstance(prepare, Prepare)
+    assert prepare.placement == WANTED
+    assert prepare.cells.tolist() == [[0, 1, 6], [3, 4, 5]]
+    assert seat.told[0] == RankState.STAGING
+    assert seat.conduct.prepared(1)
+    assert seat.told[0] == RankState.STAGED
+    seat.now = 4.0
+    assert seat.commit() is Verdict.TAKE
+    assert seat.conduct.drain() == [Adopt(1)]
+    seat.conduct.adopted(seat.now)
+    described = seat.conduct.describe(9.0)
+    assert (described.state, described.served, described.flipped, described.concluded, described.seconds) == ("serving", 1, 1, 1, 4.0)
+    seat.finish()
+
+
+def test_a_proposal_that_copies_nothing_is_prepared_at_once() -> None:
+    seat = Seat()
+    seat.propose(after(FIRST, (0, 6, EMPTY)))
+    (prepare,) = seat.conduct.drain()
+    assert isinstance(prepare, Prepare)
+    assert prepare.cells.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_expert_that_changes_slots_on_its_rank_is_not_read() -> None:
+    seat = Seat()
+    seat.propose(after(FIRST, (0, 3, EMPTY), (0, 5, 2)), copies=())
+    (prepare,) = seat.conduct.drain()
+    assert isinstance(prepare, Prepare)
+    assert prepare.cells.tolist() == [[2, 1, 0], [3, 4, 5]]
+    assert [(pull.source, pull.transfer, pull.experts, pull.bytes) for pull in seat.conduct.describe(0.0).pulls] == [(RANK, "local", 1, 0)]
+
+
+def _other_shape(seat: Seat) -> None:
+    seat.propose(Placement(FIRST.expert_of_slot[:1], experts=6, ranks=3, epoch=1))
+
+
+@pytest.mark.parametrize(
+    ("propose", "fault", "told"),
+    [
+        (_other_shape, Fault.PLACEMENT, r"\(1, 6, 3, 3\), and this engine has \(2, 6, 3, 3\); plan anew"),
+        (lambda seat: seat.propose(WANTED, ()), Fault.COPIES, "expert 0/0 comes to slot 5 of rank 1, and no copy says where from"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 0, 1, 5)]), Fault.COPIES, "slot 1 does not hold it in epoch 0, which is served"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 1, 1, 5)]), Fault.COPIES, "slot 5 of the new placement does not hold it"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 6, 5)]), Fault.COPIES, "another copy fills slot 5 too"),
+        (lambda seat: seat.propose(WANTED, [copy(0, 0, 0, 5), copy(0, 0, 9, 5)]), Fault.COPIES, "there are 2 layers of 9 slots"),
+        (lambda seat: seat.propose(WANTED, [copy(-1, 0, 0, 5)]), Fault.COPIES, "there are 2 layers of 9 slots"),
+        (lambda seat: seat.propose(WANTED, [copy(0, EMPTY, 2, 5)]), Fault.COPIES, "does not hold it"),
+        (lambda seat: seat.propose(WANTED, deadline=0.0), Fault.DEADLINE, "use more than 0"),
+        (lambda seat: seat.propose(WANTED, deadline=math.nan), Fault.DEADLINE, "nan s for staging"),
+        (lambda seat: seat.propose(WANTED, deadline=2 * LONGEST_SECONDS), Fault.DEADLINE, "86400 at most"),
+    ],
+)
+def test_a_proposal_that_does_not_fit_fails_and_says_why(propose: Callable[[Seat], None], fault: Fault, told: str) -> None:
+    seat = Seat()
+    propose(seat)
+    assert seat.told == (RankState.FAILED, fault)
+    with pytest.raises(AssertionError, match=told):
+        raise AssertionError(seat.conduct.failure)
+    assert seat.abort() is Verdict.TAKE
+    seat.finish()
+    assert seat.conduct.failure
+    assert seat.propose(WANTED, number=2) is Verdict.TAKE
+    assert not seat.conduct.failure
+
+
+def test_a_proposal_that_cannot_be_read_fails() -> None:
+    seat = Seat()
+    command = ProposeHandover(
+        engine="a", worker_id=1, rank=RANK, token=1, handover=1, plan="p", placement=WANTED.record(), deadline_seconds=1.0
+    )  # fmt: skip
+    assert seat.conduct.propose(command, "placement: 3 bytes of slots", 0.0) is Verdict.TAKE
+    assert seat.told == (RankState.FAILED, Fault.PLACEMENT)
+
+
+def test_more_experts_than_cells_are_free_fail_for_want_of_room() -> None:
+    seat = Seat()
+    seat.propose(after(FIRST, (0, 3, 0), (0, 4, 1), (0, 5, 4), (0, 0, 2), (0, 1, 3), (1, 5, 0)))
+    assert seat.told == (RankState.FAILED, Fault.ROOM)
+    assert "4 experts come, and 3 cells are free (3 free, 6 live)" in seat.conduct.failure
+    seat.abort()
+    seat.finish()
+
+
+def test_experts_of_one_source_are_one_batch_and_sources_take_turns() -> None:
+    first = Placement(np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, 3, EMPTY, EMPTY, 4, EMPTY, EMPTY]]), experts=5, ranks=4)
+    seat = Seat(first)
+    wanted = after(first, (0, 3, 0), (0, 4, 3), (0, 5, 4), (0, 7, 2))
+    seat.propose(wanted)
+    leases = seat.conduct.drain()
+    assert [lease.source for lease in leases if isinstance(lease, Lease)] == [0, 2]
+    assert len(leases) == MOST_SOURCES
+    third = seat.verify(seat.read(leases[0]))
+    assert [lease.source for lease in third if isinstance(lease, Lease)] == [3]
+    seat.verify(seat.read(leases[1]))
+    (prepare,) = seat.verify(seat.read(third[0]))
+    assert isinstance(prepare, Prepare)
+
+
+def test_an_expert_is_read_from_its_other_holder_when_the_first_refuses_and_then_the_first_once_more() -> None:
+    seat = Seat(config=TransferConfig(retries=2))
+    seat.propose(WANTED)
+    sources = []
+    for _ in range(3):
+        (lease,) = seat.conduct.drain()
+        assert isinstance(lease, Lease)
+        sources.append((lease.source, lease.experts))
+        seat.conduct.take(Unleased(lease.batch, f"rank {lease.source} says no"), seat.now)
+    assert sources == [(0, ((0, 0, 0),)), (2, ((0, 6, 0),)), (0, ((0, 0, 0),))]
+    assert seat.told == (RankState.FAILED, Fault.SOURCE)
+    assert seat.conduct.failure == "rank 0 says no"
+    assert seat.conduct.drain() == [Forget(1)]
+    seat.abort()
+    seat.finish()
+
+
+def test_a_broken_read_ends_its_lease_and_is_tried_from_the_other_holder() -> None:
+    seat = Seat()
+    seat.propose(WANTED)
+    read = seat.read(*seat.conduct.drain())
+    end, lease = seat.take(Broken(read.batch, "it broke"))
+    assert end == EndLease(read.batch, 0, 9)
+    assert isinstance(lease, Lease)
+    assert lease.source == 2
+    read = seat.read(lease)
+    end, forget = seat.take(Broken(read.batch, "it broke again"))
+    assert (end, forget) == (EndLease(read.batch, 2, 9), Forget(1))
+    assert seat.told == (RankState.FAILED, Fault.TRANSFER)
+
+
+def test_a_damaged_expert_is_read_again_while_the_good_ones_of_its_batch_stay() -> None:
+    seat = Seat()
+    seat.propose(after(FIRST, (0, 5, 0), (1, 5, 1)), copies=[copy(0, 0, 0, 5), copy(1, 1, 1, 5)])
+    read = seat.read(*seat.conduct.drain())
+    (lease,) = seat.verify(read, "scale", "")
+    assert isinstance(lease, Lease)
+    assert (lease.source, lease.experts) == (2, ((0, 6, 0),))
+    assert (seat.residency.count(Cell.STAGED), seat.residency.count(Cell.PULLING)) == (1, 1)
+    assert seat.verify(seat.read(lease), "scale") == [Forget(1)]
+    assert seat.told == (RankState.FAILED, Fault.CHECKSUM)
+    assert "expert 0/0, as read from rank 2, is not what that rank promised: scale" in seat.conduct.failure
+    seat.abort()
+    seat.finish()
+
+
+def test_an_overdue_read_loses_its_cell_and_is_tried_where_another_holder_is_left() -> None:
+    seat = Seat(config=TransferConfig(retries=5))
+    seat.propose(WANTED)
+    first = seat.read(*seat.conduct.drain())
+    (lease,) = seat.take(Late(first.batch, "too long"))
+    assert isinstance(lease, Lease)
+    assert lease.source == 2
+    second = seat.read(lease)
+    assert first.pulls[0][1] != second.pulls[0][1]
+    assert seat.take(Late(second.batch, "too long again")) == [Forget(1)]
+    assert seat.told == (RankState.FAILED, Fault.OVERDUE)
+    seat.abort()
+    seat.conduct.drain()
+    assert seat.residency.count(Cell.QUARANTINED) == 2
+    assert seat.take(Settled(first.batch)) == [EndLease(first.batch, 0, 9)]
+    assert seat.take(Settled(second.batch)) == [EndLease(second.batch, 2, 9)]
+    seat.finish()
+
+
+def test_while_more_is_quarantined_than_may_be_proposals_fail_and_room_comes_back_when_it_settles() -> None:
+    seat = Seat()
+    seat.propose(WANTED)
+    read = seat.read(*seat.conduct.drain())
+    seat.abort()
+    assert seat.conduct.drain() == [Stop(read.batch), Forget(1)]
+    assert seat.propose(WANTED, number=2) is Verdict.TAKE
+    assert seat.told == (RankState.FAILED, Fault.QUARANTINE)
+    seat.abort(2)
+    seat.take(Settled(read.batch))
+    seat.finish()
+    seat.propose(WANTED, number=3)
+    assert seat.told == (RankState.STAGING, "")
+
+
+def test_a_lease_that_is_granted_after_the_abort_is_ended_at_once() -> None:
+    seat = Seat()
+    seat.propose(WANTED)
+    (lease,) = seat.conduct.drain()
+    seat.abort()
+    assert seat.conduct.drain() == [Forget(1)]
+    assert not seat.conduct.at_rest
+    assert seat.take(Leased(lease[0], seat.lease(lease, 4))) == [EndLease(lease[0], 0, 4)]
+    seat.finish()
+
+
+def test_the_number_of_a_renewed_lease_is_the_one_that_is_ended() -> None:
+    seat = Seat()
+    seat.propose(WANTED)
+    read = seat.read(*seat.conduct.drain())
+    assert seat.take(Renewed(read.batch, 31)) == []
+    end, *_ = seat.take(Landed(read.batch, "shared", 64, 0.1))
+    assert end == EndLease(read.batch, 0, 31)
+    assert seat.take(Renewed(77, 31)) == []
+
+
+@pytest.mark.parametrize("cells", [(), (0, 1)])
+@pytest.mark.parametrize("checksums", [(), ((1,),), ((1, 2, 3),)])
+def test_a_lease_of_other_things_than_were_asked_for_is_refused(cells: tuple[int, ...], checksums: tuple[tuple[int, ...], ...]) -> None:
+    seat = Seat()
+    seat.propose(WANTED)
+    (lease,) = seat.conduct.drain()
+    answer = ExpertsLeased(worker_id=1, rank=0, lease=3, memory=MEMORY, cells=cells, checksums=checksums)
+    end, again = seat.take(Leased(lease[0], answer))
+    assert end == EndLease(lease[0], 0, 3)
+    assert isinstance(again, Lease)
+    assert again.source == 2
+
+
+def test_staging_that_takes_too_long_fails_and_says_what_it_waited_for() -> None:
+    seat = Seat()
+    seat.propose(WANTED, deadline=5.0)
+    read = seat.read(*seat.conduct.drain())
+    assert seat.conduct.wakes == 5.0
+    seat.conduct.tick(4.9)
+    assert seat.told[0] == RankState.STAGING
+    seat.conduct.tick(5.0)
+    assert seat.told == (RankState.FAILED, Fault.OVERDUE)
+    assert seat.conduct.failure == "rank 1 had not staged 5 s after the proposal: reading 1 experts from rank 0"
+    assert seat.conduct.drain() == [Stop(read.batch), Forget(1)]
+    assert seat.conduct.wakes == float("inf")
+
+
+def test_an_engine_that_cannot_prepare_fails_the_handover() -> None:
+    seat = Seat()
+    seat.propose(after(FIRST, (0, 6, EMPTY)))
+    seat.conduct.drain()
+    seat.conduct.unprepared(1, "out of memory", 1.0)
+    assert seat.told == (RankState.FAILED, Fault.ENGINE)
+    assert not seat.conduct.prepared(1)
+
+
+def test_commands_of_a_replaced_coordinator_are_fenced_and_tokens_are_remembered_whatever_becomes_of_a_command() -> None:
+    seat = Seat()
+    assert seat.commit(number=5, token=8) is Verdict.UNKNOWN
+    assert seat.propose(WANTED, token=7) is Verdict.FENCED
+    assert seat.propose(WANTED, token=8) is Verdict.TAKE
+    assert seat.abort(token=7) is Verdict.FENCED
+    assert seat.abort(token=9) is Verdict.TAKE
+    assert seat.conduct.describe(0.0).token == 9
+
+
+class Rank(RuleBasedStateMachine):
+    """Anything in any order: commands of two coordinators, late, repeated, for other handovers; effects carried out or failed, one after another."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.seat = Seat(config=TransferConfig(retries=1, quarantine_cells=2))
+        self.pending: list[Effect] = []
+        self.unsettled: set[int] = set()
+        self.served = 0
+        self.adopting = False
+
+    def _collect(self) -> None:
+        for effect in self.seat.conduct.drain():
+            match effect:
+                case Stop():
+                    assert any(isinstance(one, Read) and one.batch == effect.batch for one in self.pending)
+                    self.pending = [one for one in self.pending if not (isinstance(one, Read) and one.batch == effect.batch)]
+                    self.unsettled.add(effect.batch)
+                case Forget():
+                    self.pending = [one for one in self.pending if not isinstance(one, Prepare)]
+                case EndLease():
+                    assert not any(isinstance(one, Read) and one.batch == effect.batch for one in self.pending)
+                case _:
+                    self.pending.append(effect)
+
+    @rule(seed=st.integers(0, 10_000), number=st.integers(1, 6), token=st.integers(1, 2), deadline=st.sampled_from([0.0, 2.0, 8.0]), ahead=st.integers(1, 2))
+    def propose(self, seed: int, number: int, token: int, deadline: float, ahead: int) -> None:
+        served = self.seat.conduct.placement
+        table = np.random.default_rng(seed).permuted(served.expert_of_slot, axis=1)
+        try:
+            wanted = Placement(table, experts=6, ranks=3, epoch=served.epoch + ahead)
+        except ValueError:
+            wanted = after(served, (seed % 2, 5, seed % 6)) if seed % 6 not in served.on_rank(RANK)[seed % 2] else after(served)
+        verdict = self.seat.propose(wanted, number=number, token=token, deadline=deadline)
+        assert verdict is not Verdict.TAKE or wanted.epoch == served.epoch + 1
+        self._collect()
+
+    @rule(number=st.integers(1, 6), token=st.integers(1, 2))
+    def commit(self, number: int, token: int) -> None:
+        before = self.seat.conduct.standing
+        verdict = self.seat.commit(number, token)
+        assert (verdict is Verdict.TAKE) == (before.state is RankState.STAGED and before.handover == number and token >= before.token)
+        self._collect()
+
+    @rule(number=st.integers(1, 6), token=st.integers(1, 2))
+    def abort(self, number: int, token: int) -> None:
+        self.seat.abort(number, token)
+        self._collect()
+
+    @rule(seconds=st.floats(0.0, 3.0))
+    def wait(self, seconds: float) -> None:
+        self.seat.now += seconds
+        self.seat.conduct.tick(self.seat.now)
+        self._collect()
+
+    @precondition(lambda self: self.pending)
+    @rule(which=st.integers(0, 9), fate=st.sampled_from(["good", "good", "good", "bad", "late"]))
+    def carry_out(self, which: int, fate: str) -> None:
+        effect = self.pending.pop(which % len(self.pending))
+        seat, conduct, now = self.seat, self.seat.conduct, self.seat.now
+        match effect:
+            case Lease():
+                conduct.take(Leased(effect.batch, seat.lease(effect)) if fate == "good" else Unleased(effect.batch, "no"), now)
+            case Read():
+                self._read(effect, fate)
+            case Verify():
+                conduct.take(Verified(effect.batch, ("" if fate == "good" else "scale",) * len(effect.cells)), now)
+            case Prepare():
+                if fate == "bad":
+                    conduct.unprepared(effect.handover, "no", now)
+                else:
+                    assert conduct.prepared(effect.handover)
+            case Adopt():
+                conduct.adopted(now)
+                self.served += 1
+        self._collect()
+
+    def _read(self, effect: Read, fate: str) -> None:
+        assert all(self.seat.residency.use(cell) is Cell.PULLING for _, cell in effect.pulls)
+        match fate:
+            case "good":
+                self.seat.conduct.take(Landed(effect.batch, "shared", 64, 0.1), self.seat.now)
+            case "bad":
+                self.seat.conduct.take(Broken(effect.batch, "broke"), self.seat.now)
+            case _:
+                self.unsettled.add(effect.batch)
+                self.seat.conduct.take(Late(effect.batch, "late"), self.seat.now)
+
+    @precondition(lambda self: self.unsettled)
+    @rule(which=st.integers(0, 9))
+    def settle(self, which: int) -> None:
+        batch = sorted(self.unsettled)[which % len(self.unsettled)]
+        self.unsettled.discard(batch)
+        self.seat.conduct.take(Settled(batch), self.seat.now)
+        self._collect()
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        self.seat.residency.check_integrity()
+        assert self.seat.conduct.standing.served == self.seat.conduct.placement.epoch == self.served
+        assert (self.seat.residency.held == self.seat.conduct.placement.on_rank(RANK)).all()
+        described = self.seat.conduct.describe(self.seat.now)
+        assert bool(described.failure) == bool(described.fault)
+        if self.seat.conduct.at_rest:
+            assert self.seat.residency.idle
+            assert described.quarantined == 0
+
+    def teardown(self) -> None:
+        """Faults stop, and the coordinator ends what is open: all room is back."""
+        if not hasattr(self, "seat"):
+            return
+        while self.pending:
+            self.carry_out(0, "good")
+        standing = self.seat.conduct.standing
+        if standing.handover:
+            assert self.seat.abort(standing.handover, max(2, standing.token)) is Verdict.TAKE
+            self._collect()
+        while self.pending:
+            self.carry_out(0, "good")
+        while self.unsettled:
+            self.settle(0)
+        self.seat.finish()
+
+
+TestRank = Rank.TestCase
+TestRank.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+
+
+@pytest.mark.slow
+class TestLongLivedRank(Rank.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])

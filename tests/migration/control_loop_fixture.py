@@ -1,0 +1,168 @@
+"""An engine whose ranks obey, traffic, measurements, and a service that plans by itself: what tests of the closed loop begin with."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from bus import Bus
+from bus.memory import MemoryBroker, MemoryBus
+from bus.protocol.subjects import Subjects
+from fleet.events import (
+    DemandPublished,
+    DescribeLoop,
+    DispatchMeasured,
+    EngineJoined,
+    EngineLoop,
+    KvMetrics,
+    LoopDescribed,
+    MigrationCommitted,
+    MigrationPlanned,
+    PlanJudged,
+    SteerLoop,
+)
+from fleet.experts import ModelShape
+from fleet.placement import linear
+from fleet.popularity import ExpertTable
+from fleet.timing import EngineSpeed
+from migration.config import MigrationConfig
+from tests.migration.builders import joined
+from tests.migration.fake_ranks import Ranks
+
+SUBJECTS = Subjects()
+SHAPE = ModelShape(layers=2, experts=16, top_k=2, hidden=8, expert_intermediate=8)
+FIRST = linear(layers=2, experts=16, ranks=4, slots_per_rank=6)
+SPEED = EngineSpeed(step=1e-3, decode_sequence=1e-5, expert_pair=1e-5, dispatch=0.0)
+CONFIG = MigrationConfig(cycle_seconds=6.0, window_seconds=10.0, stale_seconds=6.0, judge_seconds=12.0, settle_seconds=2.0, cooldown_seconds=40.0)
+SKEWED = np.array([8.0] * 4 + [1.0] * 12)
+"""Rank 0 holds what is wanted most."""
+EVEN = np.ones(16)
+
+
+def of_four(worker_id: int, engine: str, **fields: Any) -> EngineJoined:
+    """An engine of four ranks joins."""
+    plain: dict[str, Any] = {"urls": tuple(f"http://{rank}" for rank in range(4)), "kv_blocks": 64, "shape": SHAPE, "placement": FIRST, "speed": SPEED}
+    return joined(worker_id, engine, **{**plain, **fields})
+
+
+class Flight:
+    """The world around the service: an engine of four ranks, what it is asked for, and what it measures."""
+
+    def __init__(self, broker: MemoryBroker, name: str = "a", worker_id: int = 1, speed: EngineSpeed = SPEED) -> None:
+        self.bus = MemoryBus(broker)
+        self.ranks = Ranks(self.bus, SUBJECTS, FIRST, engine=name, worker_id=worker_id)
+        self.rates = SKEWED
+        self.balance = 0.5
+        """that steps have, as measured"""
+        self.remote_ranks = 1.2
+        self.step_seconds = 2e-3
+        self.noise = np.random.default_rng(7)
+        self.name, self.worker_id = name, worker_id
+        self._speed = speed
+        self._demand, self._load, self._sent = (self.bus.publisher(subject) for subject in (SUBJECTS.demand, SUBJECTS.kv_metrics, SUBJECTS.dispatched(name)))
+        self._version = self._seconds = 0
+        self._log: Counter[type[Any]] = Counter()
+        self._newest: dict[type[Any], Any] = {}
+
+    async def follow(self) -> None:
+        """Hear what is recorded of this engine's plans."""
+        async for one in self.bus.replay(SUBJECTS.migrations(self.name)):
+            self._log[type(one.message)] += 1
+            self._newest[type(one.message)] = one.message
+
+    async def join(self, **fields: Any) -> None:
+        said = of_four(self.worker_id, self.name, placement=self.ranks.placement, speed=self._speed, **fields)
+        await self.bus.record(SUBJECTS.membership(self.name), said)
+
+    async def speak(self) -> None:
+        """A second of it."""
+        about: dict[str, Any] = {"engine": self.name, "worker_id": self.worker_id, "model": "m"}
+        table = ExpertTable.of(np.tile(500.0 * self.rates, (2, 1)))
+        for rank in range(4):
+            await self._sent.publish(self.measured(rank))
+        self._seconds += 1
+        for rank in range(4) if self._seconds % 3 == 1 else ():
+            self._version += 1
+            await self._demand.publish(DemandPublished(rank=rank, version=self._version, tokens_per_second=1.0, demand=table, pairs=2e5, **about))
+            await self._load.publish(KvMetrics(worker_id=self.worker_id, dp_rank=rank, running=64, waiting=0, active_prefill_tokens=0, active_decode_blocks=20))
+
+    def measured(self, rank: int, **fields: Any) -> DispatchMeasured:
+        """A second of one rank."""
+        steps, tokens = 100, 6400
+        wobble = 1.0 + 0.01 * float(self.noise.standard_normal())
+        plain: dict[str, Any] = {
+            "epoch": self.ranks.served[-1],
+            "seconds": 1.0,
+            "steps": steps,
+            "step_seconds": steps * self.step_seconds * wobble,
+            "tokens": tokens,
+            "pairs": 2 * tokens,
+            "remote_ranks": (tokens * self.remote_ranks * wobble,) * 2,
+            "local": (tokens * 0.5,) * 2,
+            "served": (2.0 * tokens,) * 2,
+            "balance": (min(steps * self.balance * wobble, steps),) * 2,
+        }
+        return DispatchMeasured(engine=self.name, worker_id=self.worker_id, rank=rank, model="m", **{**plain, **fields})
+
+    async def last(self, seconds: int) -> None:
+        for _ in range(seconds):
+            await self.speak()
+            await asyncio.sleep(1)
+
+    async def until(self, kind: type[Any], seconds: int = 200, after: int = 0) -> Any:
+        """Go on until one more than so many of a kind are recorded of this engine; the newest."""
+        for _ in range(seconds):
+            if self._log[kind] > after:
+                return self._newest[kind]
+            await self.last(1)
+        raise AssertionError(f"no {kind.__name__} within {seconds} s; {await loop(self.bus)}")
+
+
+@asynccontextmanager
+async def flight(broker: MemoryBroker, **fields: Any) -> AsyncIterator[Flight]:
+    """An engine that has joined."""
+    world = Flight(broker, **fields)
+    async with world.ranks.serving():
+        await world.join()
+        following = asyncio.create_task(world.follow())
+        yield world
+        following.cancel()
+
+
+async def recorded(bus: Bus, kind: type[Any], name: str = "a") -> list[Any]:
+    """What the log of an engine's plans has of a kind."""
+    return [one.message async for one in bus.replay(SUBJECTS.migrations(name), follow=False) if isinstance(one.message, kind)]
+
+
+async def loop(bus: Bus) -> LoopDescribed:
+    answer = await bus.request(SUBJECTS.loop, DescribeLoop(), 20)
+    assert isinstance(answer, LoopDescribed)
+    return answer
+
+
+async def engine_of(bus: Bus) -> EngineLoop:
+    """The only engine."""
+    (engine,) = (await loop(bus)).engines
+    return engine
+
+
+async def steer(bus: Bus, *, paused: bool, reason: str = "") -> LoopDescribed:
+    answer = await bus.request(SUBJECTS.loop, SteerLoop(paused=paused, reason=reason), 20)
+    assert isinstance(answer, LoopDescribed)
+    return answer
+
+
+async def own(bus: Bus) -> list[MigrationPlanned]:
+    """Plans of the planner's own."""
+    return [planned for planned in await recorded(bus, MigrationPlanned) if planned.origin == "planner"]
+
+
+async def copied(bus: Bus) -> int:
+    return sum(committed.bytes for committed in await recorded(bus, MigrationCommitted))
+
+
+async def verdicts(bus: Bus) -> list[PlanJudged]:
+    return await recorded(bus, PlanJudged)

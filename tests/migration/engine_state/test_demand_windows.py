@@ -1,0 +1,223 @@
+"""What the planner knows of demand: windows, silence, words that cannot be used."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet.events import DemandPublished, KvMetrics
+from fleet.layout import EP, Layout
+from fleet.popularity import ExpertTable
+from fleet.signatures import ClusterModel
+from migration.config import MigrationConfig
+from migration.engine_state.demand_windows import Watch
+from migration.engine_state.placement_registry import Entry, Fault, Refused
+from migration.model.engine_view import View
+from tests.migration.builders import FIRST, SHAPE, joined
+
+ENTRY = Entry("a", 1, EP, FIRST)
+CONFIG = MigrationConfig(window_seconds=60.0, stale_seconds=15.0)
+
+
+def wanted(rank: int, rate: float, version: int, **fields: Any) -> DemandPublished:
+    table = ExpertTable.of(np.full((2, 8), rate))
+    plain: dict[str, Any] = {"engine": "a", "worker_id": 1, "model": "m", "tokens_per_second": 4 * rate, "pairs": 20 * 8 * rate, "demand": table}
+    return DemandPublished(rank=rank, version=version, **{**plain, **fields})
+
+
+def load(rank: int, **fields: Any) -> KvMetrics:
+    return KvMetrics(worker_id=1, dp_rank=rank, **{"running": 0, "waiting": 0, "active_prefill_tokens": 0, "kv_used_blocks": 0, **fields})
+
+
+def watching(config: MigrationConfig = CONFIG) -> Watch:
+    watch = Watch(config)
+    watch.joined(joined(), ENTRY, 0.0)
+    return watch
+
+
+def steady(watch: Watch, rates: tuple[float, float], began: int, ended: int) -> None:
+    """Both ranks say their demand every two seconds."""
+    for now in range(began, ended, 2):
+        for rank, rate in enumerate(rates):
+            watch.demand(wanted(rank, rate, 10 * now + rank), float(now))
+        watch.turn(float(now))
+
+
+def refused(watch: Watch, now: float) -> Refused:
+    with pytest.raises(Refused) as refusal:
+        watch.view(ENTRY, now)
+    return refusal.value
+
+
+def test_what_was_just_said_is_seen_at_once_with_the_evidence_of_whoever_said_it() -> None:
+    watch = watching()
+    steady(watch, (3.0, 1.0), 0, 2)
+    view = watch.view(ENTRY, 0.0)
+    np.testing.assert_allclose(view.demand.rates[:, 1, 5], [3.0, 1.0])
+    np.testing.assert_allclose(view.demand.pairs, [480.0, 160.0])
+    assert view.later is None
+    assert view.demand.tokens_per_second(SHAPE.top_k) == pytest.approx(16.0)
+
+
+def test_plans_are_made_from_one_window_and_judged_on_the_next() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 60)
+    steady(watch, (5.0, 1.0), 60, 150)
+    view = watch.view(ENTRY, 150.0)
+    assert view.later is not None
+    np.testing.assert_allclose(view.demand.rates[0], 5.0, rtol=0.05)
+    np.testing.assert_allclose(view.later.rates[0], 5.0)
+    np.testing.assert_allclose(view.later.pairs[1], 8 * view.later.seconds, rtol=0.2)
+    early = watching()
+    steady(early, (1.0, 1.0), 0, 62)
+    steady(early, (5.0, 1.0), 62, 96)
+    view = early.view(ENTRY, 96.0)
+    assert view.later is not None
+    np.testing.assert_allclose([view.demand.rates[0].mean(), view.later.rates[0].mean()], [1.0, 5.0], rtol=0.05)
+
+
+def test_a_rank_that_nobody_spoke_of_is_unknown_until_it_says_that_it_is_idle() -> None:
+    watch = watching()
+    watch.demand(wanted(0, 2.0, 1), 1.0)
+    assert "ranks 1 of" in str(refused(watch, 1.0))
+    watch.load(load(1, running=3), 1.5)
+    assert refused(watch, 2.0).fault is Fault.DEMAND
+    watch.load(load(1), 2.5)
+    np.testing.assert_allclose(watch.view(ENTRY, 3.0).demand.rates[1], 0.0)
+
+
+def test_silence_is_no_demand_only_where_the_last_word_was_that_nothing_is_wanted() -> None:
+    watch = watching()
+    watch.demand(wanted(0, 2.0, 1), 1.0)
+    watch.demand(wanted(1, 0.0, 2, tokens_per_second=0.0, pairs=0.0), 1.0)
+    assert watch.view(ENTRY, 10.0).demand.rates[0, 0, 0] == pytest.approx(2.0)
+    assert "ranks 0 of" in str(refused(watch, 30.0)), "rank 1 wanted nothing, and nobody says that it does now"
+    watch.load(load(1, running=1), 29.0)
+    assert "ranks 0, 1 of" in str(refused(watch, 30.0))
+
+
+def test_time_of_which_nothing_is_known_counts_neither_way() -> None:
+    watch = watching()
+    watch.demand(wanted(0, 2.0, 1), 0.0)
+    watch.demand(wanted(1, 2.0, 2), 0.0)
+    watch.demand(wanted(0, 2.0, 3), 50.0)
+    watch.demand(wanted(1, 2.0, 4), 50.0)
+    rates = watch.view(ENTRY, 55.0).demand.rates
+    np.testing.assert_allclose(rates, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (wanted(0, 1.0, 5, worker_id=9), Fault.UNKNOWN),
+        (wanted(2, 1.0, 5), Fault.SHAPE),
+        (wanted(-1, 1.0, 5), Fault.SHAPE),
+        (wanted(0, 1.0, 1), Fault.STALE),
+        (wanted(0, 1.0, 5, model="other"), Fault.CONTRADICTION),
+        (wanted(0, 1.0, 5, engine="b"), Fault.CONTRADICTION),
+        (wanted(0, np.nan, 5), Fault.DEMAND),
+        (wanted(0, 1.0, 5, pairs=-1.0), Fault.DEMAND),
+        (wanted(0, 1.0, 5, pairs=float("nan")), Fault.DEMAND),
+    ],
+)
+def test_words_that_cannot_be_used_change_nothing(said: DemandPublished, fault: Fault) -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 2)
+    watch.demand(wanted(0, 1.0, 4), 1.0)
+    before = watch.view(ENTRY, 1.0).demand
+    with pytest.raises(Refused) as refusal:
+        watch.demand(said, 1.0)
+    assert refusal.value.fault is fault
+    np.testing.assert_array_equal(watch.view(ENTRY, 1.0).demand.rates, before.rates)
+
+
+def test_a_demand_of_another_shape_is_refused() -> None:
+    with pytest.raises(Refused, match="3 x 8"):
+        watching().demand(wanted(0, 1.0, 5, demand=ExpertTable.of(np.ones((3, 8)))), 1.0)
+
+
+def test_a_new_incarnation_begins_with_nothing_and_the_old_one_is_forgotten() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 2)
+    again = Entry("a", 2, EP, ENTRY.placement)
+    watch.joined(joined(2), again, 3.0)
+    assert refused(watch, 3.0).fault is Fault.UNKNOWN
+    with pytest.raises(Refused, match="nobody has said yet"):
+        watch.view(again, 3.0)
+    watch.left(2)
+    assert watch.stored_bytes == 0
+
+
+def test_what_is_kept_is_bounded() -> None:
+    watch = watching(MigrationConfig(most_cells=40))
+    with pytest.raises(Refused, match="most_cells"):
+        watch.joined(joined(2, engine="b"), Entry("b", 2, EP, ENTRY.placement), 0.0)
+    steady(watch, (1.0, 1.0), 0, 600)
+    assert watch.stored_bytes == 4 * 11 * 2 * 2 * 8
+    model = ClusterModel(1, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0)
+    for number in range(200):
+        watch.clusters(str(number), model)
+        watch.foreseen(str(number), {})
+    assert (len(watch._clusters), len(watch._foreseen)) == (64, 64)
+
+
+def test_load_and_clusters_are_part_of_the_view() -> None:
+    watch = watching()
+    steady(watch, (1.0, 1.0), 0, 2)
+    for rank in (0, 1):
+        watch.load(load(rank, running=rank + 1, active_decode_blocks=4, kv_used_blocks=8), 1.0)
+    old, new = (ClusterModel(version, np.full((1, 2, 8), 1 / 8, np.float32), np.ones(1, np.float32), 1.0) for version in (1, 2))
+    watch.clusters("m", new)
+    watch.clusters("m", old)
+    view = watch.view(ENTRY, 1.0)
+    assert view.clusters == new
+    assert view.running is not None
+    np.testing.assert_array_equal(view.running, [1, 2])
+    assert view.cache is not None
+    assert (view.cache.blocks, view.cache.used.tolist()) == (8, [4, 4])
+
+
+def test_an_engine_that_is_one_target_is_seen_without_a_demand_for_each_rank() -> None:
+    sharded = Entry("a", 1, Layout(attention="tp", boundary=2), ENTRY.placement)
+    view: View = watching().view(sharded, 1.0)
+    assert view.layout.attention == "tp"
+
+
+def test_after_a_shift_windows_begin_anew_and_the_next_two_are_short() -> None:
+    watch = watching()
+    steady(watch, (30.0, 10.0), 0, 100)
+    watch.shifted("m", 100.0)
+    assert watch.hurried(1) == pytest.approx(20.0)
+    steady(watch, (10.0, 30.0), 100, 106)
+    watch.shifted("m", 106.0)
+    assert watch.view(ENTRY, 106.0).demand.began == 100.0, "one shift begins anew, however often it is said"
+    steady(watch, (10.0, 30.0), 106, 124)
+    assert watch.hurried(1) is None
+    view = watch.view(ENTRY, 124.0)
+    assert view.later is not None
+    assert (view.demand.began, view.later.began) == (100.0, 110.0)
+    np.testing.assert_allclose(view.demand.rates[:, 1, 5], [10.0, 30.0])
+    watch.shifted("another", 124.0)
+    assert watch.hurried(1) is None
+
+
+def test_a_short_window_waits_for_requests_but_no_longer_than_a_long_one_lasts() -> None:
+    watch = watching()
+    watch.shifted("m", 0.0)
+    steady(watch, (0.05, 0.05), 0, 50)
+    assert watch.view(ENTRY, 50.0).later is None
+    steady(watch, (0.05, 0.05), 50, 64)
+    assert watch.view(ENTRY, 64.0).demand.began == 0.0
+    assert watch.hurried(1) == pytest.approx(20.0), "of two, one is over"
+
+
+def test_experts_of_a_plan_that_did_harm_rest_whatever_was_moved() -> None:
+    watch = watching()
+    cells = np.zeros((2, 8), bool)
+    cells[1, 3] = True
+    watch.harmed(1, cells, 50.0)
+    watch.harmed(1, np.ones((3, 8), bool), 50.0)
+    watch.harmed(7, cells, 50.0)
+    assert (watch.resting(1, 49.0), watch.resting(1, 50.0), watch.resting(7, 0.0)) == (1, 0, 0)
+    assert watch.model(1) == "m"
+    assert watch.model(7) == ""

@@ -1,0 +1,88 @@
+"""A migration service, engines that obey, and what is recorded: what tests of carrying plans out begin with."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from bus import Bus, Message
+from bus.memory import MemoryBroker, MemoryBus
+from bus.protocol.subjects import Subjects
+from fleet.events import ApplyPlan, MigrationAccepted, PlacementCommitted
+from fleet.handover import Conducting, RankState
+from fleet.placement import Placement, linear
+from migration.config import MigrationConfig
+from migration.handover.coordinator import OpenHandover
+from migration.model.plan import Copy, Handover, Plan, Step, planned, replay
+from migration.service import MigrationService
+from tests.migration import builders
+from tests.migration.builders import joined
+from tests.migration.fake_ranks import Ranks
+
+SUBJECTS = Subjects()
+FIRST = linear(layers=2, experts=8, ranks=2, slots_per_rank=6)
+CONFIG = MigrationConfig(stage_seconds=2.0, cycle_seconds=1e6)
+
+
+def leading(bus: Bus, config: MigrationConfig = CONFIG) -> AbstractAsyncContextManager[MigrationService]:
+    """See `joining.leading`."""
+    return builders.leading(bus, config)
+
+
+@asynccontextmanager
+async def engine(broker: MemoryBroker, worker_id: int = 1, name: str = "a", placement: Placement = FIRST) -> AsyncIterator[Ranks]:
+    """An engine that has joined, and whose ranks obey."""
+    bus = MemoryBus(broker)
+    ranks = Ranks(bus, SUBJECTS, placement, engine=name, worker_id=worker_id)
+    async with ranks.serving():
+        await bus.record(SUBJECTS.membership(name), joined(worker_id, name, placement))
+        yield ranks
+
+
+def replicating(base: Placement = FIRST, handovers: int = 3) -> Plan:
+    """Each handover brings one more expert of rank 0 to rank 1."""
+    steps = []
+    for at in range(handovers):
+        slot = 10 + at % 2
+        copy = Copy(expert=at, slot=slot, source=at, link="same-node", bytes=384)
+        steps.append(Step(kind="replicate", layer=0, slot=slot, expert=at, evicted=None if at < 2 else at - 2, copies=(copy,), why="so"))
+    plan = planned(base, [Handover(epoch=base.epoch + at + 1, steps=(step,)) for at, step in enumerate(steps)], reason="test")
+    replay(base, plan)
+    return plan
+
+
+async def ask(bus: Bus, request: Message) -> MigrationAccepted:
+    answer = await bus.request(SUBJECTS.migrate, request, 20)
+    assert isinstance(answer, MigrationAccepted)
+    return answer
+
+
+async def apply(bus: Bus, plan: Plan, name: str = "a") -> MigrationAccepted:
+    return await ask(bus, ApplyPlan(engine=name, plan=msgspec.json.encode(plan)))
+
+
+async def log(bus: Bus, name: str = "a") -> list[Any]:
+    """What is recorded of an engine's plans and placements, in the order of the log."""
+    both = SUBJECTS.migrations(name).replace(".handover.", ".*.")
+    return [received.message async for received in bus.replay(both, follow=False)]
+
+
+def told(entries: list[Any]) -> list[str]:
+    """In words; placements with worker and epoch."""
+    return [
+        f"{entry.worker_id}@{entry.placement.epoch}" if isinstance(entry, PlacementCommitted) else type(entry).__name__.removeprefix("Migration")
+        for entry in entries
+    ]
+
+
+def key(broker: MemoryBroker, name: str = "a") -> OpenHandover | None:
+    """What stands under an engine's key."""
+    claim = broker.claimed(SUBJECTS.handover_key(name))
+    return None if claim is None else msgspec.json.decode(claim.value, type=OpenHandover)
+
+
+def at_rest(broker: MemoryBroker, ranks: Ranks) -> bool:
+    """Whether nothing is open, neither durably nor on any rank."""
+    standing = key(broker)
+    return (standing is None or standing.state is Conducting.IDLE) and all(one.state is RankState.SERVING for one in ranks.standing)

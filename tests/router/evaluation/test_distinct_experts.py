@@ -1,0 +1,193 @@
+"""Mixes of running requests, and the experts that a further request would make an engine read."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from fleet.layout import EP, Layout
+from fleet.placement import Placement
+from fleet.timing import EngineSpeed
+from router.evaluation.distinct_experts import Mixes, Reading, Share, read
+from router.evaluation.expected_latency import NONE
+from router.feedback.active_cluster_mix import Mixing
+from tests.router.learnt_tables import halves
+from tests.router.scheduling.test_decision import decided, foretold, view_of
+
+FIRST, SECOND = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
+READS = EngineSpeed(expert_read=1e-4)
+
+
+def mix(mixes: Mixes, sequences: int, worker: int = 1, version: int = 1) -> list[float] | None:
+    found = mixes.changed(worker, sequences, halves(version=version), told=True)
+    return None if found is None else found.tolist()
+
+
+def test_a_mix_is_the_sum_of_what_runs_and_strangers_are_as_the_traffic_is() -> None:
+    mixes = Mixes()
+    mixes.book(1, FIRST, 1)
+    share = mixes.book(1, FIRST, 1)
+    mixes.book(1, SECOND, 1)
+    assert mix(mixes, 3) == [2.0, 1.0]
+    assert mix(mixes, 5) == [3.0, 2.0]
+    assert share is not None
+    share.end()
+    share.end()
+    assert mix(mixes, 2) == [1.0, 1.0]
+    assert mix(mixes, 0, worker=2) == [0.0, 0.0]
+
+
+def test_a_mix_is_told_when_it_changed_noticeably_or_was_lost() -> None:
+    mixes = Mixes()
+    for _ in range(100):
+        mixes.book(1, FIRST, 1)
+    assert mix(mixes, 100) == [100.0, 0.0]
+    mixes.book(1, SECOND, 1)
+    assert mix(mixes, 101) is None
+    assert mixes.changed(1, 101, halves(), told=False) is not None
+    for _ in range(6):
+        mixes.book(1, SECOND, 1)
+    assert mix(mixes, 107) == [100.0, 7.0]
+
+
+def test_newer_clusters_begin_anew_and_older_bookings_are_strangers_to_them() -> None:
+    mixes = Mixes()
+    old = mixes.book(1, FIRST, 1)
+    new = mixes.book(1, np.array([0, 0, 1], np.float32), 2)
+    assert mixes.book(1, FIRST, 1) is None
+    assert old is not None
+    assert new is not None
+    old.end()
+    new.end()
+    assert mix(mixes, 2, version=3) == [1.0, 1.0]
+
+
+def test_a_forgotten_engine_takes_no_notice_of_bookings_that_end_later() -> None:
+    mixes = Mixes()
+    share = mixes.book(1, FIRST, 1)
+    mixes.forget_worker(1)
+    mixes.book(1, SECOND, 1)
+    assert share is not None
+    share.end()
+    assert mix(mixes, 1) == [0.0, 1.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=40))
+def test_any_order_of_bookings_and_ends_leaves_what_is_open(events: list[tuple[int, int, bool]]) -> None:
+    mixes = Mixes()
+    open_now: list[tuple[int, int, Share]] = []
+    for worker, cluster, ends in events:
+        if ends and open_now:
+            open_now.pop(worker % len(open_now))[2].end()
+        else:
+            share = mixes.book(worker, (FIRST, SECOND)[cluster], 1)
+            assert share is not None
+            open_now.append((worker, cluster, share))
+    for worker in range(3):
+        expected = [float(sum(1 for w, c, _ in open_now if (w, c) == (worker, cluster))) for cluster in range(2)]
+        found = mixes.changed(worker, int(sum(expected)), halves(), told=False)
+        assert found is not None
+        assert found == pytest.approx(expected)
+
+
+def test_a_request_adds_least_where_its_experts_are_read_anyway() -> None:
+    reads = read(Reading(halves(skew=30.0), 1, 0).misses(), [np.array([8.0, 0.0]), np.array([0.0, 8.0]), np.zeros(2)])
+    assert reads.added[0, 0] < 0.3 * reads.added[1, 0]
+    assert reads.added[1, 1] < 0.3 * reads.added[0, 1]
+    assert reads.added[2] == pytest.approx([2.0, 2.0])  # one expert in each of two layers
+    assert reads.now[2] == 0.0
+    assert reads.now[0] == pytest.approx(reads.now[1])
+
+
+def test_sharded_layers_and_unused_clusters() -> None:
+    model = halves()
+    assert Reading(model, 2, 1).misses().shape == (2, 4)
+    unused = type(model)(1, model.profiles, np.array([1, 0], np.float32), 0.1)
+    misses = Reading(unused, 2, 0).misses()
+    assert misses[0].tolist() == misses[1].tolist()  # the mean, which is the first's
+
+
+class Running:
+    """Two engines, of which the first runs eight requests of the first cluster."""
+
+    def __init__(self, threads: ThreadPoolExecutor, layout: Layout = EP, speed: EngineSpeed | None = READS) -> None:
+        self.view, self.reservations = view_of({"layout": layout, "speed": speed}, {"layout": layout, "speed": speed}, clusters=halves(skew=30.0))
+        self.mixing = Mixing(self.view, self.reservations, threads)
+        roster = self.view.roster("demo")
+        for _ in range(8):
+            decision = decided(roster, outlook=_of_the_first(len(roster.targets)))
+            assert decision.target.key == (1, 0)
+            self.mixing.booked(decision)
+            self.reservations.book(decision.target.key, (0, 1, 0, 10), 0.0)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def _of_the_first(targets: int) -> Any:
+    """So dear at all but the first rank that it goes there."""
+    outlook = foretold([0.0, *[1e9] * (targets - 1)])
+    return outlook._replace(forecast=outlook.forecast._replace(weights=FIRST, clusters=1))
+
+
+async def test_engines_are_priced_by_what_they_run(threads: ThreadPoolExecutor) -> None:
+    running = Running(threads)
+    await running.mixing.refresh(0.0)
+    prices = running.view.prices("demo")
+    _, _, _, added = prices.of(FIRST)
+    assert added[0] == added[1] < 0.3 * added[2]
+    assert prices.of(SECOND)[3][0] == pytest.approx(prices.of(SECOND)[3][2], rel=0.3)
+    assert running.mixing.surcharge(1).reading > running.mixing.surcharge(2).reading == 0.0
+    assert len(running.mixing.surcharge(1).token) == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "speed"),
+    [(Layout(attention="tp", boundary=2), READS), (EP, EngineSpeed()), (EP, None), (Layout(attention="dp", boundary=2), READS)],
+    ids=["tp", "no reading time", "no speed", "all layers sharded"],
+)
+async def test_engines_that_read_nothing_or_everything_are_left_out(threads: ThreadPoolExecutor, layout: Layout, speed: EngineSpeed | None) -> None:
+    running = Running(threads, layout, speed)
+    await running.mixing.refresh(0.0)
+    assert not running.view.prices("demo").distinct.any()
+    assert running.mixing.surcharge(1).reading == 0.0
+
+
+async def test_an_engine_that_introduces_itself_again_is_priced_again(threads: ThreadPoolExecutor) -> None:
+    running = Running(threads)
+    await running.mixing.refresh(0.0)
+    state = running.view.engine(1)
+    assert state is not None
+    before = state.distinct
+    running.view.join(state.joined, 1.0)
+    await running.mixing.refresh(1.0)
+    again = running.view.engine(1)
+    assert before is not None
+    assert again is not None
+    assert again.distinct is not None
+    assert again.distinct.tolist() == before.tolist()
+
+
+async def test_an_engine_that_switches_to_tensor_parallelism_reads_and_sends_nothing_of_its_own_any_more(threads: ThreadPoolExecutor) -> None:
+    running = Running(threads)
+    await running.mixing.refresh(0.0)
+    before = running.mixing.surcharge(1)
+    assert before.reading > 0
+    assert before.token[0] > 0
+    state = running.view.engine(1)
+    assert state is not None
+    assert state.placement is not None
+    placement = Placement.from_record(structs.replace(state.placement.record(), epoch=state.placement.epoch + 1))
+    assert running.view.place(1, placement, Layout(attention="tp", boundary=2))
+    await running.mixing.refresh(1.0)
+    assert running.mixing.surcharge(1) == NONE
+    assert running.mixing.surcharge(2).token == before.token

@@ -1,0 +1,162 @@
+"""Homes: where the planner wants requests to live decides among ranks that cost the same, and nothing else."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fleet.events import HomesPublished
+from fleet.signatures import ClusterModel
+from router.fleet_state.cluster_homes import at_home, homes_of
+from router.fleet_state.view import View
+from router.scheduling.cost import Weights
+from router.scheduling.decision_record import DecisionRecord
+from router.scheduling.policies import Home, Rules, choose
+from tests.router.decision_builders import SLOW, decided, foretold, view_of
+from tests.router.router_fixture import SHAPE, OpenHouse, until
+
+
+def halves() -> ClusterModel:
+    profiles = np.zeros((2, SHAPE.layers, SHAPE.experts), np.float32)
+    profiles[0, :, : SHAPE.experts // 2] = profiles[1, :, SHAPE.experts // 2 :] = 2 / SHAPE.experts
+    return ClusterModel(3, profiles, np.full(2, 0.5, np.float32), 1.0)
+
+
+def said(version: int = 1, share: Any = ((1.0, 0.0), (0.0, 1.0)), **fields: Any) -> HomesPublished:
+    table = np.asarray(share, "<f4")
+    plain: dict[str, Any] = {"engine": "e0", "worker_id": 1, "model": "demo", "epoch": 0, "clusters": 3}
+    about = {**plain, "count": len(table), "ranks": table.shape[1] if table.size else 2, "homes": table.tobytes(), **fields}
+    return HomesPublished(version=version, **about)
+
+
+def test_shares_are_read_as_times_the_even_share_and_a_cluster_without_a_home_is_at_home_everywhere() -> None:
+    homes = homes_of(said(share=((0.75, 0.25), (0.0, 0.0))), 2)
+    assert homes.lift is not None
+    np.testing.assert_allclose(homes.lift, [[1.5, 1.0], [0.5, 1.0]])
+    assert homes_of(said(homes=b"", count=0), 2).lift is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ranks": 3},
+        {"count": 3},
+        {"count": 1 << 60},
+        {"homes": b"xyz"},
+        {"share": ((np.nan, 1.0),)},
+        {"share": ((-1.0, 2.0),)},
+        {"share": ((0.2, 0.2),)},
+        {"share": ((np.inf, 0.0),)},
+        {"epoch": -1},
+    ],
+)
+def test_homes_that_contradict_themselves_or_the_engine_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="homes"):
+        homes_of(said(**wrong), 2)
+
+
+def test_a_home_gets_clearly_more_than_its_even_share_and_not_much_less_than_the_first() -> None:
+    assert at_home(np.array([4.0, 2.0, 1.9, 0.1])).tolist() == [True, True, False, False]
+    assert not at_home(np.ones(4)).any()
+    assert not at_home(np.array([1.2, 0.8])).any()
+
+
+def test_homes_come_first_where_they_cost_the_same_or_no_more_than_they_save_and_then_the_least_work() -> None:
+    def chosen(score: list[float], home: list[bool] | None, work: list[float] | None = None, saves: list[float] | None = None) -> tuple[int, str]:
+        total = np.array(score)
+        where = None if home is None else Home(np.array(home), None if saves is None else np.array(saves))
+        choice = choose(Rules(), total, "ms", total, np.array(work or [0.0] * len(score)), 0, None, where)
+        return choice.chosen, choice.why
+
+    assert chosen([1, 1, 1], [False, False, True], [0, 0, 9]) == (2, "home")
+    assert chosen([1, 1, 1], [False, True, True], [0, 5, 2]) == (2, "home")
+    assert chosen([1, 1, 1], [False, False, False], [3, 1, 2]) == (1, "tie")
+    assert chosen([1, 1, 1], [True, True, True], [3, 1, 2]) == (1, "tie"), "everywhere is nowhere"
+    assert chosen([1, 1, 2], [False, False, True], [1, 0, 0]) == (1, "tie")
+    assert chosen([1, 2], [False, True]) == (0, "cheapest")
+    assert chosen([1, 2], [False, True], saves=[-3, -2]) == (1, "home"), "it saves as much as it costs more"
+    assert chosen([1, 2], [False, True], saves=[-3, -2.1]) == (0, "cheapest")
+    assert chosen([1, 1], [False, True], saves=[0, -9]) == (1, "home"), "among equals even a home that saves nothing"
+    assert chosen([1, 3, 2], [False, True, True], saves=[-9, 0, 0]) == (2, "home"), "the cheapest of those that are worth it"
+    assert chosen([1, 3, 1], [True, True, False], saves=[-9, 0, -9]) == (0, "home")
+    assert chosen([1, 1, 2, 2], [False, False, True, True], saves=[-9, -9, 0, 0]) == (2, "home"), "several homes, as many as there are cheapest ranks"
+
+
+def settled(share: Any) -> View:
+    view, _ = view_of({"speed": SLOW}, {"speed": SLOW}, clusters=halves())
+    assert view.settle(1, homes_of(said(share=share), 2))
+    return view
+
+
+def test_a_decision_goes_home_and_its_record_says_where_that_is() -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    outlook = foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    decision = decided(roster, outlook=outlook)
+    assert (decision.target.name, decision.choice.why) == ("e0/1", "home")
+    record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
+    assert (record.home_ranks, record.chosen, record.candidates[0].rank) == (["e0/1"], "e0/1", 1)
+    assert record.homes_note is None
+    assert {candidate.rank: candidate.home_lift for candidate in record.candidates if candidate.engine == "e0"} == {0: 0.4, 1: 1.6}
+
+
+def test_homes_are_heeded_by_the_requests_own_confidence_whatever_prediction_has_earned() -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    outlook = foretold([0.0] * 4, gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    assert outlook.forecast.confidence == 0.25
+    assert decided(roster, outlook=outlook).choice.why == "home"
+    unsure = decided(roster, outlook=outlook, rules=Rules(home_confidence=0.26))
+    assert (unsure.record().home_ranks, unsure.choice.why, unsure.home) == (["e0/1"], "tie", None)
+    assert "0.26 is asked for" in (unsure.record().homes_note or "")
+
+
+def test_a_home_may_cost_more_by_what_it_is_expected_to_save_as_far_as_the_request_is_foretold() -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    near = foretold([1.0, 0.5, 1.0, 1.0], gain=0.0)._replace(home=np.array([0.4, 1.6, 1.0, 1.0]))
+    saved = 1e3 * near.forecast.confidence * SLOW.dispatch * 0.5 * (100 + 20)
+    for dearer, why in ((0.99 * saved, "home"), (1.01 * saved, "tie")):
+        load = {"handover": np.array([0.0, dearer / 1e3, 0.0, 0.0])}
+        assert decided(roster, outlook=near, conditions=load).choice.why == why
+    unpriced = near._replace(priced=np.array([True, False, True, True]))
+    load = {"handover": np.array([0.0, 0.5 * saved / 1e3, 0.0, 0.0])}
+    assert decided(roster, outlook=unpriced, conditions=load).choice.why == "tie", "what is not priced saves nothing that is known"
+
+
+@pytest.mark.parametrize("rules", [Rules(weights=Weights(experts=0.0)), Rules("kv"), Rules("least_loaded"), Rules("round_robin"), Rules("classic", beta=0.0)])
+def test_rules_that_do_not_mind_where_experts_are_do_not_mind_homes(rules: Rules) -> None:
+    roster = view_of({"speed": SLOW}, {"speed": SLOW})[0].roster("demo")
+    record = decided(roster, outlook=foretold([0.0] * 4)._replace(home=np.array([0.4, 1.6, 1.0, 1.0])), rules=rules).record()
+    assert "does not mind where experts are" in (record.homes_note or "")
+    assert record.why != "home"
+
+
+def test_an_older_word_of_the_planner_and_words_about_strangers_change_nothing() -> None:
+    view = settled(((1.0, 0.0), (0.0, 1.0)))
+    before = view.version
+    assert not view.settle(1, homes_of(said(version=1, share=((0.0, 1.0),) * 2), 2))
+    assert not view.settle(9, homes_of(said(version=5), 2))
+    assert view.version == before
+    assert view.settle(1, homes_of(said(version=2, homes=b"", count=0), 2)), "nobody has a home any more"
+
+
+def test_a_signature_is_at_home_where_its_clusters_are_and_an_engine_without_homes_is_as_good_as_any() -> None:
+    view = settled(((1.0, 0.0), (0.0, 1.0)))
+    lift = view.prices("demo").home(np.array([0.9, 0.1], np.float32))
+    assert lift is not None
+    np.testing.assert_allclose(lift, [1.8, 0.2, 1.0, 1.0], rtol=1e-6)
+    assert view.settle(1, homes_of(said(version=2, share=((1.0, 0.0),)), 2))
+    assert view.prices("demo").home(np.array([0.9, 0.1], np.float32)) is None, "they are of another number of clusters"
+
+
+async def test_homes_heard_on_the_bus_reach_decisions_and_garbage_does_not(open_house: OpenHouse) -> None:
+    house = await open_house()
+    joined = await house.join("a", ["http://127.0.0.1:9", "http://127.0.0.1:10"], None)
+    publisher = house.bus.publisher(house.subjects.homes)
+    about = {"engine": "a", "worker_id": joined.worker_id}
+    await publisher.publish(said(7, homes=b"odd", **about))
+    await publisher.publish(said(8, **about))
+    state = house.service.view.engine(joined.worker_id)
+    assert state is not None
+    await until(lambda: state.homes.now is not None)
+    assert state.homes.now is not None
+    assert state.homes.now.version == 8

@@ -1,0 +1,437 @@
+"""From a client's request to what the tracker hears of it: who asks, what is foretold, where it goes, how it is explained and told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from bus import Message
+from bus.memory import MemoryBroker, MemoryBus
+from deploy.views.decision import show_decision
+from fleet.blocks import local_hashes, sequence_hashes, words
+from fleet.completions import ApiError
+from fleet.events import Capabilities, DescribeClusters, RequestOutcome, RequestsFinished
+from fleet.signatures import unpack
+from fleet.timing import EngineSpeed
+from router.config import RouterConfig
+from router.feedback.outcome_reporter import BATCH, Outcomes
+from router.prediction.predictor import NO_GAIN, keys_of
+from router.prefix_index.block_hash_chain import Chain
+from router.prefix_index.prompt import TextPrompt, TokenPrompt
+from router.scheduling.decision import DecisionRecord
+from router.scheduling.scheduler import Need, Try
+from router.service import RouterService
+from router.telemetry.request_log import Exchange
+from tests.router.learnt_tables import halves, published_clusters, tables
+from tests.router.router_fixture import House, MockRank, OpenHouse, Serve, chat, engine_joined, rendered, until
+
+CHAT, TEXT, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"
+FAR = EngineSpeed(dispatch=1e-3)
+
+
+class Told:
+    """Listens for what routers say of finished requests."""
+
+    def __init__(self) -> None:
+        self.messages: list[RequestsFinished] = []
+
+    @property
+    def outcomes(self) -> list[RequestOutcome]:
+        return [outcome for message in self.messages for outcome in message.requests]
+
+    async def listen(self, house: House, ready: asyncio.Event) -> None:
+        async with house.bus.subscribe(house.subjects.requests_finished) as said:
+            ready.set()
+            async for received in said:
+                assert isinstance(received.message, RequestsFinished)
+                self.messages.append(received.message)
+
+
+@pytest.fixture
+async def house(open_house: OpenHouse) -> House:
+    return await open_house(outcome_seconds=0.02)
+
+
+@pytest.fixture
+async def told(house: House) -> AsyncIterator[Told]:
+    told, ready = Told(), asyncio.Event()
+    task = asyncio.create_task(told.listen(house, ready))
+    await ready.wait()
+    yield told
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def engine(house: House, serve_rank: Serve, packed: bytes, count: int = 2, **about: Any) -> list[MockRank]:
+    """One engine of `count` ranks; expert 0 and 1 of every layer live on its first half."""
+    ranks = [await serve_rank(MockRank(packed)) for _ in range(count)]
+    await house.join("e", [rank.url for rank in ranks], packed, speed=FAR, worker_id=2**64 - 9, **about)
+    return ranks
+
+
+async def teach(house: House, **said: Any) -> None:
+    """The tracker publishes clusters and whole tables, and both have come."""
+    version = said.pop("version", 5)
+    await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves(version)))
+    await house.bus.publisher(house.subjects.tables).publish(tables(version, clusters=version, **said))
+
+    def come() -> bool:
+        replica = house.service.picker.foresight.replica("demo")
+        priced = house.service.view.prices("demo").priced
+        return replica is not None and replica.tables is not None and replica.tables.version == version and bool(priced.all())
+
+    await until(come)
+
+
+def ids_of(rank: MockRank, text: str = "hello there") -> list[int]:
+    return rank.tokenizer.encode_rendered(rendered(text))
+
+
+def blocks_of(ids: list[int]) -> list[int]:
+    return sequence_hashes(local_hashes(ids, 4))
+
+
+# Where a request goes
+
+
+@pytest.mark.parametrize("home", [0, 1])
+async def test_a_request_goes_where_the_experts_of_its_known_prefix_live(house: House, serve_rank: Serve, byte_archive: bytes, home: int) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    blocks = blocks_of(ids_of(ranks[0]))
+    weights = (0.95, 0.05) if home == 0 else (0.05, 0.95)
+    await teach(house, blocks={block: (weights, 4.0 * at) for at, block in enumerate(blocks[:6], 1)}, gain=1.0)
+    for seed in range(6):
+        answer = await house.post(CHAT, chat(seed=seed))
+        record = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json
+        assert record["chosen"] == f"e/{home}"
+        assert record["prediction"]["known_blocks"] == 6
+        assert record["prediction"]["prefix"] == str(blocks[5])
+        assert record["prediction"]["best"] == "prefix"
+        assert record["candidates"][0]["local_share"] > 0.6 > 0.4 > record["candidates"][1]["local_share"]
+        terms = [candidate["terms_ms"]["experts"] for candidate in record["candidates"]]
+        assert terms[0] < terms[1]
+
+
+async def test_without_gain_tables_or_an_expert_parallel_layout_the_term_is_zero_and_says_why(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    async def notes() -> set[str]:
+        record = (await house.post(ROUTE, chat())).json
+        assert all(candidate["terms_ms"]["experts"] == 0 for candidate in record["candidates"])
+        return {candidate["experts_note"] for candidate in record["candidates"]}
+
+    ranks = await engine(house, serve_rank, byte_archive)
+    assert await notes() == {"no clusters of this model yet: experts are not priced"}
+    await house.bus.publisher(house.subjects.clusters).publish(published_clusters(halves()))
+    await until(lambda: house.service.view.prices("demo").priced.all())
+    assert await notes() == {"no prediction tables of this model yet: experts are not priced"}
+    await teach(house, gain=0.0, blocks={blocks_of(ids_of(ranks[0]))[0]: ((0.9, 0.1), 99.0)})
+    assert await notes() == {NO_GAIN}
+
+
+async def test_a_continuation_is_foretold_from_the_prompt_and_what_was_emitted(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    first_prompt = ids_of(ranks[0])
+    whole = first_prompt + ranks[0].ids(first_prompt, 5, 20)
+    deep = blocks_of(whole)[len(first_prompt) // 4 + 2]
+    await teach(house, blocks=dict.fromkeys(blocks_of(whole), ((0.95, 0.05), 9.0)))
+    ranks[0].die_after = 15
+    answer = await house.post(CHAT, chat(max_tokens=20, stream=True))
+    assert len(answer.events) > 15
+    await until(lambda: told.outcomes)
+    [outcome] = told.outcomes
+    assert outcome.rank == 1
+    assert outcome.decision.endswith("-a2")
+    assert blocks_of(whole).index(outcome.prefix) >= blocks_of(whole).index(deep)
+
+
+# What is told of it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_choice_that_was_answered_is_told_once_after_its_end(
+    house: House, serve_rank: Serve, byte_archive: bytes, told: Told, stream: bool
+) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    ids = ids_of(ranks[0])
+    await teach(house, blocks={blocks_of(ids)[0]: ((0.7, 0.3), 4.0)}, gain=0.5, shares=(0.25, 0.75))
+    answer = await house.post(CHAT, chat(stream=stream, n=3), headers={"x-session-id": "s", "x-tenant-id": "t"})
+    assert answer.status == 200
+    await until(lambda: len(told.outcomes) == 3)
+    await asyncio.sleep(0.05)
+    assert len(told.outcomes) == 3, "and never again"
+    decision_id = answer.headers["x-roost-decision-id"]
+    assert {outcome.decision for outcome in told.outcomes} == {decision_id, f"{decision_id}-c1", f"{decision_id}-c2"}
+    assert {(message.model, message.tables, message.clusters) for message in told.messages} == {("demo", 5, 5)}
+    keys = keys_of("s", "t", "demo", CHAT)
+    prices = house.service.view.prices("demo").local
+    for outcome in told.outcomes:
+        assert (outcome.worker_id, outcome.prefix) == (2**64 - 9, blocks_of(ids)[0])
+        assert (outcome.session, outcome.tenant) == keys
+        assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids[4:]
+        shares = np.array([0.25, 0.75], np.float32)
+        weights = unpack(outcome.predicted, shares)
+        assert outcome.predicted_local == pytest.approx(float(prices[outcome.rank] @ weights), abs=0.01)
+        assert outcome.prior_local == pytest.approx(float(prices[outcome.rank] @ shares), abs=1e-6)
+        beside = prices @ (weights - shares)
+        assert outcome.spread == pytest.approx(float(beside.max() - beside.mean()), abs=0.01)
+    assert b"roost_router_outcomes_published_total 3.0" in house.service.metrics.exposition()
+    assert b'roost_router_predictions_total{source="prefix"} 3.0' in house.service.metrics.exposition()
+
+
+async def test_of_failed_attempts_only_the_rank_that_answered_is_told_of(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    await teach(house)
+    ranks[0].answer_status = ranks[1].answer_status = 500
+    assert (await house.post(CHAT, chat())).status == 503
+    ranks[0].answer_status = ranks[1].answer_status = 200
+    ranks[0].hang_up_once = ranks[1].hang_up_once = True
+    answer = await house.post(CHAT, chat())
+    assert answer.status == 200
+    await until(lambda: told.outcomes)
+    assert [outcome.decision for outcome in told.outcomes] == [answer.headers["x-roost-decision-id"]]
+    assert told.outcomes[0].decision.endswith(("-a2", "-a3"))
+
+
+async def test_before_there_are_tables_requests_are_told_with_their_evidence(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    await house.post(CHAT, chat(user="ann"))
+    await until(lambda: told.outcomes)
+    [outcome] = told.outcomes
+    assert (told.messages[0].tables, told.messages[0].clusters) == (0, 0)
+    assert (outcome.predicted, outcome.predicted_local, outcome.prior_local, outcome.spread) == (bytes(8), None, None, None)
+    assert np.frombuffer(outcome.tokens, "<u4").tolist() == ids_of(ranks[0])
+    assert outcome.tenant == keys_of(None, "ann", "demo", CHAT).tenant
+
+
+async def test_engines_that_report_no_experts_are_not_told_of(house: House, serve_rank: Serve, byte_archive: bytes, told: Told) -> None:
+    await engine(house, serve_rank, byte_archive, shape=None, placement=None)
+    assert (await house.post(CHAT, chat())).status == 200
+    await asyncio.sleep(0.06)
+    assert not told.outcomes
+
+
+async def test_ranks_learn_the_id_of_the_decision_that_chose_them(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    ranks[0].hang_up_once = ranks[1].hang_up_once = True
+    answer = await house.post(CHAT, chat())
+    sent = [{name.lower(): value for name, value in headers.items()}["x-roost-decision-id"] for rank in ranks for headers in rank.headers]
+    assert sent == [answer.headers["x-roost-decision-id"]]
+    assert (await house.get(f"/v1/decisions/{sent[0]}")).status == 200
+
+
+# Who asks
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session", "tenant"),
+    [
+        ({}, {}, None, None),
+        ({"x-session-id": "one"}, {"prompt_cache_key": "two"}, "one", None),
+        ({}, {"prompt_cache_key": "two"}, "two", None),
+        ({"x-tenant-id": "a"}, {"user": "b", "safety_identifier": "c"}, None, "a"),
+        ({}, {"user": "b", "safety_identifier": "c"}, None, "b"),
+        ({}, {"safety_identifier": "c"}, None, "c"),
+        ({"x-session-id": "", "x-tenant-id": ""}, {"prompt_cache_key": "", "user": ""}, None, None),
+        ({"x-session-id": "\xff" * 900}, {}, "\xff" * 900, None),
+        ({"X-Session-ID": "Größe"}, {}, "Größe", None),
+    ],
+)
+async def test_who_asks_is_read_from_headers_then_from_the_body(
+    house: House, serve_rank: Serve, byte_archive: bytes, told: Told, headers: dict[str, str], body: dict[str, str], session: str | None, tenant: str | None
+) -> None:
+    await engine(house, serve_rank, byte_archive)
+    assert (await house.post(CHAT, chat(**body), headers=headers)).status == 200
+    await until(lambda: told.outcomes)
+    [outcome] = told.outcomes
+    if session is not None and not session.isascii():
+        session = session.encode().decode("latin-1")  # what a client writes as UTF-8 is taken byte by byte, which names it as well
+    assert (outcome.session, outcome.tenant) == keys_of(session, tenant, "demo", CHAT)
+    assert (outcome.session != 0) == (session is not None)
+
+
+async def test_the_headers_names_are_settings(open_house: OpenHouse, serve_rank: Serve, byte_archive: bytes) -> None:
+    house = await open_house(session_header="x-conversation", tenant_header="x-org")
+    await engine(house, serve_rank, byte_archive)
+    await house.post(CHAT, chat(), headers={"x-conversation": "s", "x-org": "t", "x-session-id": "no", "x-tenant-id": "no"})
+    [decision] = house.service.picker._kept.values()
+    assert decision.ask.keys == keys_of("s", "t", "demo", CHAT)
+
+
+@pytest.mark.parametrize("name", ["", "X-Session", "a b", "a:b", "naïve", "authorization", "x-request-id"])
+def test_a_name_that_is_no_header_of_ones_own_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="session_header"):
+        RouterConfig(session_header=name)
+
+
+async def test_a_body_that_names_its_session_wrongly_is_refused(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    await engine(house, serve_rank, byte_archive)
+    answer = await house.post(CHAT, chat(prompt_cache_key=5))
+    assert (answer.status, answer.json["error"]["param"]) == (400, "prompt_cache_key")
+
+
+def test_keys_tell_apart_what_differs_and_are_never_none_by_chance() -> None:
+    asked = [("s", "t", "m", "/a"), ("s", "u", "m", "/a"), ("t", "s", "m", "/a"), (None, "t", "m", "/a"), (None, None, "m", "/a"), (None, None, "m", "/b")]
+    asked += [(None, None, "n", "/a"), (None, "t", "n", "/a"), ("s", None, "m", "/a")]
+    found = [keys_of(*one) for one in asked]
+    sessions = [keys.session for keys in found if keys.session]
+    assert len(set(sessions)) == len(sessions) == 4
+    assert len({keys.tenant for keys in found}) == 7, "a tenant's key is the same with and without a session"
+    assert keys_of("s", "t", "m", "/a") == found[0]
+    assert all(0 < keys.tenant < 2**64 for keys in found)
+    assert keys_of("s", "t", "m", "/a").session == keys_of("s", "t", "other", "/b").session, "a conversation goes on, whichever model is asked"
+
+
+async def test_explaining_foretells_what_the_request_itself_would_be_foretold(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    await engine(house, serve_rank, byte_archive)
+    keys = keys_of("s", "t", "demo", CHAT)
+    await teach(house, sessions={keys.session: ((0.9, 0.1), 500.0)}, tenants={keys.tenant: ((0.6, 0.4), 5000.0)})
+    who = {"x-session-id": "s", "x-tenant-id": "t"}
+    explained = (await house.post(ROUTE, chat(), headers=who)).json["prediction"]
+    answer = await house.post(CHAT, chat(), headers=who)
+    served = (await house.get(f"/v1/decisions/{answer.headers['x-roost-decision-id']}")).json["prediction"]
+    assert explained == served
+    assert [source["source"] for source in served["sources"]] == ["session", "tenant"]
+    assert served["best"] in ("session", "tenant")
+
+
+# How it is explained
+
+
+async def test_an_explanation_is_readable(house: House, serve_rank: Serve, byte_archive: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = await engine(house, serve_rank, byte_archive)
+    blocks = blocks_of(ids_of(ranks[0]))
+    show_decision((await house.post(ROUTE, chat())).body)
+    assert "foretold" not in capsys.readouterr().out
+    await teach(house, blocks={blocks[0]: ((0.9, 0.1), 96.0)}, gain=0.5)
+    show_decision((await house.post(ROUTE, chat())).body)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "foretold: clusters 0 8" in shown
+    assert "gain 0.50; 1 blocks of the prompt known" in shown
+    assert "prefix: 96 tokens of evidence, confidence 0.43" in shown
+    assert "tables 5; clusters 5" in shown
+    await teach(house, version=6)
+    show_decision((await house.post(ROUTE, chat())).body)
+    assert "nothing is known of this request" in capsys.readouterr().out
+
+
+# The text dialect
+
+
+async def test_a_prompt_known_as_text_only_is_foretold_by_who_asks_alone(house: House) -> None:
+    joined = await house.join("text", ["http://h:1", "http://h:2"], None, capabilities=Capabilities(kv_events=False, token_ids=False))
+    text = TextPrompt(b"a text of some length, long enough for blocks" * 4, "demo")
+    keys = keys_of("s", None, "demo", CHAT)
+    await teach(house, blocks=dict.fromkeys(text.chained(4), ((0.1, 0.9), 99.0)), sessions={keys.session: ((0.9, 0.1), 500.0)}, tokens=np.ones((3, 2)))
+    decision = house.service.decide(Need("demo", text, 0, 10, None, keys=keys), "d")
+    assert decision.outlook is not None
+    assert decision.outlook.forecast.best == "session"
+    assert decision.outlook.forecast.blocks == 0
+    assert decision.outlook.forecast.evidence[2] == 0
+    assert joined.engine == decision.target.engine.engine
+
+
+# Telling: batches, limits, and a bus that fails
+
+
+def service_of(broker: MemoryBroker, **settings: Any) -> RouterService:
+    service = RouterService(MemoryBus(broker), broker.subjects, RouterConfig(**settings))
+    joined = engine_joined("e", ["http://h:1"], None, worker_id=7)
+    service.view.join(joined, 0.0)
+    service.view.heard(7, 0.0)
+    return service
+
+
+def noted(service: RouterService, outcomes: Outcomes, number: int) -> None:
+    prompt = TokenPrompt([1, 2, number])
+    exchange = Exchange("r", f"d{number}", CHAT, 0.0)
+    exchange.model = "demo"
+    decision, booking = service.book(exchange, Need("demo", prompt, 3, 10, None, keys=exchange.keys()), "", Try())
+    service.release(booking)
+    outcomes.note(decision, prompt)
+
+
+@pytest.mark.looptime
+async def test_outcomes_are_told_in_batches_at_once_when_many_wait_and_dropped_beyond_the_limit() -> None:
+    broker = MemoryBroker()
+    service = service_of(broker)
+    outcomes = Outcomes(MemoryBus(broker), broker.subjects, service.metrics, seconds=10.0, most=100)
+    heard: list[tuple[float, int]] = []
+    loop = asyncio.get_running_loop()
+
+    async def listen() -> None:
+        async for received in said:
+            assert isinstance(received.message, RequestsFinished)
+            heard.append((round(loop.time() - start, 1), len(received.message.requests)))
+
+    async with MemoryBus(broker).subscribe(broker.subjects.requests_finished) as said:
+        start = loop.time()
+        tasks = [asyncio.create_task(outcomes.run()), asyncio.create_task(listen())]
+        noted(service, outcomes, 0)
+        await asyncio.sleep(11)
+        assert heard == [(10.0, 1)]
+        for number in range(BATCH):
+            noted(service, outcomes, number)
+        await asyncio.sleep(1)
+        assert heard[1:] == [(11.0, BATCH)], "without waiting"
+        for number in range(130):
+            noted(service, outcomes, number)
+        await asyncio.sleep(1)
+        assert [count for _, count in heard[2:]] == [BATCH, 100 - BATCH]
+        assert service.metrics.outcomes_dropped._value.get() == 30
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def test_a_router_without_a_bus_foretells_nothing_and_tells_nobody() -> None:
+    service = RouterService(None, MemoryBroker().subjects, RouterConfig())
+    joined = engine_joined("e", ["http://h:1"], None, worker_id=7)
+    service.view.join(joined, 0.0)
+    service.view.heard(7, 0.0)
+    decision = service.decide(Need("demo", TokenPrompt([1, 2, 3]), 3, 10, None), "d")
+    booking = service.picker.book(decision, TokenPrompt([1, 2, 3]), 0.0)
+    service.finished(decision, booking, TokenPrompt([1, 2, 3]))
+    record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
+    assert record.prediction is None
+    service.threads.shutdown()
+
+
+async def test_an_engine_that_left_takes_its_models_tables_with_it(house: House, serve_rank: Serve, byte_archive: bytes) -> None:
+    async def describe(request: Message) -> Message:
+        return published_clusters(halves()) if isinstance(request, DescribeClusters) else tables(9)
+
+    async with house.bus.serve(house.subjects.describe_profile, describe):
+        await engine(house, serve_rank, byte_archive)
+        await until(lambda: house.service.picker.foresight.replica("demo") is not None)
+        house.service.forget_worker(2**64 - 9)
+        assert house.service.picker.foresight.replica("demo") is None
+        with pytest.raises(ApiError):
+            house.service.decide(Need("demo", TokenPrompt([1]), 1, 1, None), "d")
+
+
+# Chains
+
+
+def test_a_chain_is_the_list_of_sequence_hashes_computed_as_far_as_asked() -> None:
+    ids, read = list(range(800)), list[int]()
+    whole = sequence_hashes(local_hashes(ids, 16))
+
+    def raw(start: int, stop: int) -> bytes:
+        read.extend(range(start, stop))
+        return words(ids[16 * start : 16 * stop])
+
+    chain = Chain(raw, 64, 50)
+    assert len(chain) == 50
+    assert chain[3] == whole[3]
+    assert read == [0, 1, 2, 3]
+    assert chain[10:20] == whole[10:20]
+    assert chain[20:10:-3] == whole[20:10:-3]
+    assert chain[20:10] == chain[60:] == []
+    assert read == list(range(21))
+    assert list(chain) == whole
+    assert chain[:] == whole
+    assert read == list(range(50))
+    with pytest.raises(IndexError):
+        chain[50]

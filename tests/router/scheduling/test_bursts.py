@@ -1,0 +1,95 @@
+"""Bursts between two load reports: nobody is given much more than a fair share of the work, by predicted time."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fleet.timing import EngineSpeed, prefill_seconds, queue_seconds, running_seconds
+from router.fleet_state.reservations import BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.fleet_state.view import View
+from router.scheduling.cost import Weights
+from router.scheduling.decision import Ask, Conditions, decide
+from router.scheduling.filters import Limits, candidates
+from router.scheduling.policies import Rules
+from tests.router.router_fixture import engine_joined
+
+BLOCK = 16
+LARGE = Limits(10**9, 1e9)
+FAST = EngineSpeed(prefill_token=1e-4, prefill_pair=1e-9, decode_sequence=1e-4, decode_block=1e-6, step=3e-3)
+SLOW = EngineSpeed(prefill_token=2e-4, prefill_pair=2e-9, decode_sequence=2e-4, decode_block=2e-6, step=6e-3)
+CHATTY = EngineSpeed(prefill_token=5e-5, prefill_pair=5e-10, decode_sequence=4e-4, decode_block=2e-6, step=2e-3)
+MIXED = ((4, FAST), (4, SLOW), (1, CHATTY), (2, FAST))
+SINGLE = ((1, FAST), (1, SLOW), (1, CHATTY), (1, SLOW), (1, FAST))
+ALIKE = ((8, FAST), (8, FAST))
+STEPS_AHEAD = 128
+"""What runs already is predicted so far ahead."""
+
+
+class Burst(NamedTuple):
+    """Each [targets]. before: predicted seconds of work at the start; given: of the work that the burst's requests bring; requests: how many."""
+
+    before: NDArray[np.float64]
+    given: NDArray[np.float64]
+    requests: NDArray[np.int64]
+
+
+def burst(engines: Any, rules: Rules, requests: int = 1000) -> Burst:
+    """Requests of mixed lengths that all come between two reports: every rank told its (random) load before, and nothing since."""
+    chance = np.random.default_rng(1)
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    view = View(reservations)
+    for number, (ranks, speed) in enumerate(engines):
+        urls = [f"http://h:{100 * number + rank}" for rank in range(ranks)]
+        view.join(engine_joined(f"e{number}", urls, "f" * 64, worker_id=number + 1, block_size=BLOCK, max_context=1 << 20, speed=speed), 0.0)
+        view.heard(number + 1, 0.0)
+        for rank in range(ranks):
+            running = int(chance.integers(0, 12))
+            load = (int(chance.integers(0, 6000)), running, running * int(chance.integers(20, 80)), running * 64)
+            reservations.report((number + 1, rank), load, 0.0)
+    roster = view.roster("demo")
+    targets = len(roster.targets)
+    load = reservations.load(roster.rows, 0.0)
+    runs = running_seconds(roster.decode_sequence_s, roster.decode_block_s, load[SEQUENCES], load[BLOCKS], load[STEPS], STEPS_AHEAD)
+    before = queue_seconds(roster.prefill_token_s, load[PREFILL]) + runs
+    given, counts, nothing = np.zeros(targets), np.zeros(targets, np.int64), np.zeros(targets, np.int64)
+    for number in range(requests):
+        prompt = int(chance.choice([200, 1000, 4000, 16_000], p=[0.4, 0.3, 0.2, 0.1]) * chance.uniform(0.7, 1.3))
+        output = int(chance.choice([32, 128]))
+        load = reservations.load(roster.rows, 0.0)
+        ask = Ask(decision_id="d", seed=int(chance.integers(2**32)), model="demo", prompt_tokens=prompt, output_tokens=output)
+        decision = decide(ask, roster, candidates(roster, load, 0, LARGE), nothing, Conditions(load, turn=number), rules, 1)
+        at, blocks = decision.chosen, -(-(prompt + output) // BLOCK)
+        reservations.book(decision.target.key, (prompt, 1, blocks, output), 0.0)
+        work = prefill_seconds(roster.prefill_token_s, roster.prefill_pair_s, np.full(targets, prompt), prompt)
+        given[at] += float(work[at] + output * (roster.decode_sequence_s[at] + roster.decode_block_s[at] * blocks))
+        counts[at] += 1
+    return Burst(before, given, counts)
+
+
+def shares(found: Burst) -> NDArray[np.float64]:
+    """What each rank was given, relative to its fair share.
+
+    The fair share is what brings a rank to the mean of all ranks: predicted seconds of the work it had and of the work it was given, each
+    at the rank's own speed. A rank that was busy, or is slow, has a smaller share, or the same one with fewer requests.
+    """
+    level = (found.before + found.given).mean()
+    assert (found.before < level).all(), "the burst is large enough for everybody"
+    return np.asarray(found.given / (level - found.before))
+
+
+@pytest.mark.parametrize(("engines", "lockstep"), [(MIXED, 1.0), (MIXED, 0.0), (SINGLE, 1.0), (ALIKE, 1.0)], ids=["mixed", "no lockstep", "single", "alike"])
+def test_a_burst_between_two_reports_gives_nobody_more_than_five_quarters_of_a_fair_share(engines: Any, lockstep: float) -> None:
+    assert shares(burst(engines, Rules(weights=Weights(lockstep=lockstep)))).max() < 1.25
+
+
+@pytest.mark.parametrize("policy", ["classic", "kv", "least_loaded"])
+def test_policies_that_look_at_load_share_a_burst_as_fairly(policy: Any) -> None:
+    assert shares(burst(MIXED, Rules(policy=policy))).max() < 1.25
+
+
+def test_round_robin_shares_a_burst_by_number() -> None:
+    found = burst(MIXED, Rules(policy="round_robin"))
+    assert found.requests.max() - found.requests.min() <= 1
+    assert shares(found).max() > 1.25, "which is not fair by time: that is why it is no default"

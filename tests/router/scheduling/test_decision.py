@@ -1,0 +1,427 @@
+"""The pure part: who is a candidate, what each would cost, and which one is picked."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.events import Capabilities
+from fleet.layout import Layout
+from fleet.placement import Placement, linear
+from router.fleet_state.dispatch_cost import Locality, Prices, Work, locality
+from router.fleet_state.reservations import AMOUNTS, BLOCKS, PREFILL, SEQUENCES, STEPS, Reservations
+from router.fleet_state.target_table import Roster
+from router.fleet_state.view import View
+from router.prediction.predictor import NO_GAIN, UNKNOWN_MODEL
+from router.scheduling.cost import TERMS, Weights, score, uncached_tokens
+from router.scheduling.decision import Conditions, Outlook, decide
+from router.scheduling.decision_record import DecisionRecord
+from router.scheduling.filters import candidates
+from router.scheduling.policies import Rules
+from tests.router.decision_builders import LIMITS, SLOW, ask, decided, foretold, view_of
+from tests.router.learnt_tables import clusters, halves
+from tests.router.router_fixture import SHAPE, engine_joined
+
+loads = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 9), st.integers(0, 500), st.integers(0, 900)), min_size=4, max_size=4)
+overlaps = st.lists(st.integers(0, 40), min_size=4, max_size=4)
+weights = st.builds(Weights, *[st.floats(0, 10)] * len(TERMS))
+
+
+@settings(deadline=None)
+@given(
+    load=loads,
+    overlap=overlaps,
+    weight=weights,
+    prompt=st.integers(1, 200),
+    output=st.integers(1, 100),
+    seed=st.integers(0, 2**32),
+    outlook=st.none() | st.builds(foretold, st.lists(st.floats(0, 60), min_size=4, max_size=4), st.floats(0, 1)),
+)
+def test_the_terms_of_a_decision_add_up_to_its_scores_exactly(
+    load: Any, overlap: Any, weight: Weights, prompt: int, output: int, seed: int, outlook: Outlook | None
+) -> None:
+    view, _ = view_of({}, {"speed": SLOW})
+    decision = decided(view.roster("demo"), np.array(load).T, overlap, weight, outlook, prompt=prompt, output=output, seed=seed)
+    record = msgspec.json.decode(msgspec.json.encode(decision.record()), type=DecisionRecord)
+    for candidate in record.candidates:
+        terms = candidate.terms_ms
+        assert candidate.score == terms.prefill + terms.queue + terms.decode + terms.experts + terms.distinct + terms.lockstep + terms.handover
+        assert min(msgspec.structs.astuple(terms)) >= 0
+    scores = [candidate.score for candidate in record.candidates]
+    assert scores == pytest.approx(sorted(scores), rel=1e-11)
+    assert record.chosen == f"{record.candidates[0].engine}/{record.candidates[0].rank}"
+    assert record.margin is not None
+    assert record.margin == scores[1] - scores[0]
+    assert record.runner_up == f"{record.candidates[1].engine}/{record.candidates[1].rank}"
+
+
+@settings(deadline=None)
+@given(load=loads, overlap=overlaps, more=st.integers(1, 20), which=st.integers(0, 3), prompt=st.integers(1, 200))
+def test_more_overlap_never_raises_a_score(load: Any, overlap: list[int], more: int, which: int, prompt: int) -> None:
+    view, _ = view_of({}, {"speed": SLOW})
+    roster = view.roster("demo")
+    grown = [blocks + more if one == which else blocks for one, blocks in enumerate(overlap)]
+    table = np.array(load).T
+    before, after = (
+        score(roster, table, uncached_tokens(prompt, np.array(blocks), roster.block_size), prompt, 10, Weights()).total for blocks in (overlap, grown)
+    )
+    assert after[which] <= before[which]
+    assert (np.delete(after, which) == np.delete(before, which)).all()
+
+
+@settings(deadline=None)
+@given(load=loads, row=st.sampled_from([PREFILL, BLOCKS, STEPS, None]), which=st.integers(0, 3))
+def test_more_load_never_lowers_a_score(load: Any, row: int | None, which: int) -> None:
+    """Row None: one more request, as large as those there."""
+    view, _ = view_of({}, {"speed": SLOW})
+    roster, table = view.roster("demo"), np.array(load).T
+    heavier = table.copy()
+    if row is None:
+        heavier[:, which] += [100, 1, heavier[BLOCKS, which], heavier[STEPS, which]]
+    else:
+        heavier[row, which] += 100
+    scores = [score(roster, one, np.full(4, 50), 50, 10, Weights()).total for one in (table, heavier)]
+    assert scores[1][which] >= scores[0][which] * (1 - 1e-12)
+
+
+def test_a_weight_of_zero_switches_a_term_off_and_two_doubles_it() -> None:
+    view, _ = view_of({"speed": SLOW})
+    load = np.array([[5, 9]] * AMOUNTS)
+    for at in range(len(TERMS)):
+        plain = decided(view.roster("demo"), load, outlook=foretold([1.0, 0.5])).scores.terms
+        for factor in (0.0, 2.0):
+            only = Weights(*[factor if one == at else 1.0 for one in range(len(TERMS))])
+            weighted = decided(view.roster("demo"), load, weights=only, outlook=foretold([1.0, 0.5])).scores.terms
+            assert (weighted[at] == factor * plain[at]).all()
+
+
+def test_terms_are_milliseconds_of_the_time_model() -> None:
+    view, _ = view_of({"speed": SLOW})
+    load = np.array([[200, 0], [3, 0], [40, 0], [1000, 0]])
+    remote = 2 * (1 - 0.5**2)  # two layers, half of the mass away, two draws
+    decision = decided(view.roster("demo"), load, [5, 0], outlook=foretold([remote, remote], gain=0.6), prompt=100, output=20)
+    own, running = 20 * (3.0 + 1.0 + 0.01 * (100 + 20) / 4), 20 * (3 * 1.0 + 40 * 0.01)
+    assert decision.scores.terms[:, 0] == pytest.approx([80.0, 200.0, own + running, 0.6 * (80 + 20) * 0.01 * remote, 0.0, 80.0, 0.0])
+
+
+def test_equal_candidates_are_told_apart_by_the_seed_alone() -> None:
+    view, _ = view_of({}, {})
+    picks = [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
+    assert picks == [decided(view.roster("demo"), seed=seed).target.name for seed in range(400)]
+    assert {name: picks.count(name) for name in set(picks)} == {"e0/0": 100, "e0/1": 100, "e1/0": 100, "e1/1": 100}
+    assert decided(view.roster("demo")).choice.tied == 4
+    assert decided(view.roster("demo")).margin == 0.0
+
+
+def test_the_router_prefers_the_rank_that_holds_the_prefix_until_it_is_too_busy() -> None:
+    view, _ = view_of({"speed": SLOW})
+    load = np.zeros((AMOUNTS, 2), np.int64)
+    assert decided(view.roster("demo"), load, [0, 20]).target.rank == 1
+    load[PREFILL, 1] = 100
+    assert decided(view.roster("demo"), load, [0, 20]).target.rank == 0
+
+
+def test_saturated_and_too_small_ranks_are_left_out_with_reasons() -> None:
+    view, _ = view_of({"max_context": 100}, {"speed": SLOW})
+    load = np.zeros((AMOUNTS, 4), np.int64)
+    load[SEQUENCES, 2] = 10
+    load[PREFILL, 3] = 6000
+    found = candidates(view.roster("demo"), load, 500, LIMITS)
+    assert not len(found.at)
+    assert [out.reason for out in found.excluded] == [
+        "its context of 100 tokens is too small for 500",
+        "its context of 100 tokens is too small for 500",
+        "saturated: 10 requests of at most 10",
+        "saturated: 6000 prompt tokens wait, more than 5 s of work",
+    ]
+    assert found.busy
+    assert found.wait_seconds == 0.0
+
+
+def test_ranks_to_avoid_are_left_out_and_are_not_called_busy() -> None:
+    view, _ = view_of({})
+    found = candidates(view.roster("demo"), np.zeros((AMOUNTS, 2), np.int64), 1, LIMITS, frozenset({(1, 0)}))
+    assert found.at.tolist() == [1]
+    assert [(out.rank, out.reason) for out in found.excluded] == [(0, "this request failed there before")]
+    assert not found.busy
+
+
+def test_a_decision_without_candidates_is_an_error_of_the_caller() -> None:
+    view, _ = view_of({})
+    roster = view.roster("demo")
+    none = candidates(roster, np.zeros((AMOUNTS, 2), np.int64), 10**6, LIMITS)
+    with pytest.raises(ValueError, match="no candidate"):
+        decide(ask(), roster, none, np.zeros(2, np.int64), Conditions(np.zeros((AMOUNTS, 2), np.int64)), Rules(), 1)
+
+
+def test_engines_that_cannot_serve_are_named_with_their_reason() -> None:
+    view, _ = view_of({}, {"model": "other"}, {}, {}, {"tokenizer": "e" * 64}, {"tokenizer": None, "capabilities": Capabilities(token_ids=False)})
+    view.leave(3)
+    view.unreachable(4)
+    excluded = {out.engine: out.reason for out in view.roster("demo").excluded}
+    assert [target.name for target in view.roster("demo").targets] == ["e0/0", "e0/1"]
+    assert excluded["e1"] == "serves another model: other"
+    assert excluded["e2"].startswith("left")
+    assert excluded["e3"].startswith("unreachable")
+    assert "tokenizer differs" in excluded["e4"]
+    assert "no token ids" in excluded["e5"]
+
+
+def test_text_only_engines_serve_a_model_that_nobody_serves_by_ids() -> None:
+    view, _ = view_of({}, {"tokenizer": None, "ranks": 1, "capabilities": Capabilities(token_ids=False)})
+    assert view.roster("demo").dialect == "ids"
+    view.leave(1)
+    assert view.roster("demo").dialect == "text"
+    assert [target.name for target in view.roster("demo").targets] == ["e1/0"]
+
+
+# What experts cost
+
+
+def prices(found: Locality) -> Prices:
+    assert found.note is None
+    assert found.prices is not None
+    return found.prices
+
+
+def test_a_clusters_price_is_lower_where_its_experts_live() -> None:
+    found = prices(locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), halves()))
+    near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
+    assert found.remote == pytest.approx(np.array([[near, far], [far, near]]), abs=1e-3)
+    assert found.local == pytest.approx(np.array([[0.9, 0.1], [0.1, 0.9]]), abs=1e-3)
+
+
+def test_a_cluster_that_nobody_uses_is_priced_as_the_mean() -> None:
+    model = clusters([[[9, 9, 1, 1]] * 2, [[1, 1, 9, 9]] * 2, [[1, 0, 0, 0]] * 2], shares=[0.5, 0.5, 0.0])
+    found = prices(locality((0, 0), SHAPE, None, linear(layers=2, experts=4, ranks=2), model))
+    assert found.remote[:, 2] == pytest.approx([2 * (1 - 0.5**2)] * 2, abs=1e-3)
+    assert found.local[:, 2] == pytest.approx([0.5] * 2, abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", [Layout(attention="tp", boundary=2), Layout(attention="dp", boundary=2)])
+def test_there_is_no_expert_price_where_experts_are_sharded(layout: Layout) -> None:
+    found = locality((0, 0), SHAPE, layout, linear(layers=2, experts=4, ranks=2), halves())
+    assert found.prices is None
+    assert "sharded over all ranks" in str(found.note)
+
+
+def test_layers_below_the_boundary_cost_nothing_and_are_not_counted_as_local() -> None:
+    placement = linear(layers=2, experts=4, ranks=2)
+    whole = prices(locality((0, 0), SHAPE, None, placement, halves()))
+    half = prices(locality((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, halves()))
+    assert half.remote == pytest.approx(whole.remote / 2)
+    assert half.local == pytest.approx(whole.local)
+
+
+def test_a_rank_that_keeps_less_of_its_own_sends_more_away() -> None:
+    even = Placement(np.tile(np.arange(4), (2, 2)), experts=4, ranks=2)
+    shared = Placement(even.expert_of_slot, experts=4, ranks=2, split=even.split._replace(keep=even.split.keep // 2))
+    near = Placement(even.expert_of_slot, experts=4, ranks=2, split=shared.split._replace(near=even.split.keep))
+    found = {name: prices(locality((0, 1), SHAPE, None, one, halves())) for name, one in (("even", even), ("shared", shared), ("near", near))}
+    assert found["even"].local == pytest.approx(1.0)
+    assert found["even"].remote == pytest.approx(0.0)
+    assert found["shared"].local == pytest.approx(0.75, abs=1e-4)
+    assert (found["shared"].nodes > 0.1).all()
+    assert found["near"].local == pytest.approx(1.0), "each rank is all of its node"
+
+
+def test_what_is_unknown_of_experts_is_said_and_costs_nothing() -> None:
+    placement = linear(layers=2, experts=4, ranks=2)
+    cases = {
+        "reports no experts": locality((0, 0), None, None, None, None),
+        "placement is unknown": locality((0, 0), SHAPE, None, None, halves()),
+        "placement is of another shape": locality((0, 0), SHAPE, None, linear(layers=3, experts=4, ranks=2), halves()),
+        "no clusters of this model yet": locality((0, 0), SHAPE, None, placement, None),
+        "clusters are of another shape": locality((0, 0), SHAPE, None, placement, clusters(np.ones((2, 5, 7)))),
+    }
+    for said, found in cases.items():
+        assert found.prices is None
+        assert said in str(found.note)
+
+
+def test_engines_that_began_alike_have_the_same_prices_whatever_their_epochs() -> None:
+    placement, model = linear(layers=2, experts=4, ranks=2), halves()
+    later = linear(layers=2, experts=4, ranks=2)
+    later.epoch = 7
+    mirrored = Placement(placement.expert_of_slot[:, ::-1], experts=4, ranks=2)
+    split = placement.split._replace(keep=placement.split.keep // 2)
+    work = Work((0, 0), SHAPE, None, placement, model)
+    assert work.same_as(Work((0, 0), SHAPE, None, later, model))
+    others = [
+        Work((0, 0), SHAPE, None, Placement(placement.expert_of_slot, experts=4, ranks=2, split=split), model),
+        Work((0, 0), SHAPE, None, mirrored, model),
+        Work((0, 0), SHAPE, None, None, model),
+        Work((0, 0), SHAPE, None, placement, halves()),
+        Work((0, 0), SHAPE, None, placement, None),
+        Work((0, 0), None, None, placement, model),
+        Work((0, 0), SHAPE, Layout(attention="dp", boundary=1), placement, model),
+        Work((0, 0, 0), SHAPE, None, placement, model),
+    ]
+    assert not any(work.same_as(other) or other.same_as(work) for other in others)
+
+
+def aligned(gain: float = 1.0) -> tuple[Roster, Outlook]:
+    """Two ranks of one engine, and a request whose experts live on the second."""
+    view, _ = view_of({"speed": SLOW}, clusters=halves())
+    near, far = 2 * (1 - 0.9**2), 2 * (1 - 0.1**2)
+    return view.roster("demo"), foretold([far, near], gain, [0.1, 0.9])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rank_whose_experts_a_request_wants_wins_as_far_as_the_gain_believes_it(seed: int) -> None:
+    roster, outlook = aligned()
+    decision = decided(roster, outlook=outlook, seed=seed)
+    assert decision.target.rank == 1
+    assert decision.choice.tied == 1
+    assert decision.margin == pytest.approx((100 + 20) * 0.01 * 2 * (0.9**2 - 0.1**2))
+    roster, outlook = aligned(gain=0.0)
+    unbelieved, unforetold = decided(roster, outlook=outlook, seed=seed), decided(roster, seed=seed)
+    assert (unbelieved.scores.terms == unforetold.scores.terms).all()
+    assert unbelieved.target is unforetold.target
+    assert unbelieved.choice.tied == 2
+
+
+def test_a_cached_prefix_outweighs_experts_and_experts_outweigh_a_little_less() -> None:
+    roster, outlook = aligned()
+    assert decided(roster, None, [25, 0], outlook=outlook).target.rank == 0
+    assert decided(roster, None, [0, 25], outlook=outlook).target.rank == 1
+
+
+def test_a_candidates_record_says_what_was_expected_there_and_why_not() -> None:
+    roster, outlook = aligned(gain=0.5)
+    record = msgspec.json.decode(msgspec.json.encode(decided(roster, outlook=outlook).record()), type=DecisionRecord)
+    assert [(one.rank, one.local_share, one.experts_note) for one in record.candidates] == [(1, 0.9, None), (0, 0.1, None)]
+    assert (record.epochs.tables, record.epochs.clusters) == (7, 3)
+    assert record.prediction is not None
+    assert [(one.cluster, round(one.weight, 3)) for one in record.prediction.clusters] == [(0, 0.8), (1, 0.2)]
+    assert record.prediction.prefix == str(2**64 - 5)
+    assert [(one.source, one.evidence_tokens, one.confidence) for one in record.prediction.sources] == [("prefix", 8.0, 0.25)]
+    assert (record.prediction.best, record.prediction.known_blocks, record.prediction.gain) == ("prefix", 2, 0.5)
+
+
+def test_an_expert_term_of_zero_says_why() -> None:
+    def notes(outlook: Outlook | None) -> set[str | None]:
+        return {candidate.experts_note for candidate in decided(roster, outlook=outlook).record().candidates}
+
+    roster, _ = aligned()
+    assert notes(None) == {UNKNOWN_MODEL}
+    assert notes(foretold([1, 1], gain=0.0)) == {NO_GAIN}
+    assert notes(foretold([0, 0], priced=[False, False])) == {"not priced yet with the present clusters"}
+    assert decided(roster).record().prediction is None
+    view, _ = view_of({"layout": Layout(attention="tp", boundary=2)}, clusters=halves())
+    roster = view.roster("demo")
+    assert "sharded" in str(notes(foretold([0], priced=[False])))
+
+
+# The view
+
+
+def test_silence_means_death_and_a_heartbeat_life_again() -> None:
+    view, _ = view_of({}, {})
+    view.heard(1, 10.0)
+    assert view.sweep(12.0, 3.0, 600.0) == []
+    assert [target.engine.engine for target in view.roster("demo").targets] == ["e0", "e0"]
+    assert {out.engine: out.reason for out in view.roster("demo").excluded}["e1"].startswith("dead")
+    view.heard(2, 13.0)
+    assert len(view.roster("demo").targets) == 4
+
+
+def test_engines_that_stay_silent_for_long_are_forgotten() -> None:
+    view, reservations = view_of({}, {})
+    view.heard(1, 700.0)
+    assert view.sweep(700.0, 3.0, 600.0) == [2]
+    assert view.engine(2) is None
+    assert reservations.add_rank((9, 0)) in (2, 3)  # the columns are free again
+
+
+def test_a_new_incarnation_supersedes_the_one_before() -> None:
+    view, _ = view_of({})
+    again = engine_joined("e0", ["http://h:1"], "f" * 64, worker_id=77)
+    assert view.join(again, 5.0) == [1]
+    view.heard(77, 5.0)
+    assert [target.key for target in view.roster("demo").targets] == [(77, 0)]
+    assert not view.heard(1, 6.0)
+
+
+def test_an_engine_that_left_is_not_revived_by_a_late_heartbeat() -> None:
+    view, _ = view_of({})
+    view.leave(1)
+    view.heard(1, 1.0)
+    assert not view.roster("demo").targets
+
+
+def test_under_tensor_parallel_attention_an_engine_is_one_target() -> None:
+    view, _ = view_of({"ranks": 4, "layout": Layout(attention="tp", boundary=2)})
+    assert [target.name for target in view.roster("demo").targets] == ["e0/0"]
+    assert "sharded" in str(view.roster("demo").targets[0].note)
+
+
+def test_an_older_placement_never_replaces_a_newer_one() -> None:
+    view, _ = view_of({})
+    newer = linear(layers=2, experts=4, ranks=2, slots_per_rank=3)
+    newer.epoch = 5
+    assert view.place(1, newer, Layout(attention="dp", boundary=0))
+    assert view.roster("demo").targets[0].epoch == 5
+    assert view.roster("demo").targets[0].note == "not priced yet"
+    assert not view.place(1, linear(layers=2, experts=4, ranks=2), Layout(attention="dp", boundary=0))
+    view.price(1, 4, locality((0, 0), None, None, None, None))  # for an epoch that has passed
+    assert view.roster("demo").targets[0].note == "not priced yet"
+
+
+def test_the_last_epochs_prices_stand_until_those_of_the_new_one_are_known() -> None:
+    view, _ = view_of({}, clusters=halves())
+    before = view.prices("demo")
+    assert before.priced.all()
+    mirrored = Placement(linear(layers=2, experts=4, ranks=2).expert_of_slot[:, ::-1], experts=4, ranks=2, epoch=1)
+    view.place(1, mirrored, Layout(attention="dp", boundary=0))
+    assert (view.prices("demo").flat == before.flat).all()
+    assert view.roster("demo").targets[0].note == "not priced yet: the term is that of epoch 0"
+    view.price(1, 1, locality((0, 0), SHAPE, None, mirrored, halves()))
+    assert view.prices("demo").flat == pytest.approx(before.flat[[1, 0, 2, 3, 5, 4, 6]])
+    assert view.roster("demo").targets[0].note is None
+    tp = Placement(mirrored.expert_of_slot, experts=4, ranks=2, epoch=2)
+    view.place(1, tp, Layout(attention="dp", boundary=2))
+    assert not view.prices("demo").priced.any(), "another layout has other prices"
+
+
+def test_prices_follow_the_clusters_and_those_of_another_number_of_clusters_are_not_used() -> None:
+    view, _ = view_of({}, clusters=halves())
+    assert view.prices("demo").clusters == 2
+    assert view.learn("demo", halves(version=2))
+    assert view.prices("demo").priced.all(), "slots keep their meaning: the last version's prices will do"
+    assert view.learn("demo", clusters(np.ones((3, 2, 4)), version=3))
+    assert not view.prices("demo").priced.any()
+    assert view.prices("demo").clusters == 3
+
+
+def test_clusters_are_learnt_once_per_version_and_forgotten_with_their_last_engine() -> None:
+    view, _ = view_of({})
+    assert view.learn("demo", halves(version=3))
+    assert not view.learn("demo", halves(version=3))
+    assert not view.learn("demo", halves(version=2))
+    assert view.learn("demo", halves(version=4))
+    assert view.keep_clusters() == {"demo"}
+    view.forget(1)
+    assert view.keep_clusters() == set()
+    assert view.clusters("demo") is None
+
+
+def test_rosters_of_unknown_models_are_not_kept() -> None:
+    view, _ = view_of({})
+    for number in range(50):
+        assert not view.roster(f"model{number}").targets
+    assert len(view._rosters) == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**64 - 1))
+def test_worker_ids_of_64_bits_come_through_whole(worker_id: int) -> None:
+    reservations = Reservations(settle_seconds=0.1, stale_seconds=5.0)
+    view = View(reservations)
+    view.join(engine_joined("e", ["http://h:1"], "f" * 64, worker_id=worker_id or 1), 0.0)
+    view.heard(worker_id or 1, 0.0)
+    record = decided(view.roster("demo")).record()
+    assert record.candidates[0].worker_id == str(worker_id or 1)

@@ -1,0 +1,324 @@
+"""What the router believes ranks have cached: the index of their events, repaired feeds, and guesses where there are no events."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus import Message, Received
+from bus.memory import MemoryBroker, MemoryBus
+from fleet.blocks import local_hashes, sequence_hashes
+from fleet.events import KvBlock, KvChange, KvEvent, KvSnapshot, KvSnapshotRequested, KvStored, RoutedKvEvent
+from router.keyed_queue import Chores
+from router.prefix_index.approximate_index import Prefixes
+from router.prefix_index.block_index import Holders
+from router.prefix_index.kv_event_index import KvIndex
+from router.prefix_index.prompt import BYTES_PER_TOKEN, TextPrompt, TokenPrompt
+from router.sync.kv_event_subscriber import KvFeeds
+from router.telemetry.metrics import RouterMetrics
+from tests.router.block_builders import overlap, removed
+from tests.router.router_fixture import WORKER, stored, until
+
+TOKENS = list(range(1000, 1040))
+LOCAL = local_hashes(TOKENS, 4)
+CHAINED = sequence_hashes(LOCAL)
+
+
+# Feeds
+
+
+class Rank:
+    """A rank's agent as far as KV events go: numbered batches, and a snapshot of all it has said."""
+
+    def __init__(self, bus: MemoryBus, broker: MemoryBroker) -> None:
+        self.publisher = bus.publisher(broker.subjects.kv_events)
+        self.said: list[KvEvent] = []
+        self.snapshots = 0
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def say(self, *events: RoutedKvEvent, lost: bool = False) -> None:
+        self.said += [event.event for event in events]
+        if lost:
+            self.publisher.number()
+        else:
+            await self.publisher.publish(events)
+
+    async def answer(self, request: Message) -> Message:
+        assert isinstance(request, KvSnapshotRequested)
+        self.snapshots += 1
+        events, sequence = tuple(self.said), self.publisher.sequence - 1
+        await self.answering.wait()
+        return KvSnapshot(worker_id=WORKER, rank=0, publisher_id=self.publisher.publisher_id, sequence=sequence, events=events)
+
+
+class World:
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.bus = MemoryBus(self.broker)
+        self.rank = Rank(self.bus, self.broker)
+        self.index = KvIndex(Holders())
+        self.metrics = RouterMetrics()
+        self.feeds = KvFeeds(self.index, MemoryBus(self.broker), self.broker.subjects, self.metrics)
+
+    @property
+    def overlap(self) -> int:
+        return overlap(self.index.holders, CHAINED).get((WORKER, 0), 0)
+
+    @property
+    def in_step(self) -> bool:
+        return self.feeds.in_step((WORKER, 0))
+
+    def asked(self, reason: str) -> float:
+        return self.metrics.kv_snapshots.labels(reason)._value.get()
+
+    async def live(self, started: asyncio.Event) -> None:
+        """Until cancelled: the rank answers, the router listens."""
+        subjects = self.broker.subjects
+        async with self.bus.serve(subjects.kv_snapshot("e", WORKER, 0), self.rank.answer), MemoryBus(self.broker).subscribe(subjects.kv_events) as inbox:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.feeds.run(), name="repairs")
+                started.set()
+                async for received in inbox:
+                    self.feeds.hear(received)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world, started = World(), asyncio.Event()
+    task = asyncio.create_task(world.live(started), name="the world")
+    await started.wait()
+    yield world
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_router_that_starts_late_asks_for_what_is_there(world: World) -> None:
+    await world.rank.say(stored(LOCAL[:5]))
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.in_step)
+    assert world.overlap == 5
+    await world.rank.say(stored(LOCAL[5:7], LOCAL[:5]))
+    await until(lambda: world.overlap == 7)
+    assert world.rank.snapshots == 1
+
+
+async def test_a_gap_is_repaired_by_a_snapshot(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:2]))
+    await until(lambda: world.in_step and world.overlap == 2)
+    await world.rank.say(stored(LOCAL[2:4], LOCAL[:2]), lost=True)
+    await world.rank.say(stored(LOCAL[4:6], LOCAL[:4]))
+    await until(lambda: world.in_step and world.overlap == 6)
+    assert world.asked("gap") == 1
+
+
+async def test_a_batch_with_a_bad_event_is_repaired_by_a_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sync.kv_event_subscriber._BAD_EVENT_SECONDS", 0.01)
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:2]))
+    await until(lambda: world.in_step and world.overlap == 2)
+    bad = RoutedKvEvent(worker_id=WORKER, event=KvEvent(event_id=9, data=KvChange(), dp_rank=0))
+    world.rank.said += [event.event for event in (stored(LOCAL[2:4], LOCAL[:2]), stored(LOCAL[4:6], LOCAL[:4]))]
+    await world.rank.publisher.publish((stored(LOCAL[2:4], LOCAL[:2]), bad, stored(LOCAL[4:6], LOCAL[:4])))
+    await until(lambda: world.in_step and world.overlap == 6)
+    assert world.asked("bad_event") == 1
+    await world.rank.say(stored(LOCAL[6:8], LOCAL[:6]))
+    await until(lambda: world.overlap == 8)
+
+
+async def test_a_lost_removal_is_noticed_by_the_next_message(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:6]))
+    await until(lambda: world.overlap == 6)
+    await world.rank.say(removed(LOCAL, [5, 4, 3]), lost=True)
+    await world.rank.say(stored(local_hashes([1, 2, 3, 4], 4)))
+    await until(lambda: world.in_step and world.overlap == 3)
+
+
+async def test_events_that_arrive_while_a_snapshot_is_awaited_are_applied_after_it(world: World) -> None:
+    world.rank.answering.clear()
+    await world.rank.say(stored(LOCAL[:2]))
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.rank.snapshots == 1)
+    await world.rank.say(stored(LOCAL[2:5], LOCAL[:2]))
+    await world.rank.say(removed(LOCAL, [4]))
+    await asyncio.sleep(0.01)  # they have arrived, and must not be applied yet
+    assert world.overlap == 0
+    world.rank.answering.set()
+    await until(lambda: world.in_step)
+    assert world.overlap == 4
+    assert world.rank.snapshots == 1
+
+
+async def test_messages_that_a_snapshot_contains_already_are_not_applied_twice(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.in_step)
+    await world.rank.say(stored(LOCAL[:3]))
+    await until(lambda: world.overlap == 3)
+    late = Received(world.broker.subjects.kv_events, world.rank.publisher.publisher_id, 0, 0.0, (removed(LOCAL, [0, 1, 2]),))
+    world.feeds.hear(late)
+    assert (world.overlap, world.in_step) == (3, True)
+
+
+async def test_a_restarted_publisher_is_met_with_a_snapshot(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await world.rank.say(stored(LOCAL[:3]))
+    await until(lambda: world.overlap == 3)
+    world.rank.publisher = world.bus.publisher(world.broker.subjects.kv_events)
+    world.rank.said = []
+    await world.rank.say(stored(LOCAL[:1]))
+    await until(lambda: world.in_step and world.overlap == 1)
+
+
+async def test_a_block_behind_an_unknown_parent_calls_for_a_snapshot(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.in_step)
+    world.rank.said = [stored(LOCAL[:2]).event]
+    await world.rank.say(stored(LOCAL[2:4], LOCAL[:2]))
+    await until(lambda: world.in_step and world.overlap == 4)
+    assert world.asked("orphan") == 1
+
+
+async def test_a_snapshot_is_asked_for_again_until_somebody_answers(world: World) -> None:
+    refusals = iter([True, True])
+    honest = world.rank.answer
+
+    async def reluctant(request: Message) -> Message:
+        if next(refusals, False):
+            raise RuntimeError("not now")
+        return await honest(request)
+
+    async with world.bus.serve(world.broker.subjects.kv_snapshot("e", WORKER, 1), reluctant):
+        world.feeds.add((WORKER, 1), "e")
+        await until(lambda: next(refusals, None) is None)
+    world.feeds.forget_worker(WORKER)
+    assert not world.feeds.in_step((WORKER, 1))
+
+
+async def test_what_waits_for_a_snapshot_is_bounded_and_asked_for_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sync.kv_event_subscriber._LATE_BLOCKS", 8)
+    world.rank.answering.clear()
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.rank.snapshots == 1)
+    for at in range(9):
+        await world.rank.say(stored(LOCAL[at : at + 1], LOCAL[:at]))
+    await until(lambda: world.feeds._late_blocks == 2 * 1)  # the ninth alone: its event and its block
+    world.rank.answering.set()
+    await until(lambda: world.in_step and world.overlap == 9)
+    assert (world.rank.snapshots, world.asked("gap"), world.feeds._late_blocks) == (2, 1, 0)
+
+
+async def test_snapshots_larger_than_a_slice_are_applied_whole(world: World) -> None:
+    long = local_hashes(list(range(4 * 1500)), 4)
+    chained = sequence_hashes(long)
+    for at in range(len(long)):
+        one = KvStored(blocks=(KvBlock(chained[at], long[at]),), parent_hash=chained[at - 1] if at else None)
+        world.rank.said.append(KvEvent(event_id=at, data=KvChange(stored=one)))
+    await world.rank.publisher.publish((stored(local_hashes([9, 9, 9, 9], 4)),))
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.in_step)
+    assert overlap(world.index.holders, chained)[WORKER, 0] == 1500
+
+
+async def test_nonsense_from_ranks_is_counted_and_changes_nothing(world: World) -> None:
+    world.feeds.add((WORKER, 0), "e")
+    await until(lambda: world.in_step)
+    await world.rank.say(stored(LOCAL[:2]))
+    subject, publisher = world.broker.subjects.kv_events, world.rank.publisher.publisher_id
+    world.feeds.hear(Received(subject, 99, 0, 0.0, ()))
+    world.feeds.hear(Received(subject, publisher, 0, 0.0, (stored(LOCAL), stored(LOCAL, rank=1))))
+    world.feeds.hear(Received(subject, 99, 5, 0.0, (stored(LOCAL, worker=4711),)))
+    await until(lambda: world.overlap == 2)
+    assert world.metrics.bus_refused._value.get() == 1
+    assert overlap(world.index.holders, CHAINED) == {(WORKER, 0): 2}
+
+
+# Guesses
+
+
+def guesses(capacity: int) -> tuple[Prefixes, Holders]:
+    holders = Holders()
+    return Prefixes(capacity, holders), holders
+
+
+def test_prefixes_remember_what_was_routed_where() -> None:
+    prefixes, holders = guesses(100)
+    prefixes.routed((1, 0), CHAINED[:5])
+    prefixes.routed((2, 0), CHAINED[:2])
+    assert overlap(holders, CHAINED) == {(1, 0): 5, (2, 0): 2}
+    assert overlap(holders, sequence_hashes(LOCAL[1:])) == {}
+    prefixes.forget_worker(1)
+    assert overlap(holders, CHAINED) == {(2, 0): 2}
+
+
+def test_a_full_prefix_memory_forgets_the_oldest_prompt_from_its_end() -> None:
+    prefixes, holders = guesses(6)
+    other = sequence_hashes(local_hashes(list(range(16)), 4))
+    prefixes.routed((1, 0), CHAINED[:4])
+    prefixes.routed((1, 0), other)
+    assert len(prefixes) == holders.held((1, 0)) == 6
+    assert overlap(holders, other) == {(1, 0): 4}
+    assert overlap(holders, CHAINED) == {(1, 0): 2}
+    prefixes.routed((1, 0), CHAINED, capacity=3)
+    assert len(prefixes) == 3
+    assert overlap(holders, CHAINED) == {(1, 0): 3}
+
+
+def test_ranks_share_what_all_prefix_memories_together_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prefix_index.approximate_index.MOST_BLOCKS", 12)
+    prefixes, holders = guesses(100)
+    for rank in range(4):
+        prefixes.routed((1, rank), CHAINED)
+    assert [holders.held((1, rank)) for rank in range(4)] == [10, 6, 4, 3]
+    prefixes.routed((1, 0), CHAINED)
+    assert overlap(holders, CHAINED)[1, 0] == 3
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12), st.integers(1, 8))
+def test_a_prefix_memory_never_exceeds_its_capacity_and_keeps_the_newest_prompts_head(prompts: list[list[int]], capacity: int) -> None:
+    prefixes, holders = guesses(capacity)
+    for prompt in prompts:
+        chained = sequence_hashes(prompt)
+        prefixes.routed((1, 0), chained)
+        assert len(prefixes) == holders.held((1, 0)) <= capacity
+        if prompt:
+            assert overlap(holders, chained)[1, 0] == min(len(prompt), capacity)
+
+
+def test_text_blocks_stand_in_for_tokens() -> None:
+    text = b"The same beginning, over and over. " * 20
+    one, two = TextPrompt(text + b"first", "demo"), TextPrompt(text + b"second", "demo")
+    assert one.tokens == len(text + b"first") // BYTES_PER_TOKEN
+    same = [a == b for a, b in zip(one.chained(16), two.chained(16), strict=False)]
+    assert sum(same) == (8 + len(text)) // 64
+    assert len(TextPrompt(b"", "demo").chained(16)) == len(TextPrompt(b"short", "demo").chained(16)) == 0
+
+
+def test_models_of_one_server_share_no_text_blocks() -> None:
+    text = b"The same beginning, over and over. " * 20
+    assert not set(TextPrompt(text, "base").chained(16)) & set(TextPrompt(text, "adapter").chained(16))
+
+
+def test_the_chain_of_a_token_prompt_is_made_per_block_size() -> None:
+    prompt = TokenPrompt(TOKENS)
+    assert prompt.chained(4)[:] == CHAINED
+    assert prompt.chained(8)[:] == sequence_hashes(local_hashes(TOKENS, 8))
+
+
+# Chores
+
+
+async def test_a_chore_waits_once_and_room_is_bounded() -> None:
+    chores: Chores[int] = Chores(2)
+    for key in (1, 1, 2, 3):
+        chores.ask(key)
+    assert (len(chores), chores.refused) == (2, 1)
+    assert [await chores.next(), await chores.next()] == [1, 2]
+    waiting = asyncio.create_task(chores.next())
+    await asyncio.sleep(0)
+    chores.ask(1)
+    assert await waiting == 1

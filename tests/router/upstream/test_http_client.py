@@ -1,0 +1,414 @@
+"""The small HTTP client: every way an answer may come, end, or go wrong, and which connections are used again."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.upstream.http_client import BUFFERED_BYTES, MOST_HEAD_BYTES, Connection, ConnectionLost, HttpClient, Origin, request_bytes
+from tests.router.router_fixture import until
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+
+
+@contextlib.asynccontextmanager
+async def server(script: Script) -> AsyncIterator[str]:
+    """A server that plays a script on each connection and then closes it."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await script(reader, writer)
+        writer.close()
+
+    listening = await asyncio.start_server(play, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        for writer in writers:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def asked(reader: asyncio.StreamReader) -> bytes:
+    """One request as it arrives."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head + await reader.readexactly(length)
+
+
+def saying(*answers: bytes) -> Script:
+    """Answer one request after the other with these bytes."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            await asked(reader)
+            writer.write(answer)
+            await writer.drain()
+
+    return script
+
+
+def lingering(*answers: bytes) -> Script:
+    """As `saying`, but the connection stays open afterwards."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await saying(*answers)(reader, writer)
+        await reader.read()
+
+    return script
+
+
+async def ask(client: HttpClient, url: str, body: bytes = b"{}") -> Connection:
+    """Send, and wait for the head."""
+    origin = client.origin(url)
+    connection = await client.connect(origin, 2.0)
+    connection.send(request_bytes("POST", origin, "/x", {}, body))
+    await connection.head()
+    return connection
+
+
+async def whole(connection: Connection) -> bytes:
+    body = b""
+    while data := await connection.read():
+        body += data
+    return body
+
+
+class Client(HttpClient):
+    """Closes everything it ever opened."""
+
+    def __init__(self, keepalive_seconds: float) -> None:
+        super().__init__(keepalive_seconds)
+        self.made: list[Connection] = []
+
+    async def connect(self, origin: Origin, seconds: float) -> Connection:
+        self.made.append(await super().connect(origin, seconds))
+        return self.made[-1]
+
+    async def end(self) -> None:
+        self.close()
+        for connection in self.made:
+            connection.cut("the test is over")
+        await asyncio.sleep(0)  # closing takes one turn of the loop
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[HttpClient]:
+    client = Client(keepalive_seconds=60.0)
+    yield client
+    await client.end()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n7\r\n, world\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "body", "kept"),
+    [
+        (OK, b"hello", True),
+        (CHUNKED, b"hello, world", True),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK, b"hello", True),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"", True),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nhi", b"hi", False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nhi", b"hi", False),
+    ],
+)
+async def test_an_answer_is_read_to_its_end_and_its_connection_kept_if_it_may_be(client: HttpClient, answer: bytes, body: bytes, kept: bool) -> None:
+    async with server(lingering(answer, answer)) as url:
+        connection = await ask(client, url)
+        assert await whole(connection) == body
+        assert connection.complete
+        assert connection.reusable == kept
+        client.give_back(client.origin(url), connection)
+        again = await ask(client, url)
+        assert (again is connection) == kept
+        assert await whole(again) == body
+        again.cut("done")
+
+
+async def test_an_answer_without_length_ends_with_its_connection(client: HttpClient) -> None:
+    async with server(saying(b"HTTP/1.1 200 OK\r\n\r\nall there is")) as url:
+        connection = await ask(client, url)
+        assert await whole(connection) == b"all there is"
+        assert not connection.reusable
+
+
+async def test_what_came_before_a_break_is_given_out_before_the_error(client: HttpClient) -> None:
+    async with server(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhalf")) as url:
+        connection = await ask(client, url)
+        await until(lambda: connection._lost)
+        assert await connection.read() == b"half"
+        with pytest.raises(ConnectionLost, match="closed"):
+            await connection.read()
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"", "closed the connection"),
+        (b"HTTP/1.1 200", "closed the connection"),
+        (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (MOST_HEAD_BYTES + 100), "exceeds"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n", "not HTTP"),
+    ],
+)
+async def test_no_answer_at_all_is_an_error_that_says_why(client: HttpClient, answer: bytes, complaint: str) -> None:
+    async with server(saying(answer)) as url:
+        with pytest.raises(ConnectionLost, match=complaint):
+            await ask(client, url)
+
+
+async def test_a_bad_chunk_breaks_the_answer(client: HttpClient) -> None:
+    async with server(lingering(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n")) as url:
+        connection = await ask(client, url)
+        with pytest.raises(ConnectionLost, match="not HTTP"):
+            await whole(connection)
+
+
+@pytest.mark.parametrize("more", [b"HTTP/1.1 200 OK\r\n", b"garbage"])
+async def test_a_connection_that_says_more_than_was_asked_is_not_used_again(client: HttpClient, more: bytes) -> None:
+    async with server(lingering(OK + more)) as url:
+        connection = await ask(client, url)
+        with contextlib.suppress(ConnectionLost):
+            assert await whole(connection) == b"hello"
+        assert not connection.reusable
+
+
+async def test_bytes_on_an_idle_connection_close_it(client: HttpClient) -> None:
+    speak = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await saying(OK)(reader, writer)
+        await speak.wait()
+        writer.write(b"unasked")
+        await reader.read()
+
+    async with server(script) as url:
+        connection = await ask(client, url)
+        await whole(connection)
+        client.give_back(client.origin(url), connection)
+        speak.set()
+        await until(lambda: not connection.reusable)
+
+
+async def test_idle_connections_that_the_server_closed_or_that_are_old_are_replaced() -> None:
+    client = Client(keepalive_seconds=0.05)
+    async with server(lingering(OK, OK)) as url:
+        first = await ask(client, url)
+        await whole(first)
+        client.give_back(client.origin(url), first)
+        client.prune()
+        assert client._idle
+        await asyncio.sleep(0.06)
+        second = await ask(client, url)
+        assert second is not first
+        await whole(second)
+        client.give_back(client.origin(url), second)
+        await asyncio.sleep(0.06)
+        client.prune()
+        assert not client._idle
+        assert not second.reusable
+        await client.end()
+
+
+async def test_a_large_answer_waits_in_the_server_while_nobody_reads(client: HttpClient) -> None:
+    size = 20 * BUFFERED_BYTES
+    sent = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asked(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        for _ in range(20):
+            writer.write(b"x" * BUFFERED_BYTES)
+            await writer.drain()
+        sent.set()
+
+    async with server(script) as url:
+        connection = await ask(client, url)
+        await until(lambda: connection._paused)
+        assert not sent.is_set()
+        assert connection._buffered < 3 * BUFFERED_BYTES
+        assert len(await whole(connection)) == size
+
+
+async def test_cutting_wakes_whoever_waits_and_the_server_notices(client: HttpClient) -> None:
+    left = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asked(reader)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        left.set()
+
+    async with server(script) as url:
+        origin = client.origin(url)
+        connection = await client.connect(origin, 2.0)
+        connection.send(request_bytes("POST", origin, "/x", {}, b""))
+        waiting = asyncio.create_task(connection.head())
+        await asyncio.sleep(0)
+        connection.cut("enough")
+        with pytest.raises(ConnectionLost, match="enough"):
+            await waiting
+        await left.wait()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=1, max_size=5))
+async def test_answers_are_the_same_however_the_bytes_are_cut(chunks: list[bytes], cuts: list[int]) -> None:
+    stream = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    connection = Connection()
+    connection.connection_made(_Deaf())
+    connection.send(b"")
+    at, turn, body = 0, 0, b""
+    while at < len(stream):
+        step = cuts[turn % len(cuts)]
+        connection.data_received(stream[at : at + step])
+        at, turn = at + step, turn + 1
+        if connection._parts:
+            body += await connection.read()
+    assert (connection.status, body) == (200, b"".join(chunks))
+    assert connection.reusable
+
+
+class _Deaf(asyncio.Transport):
+    """A transport that takes everything and does nothing."""
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return self
+
+    def setsockopt(self, *_: int) -> None: ...
+    def write(self, data: object) -> None: ...
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_requests_say_their_host_length_and_headers_and_nothing_can_be_smuggled_in() -> None:
+    origin = Origin.of("http://example.org:8080/base/")
+    sent = request_bytes("POST", origin, "/v1/x", {"a": "b", "evil": "x\r\ninjected: y", "nul": "\0"}, b"body")
+    assert sent == b"POST /base/v1/x HTTP/1.1\r\nhost: example.org:8080\r\ncontent-length: 4\r\na: b\r\n\r\nbody"
+
+
+@pytest.mark.parametrize(
+    ("url", "origin"),
+    [
+        ("http://h", ("h", 80, False, "", b"h")),
+        ("https://h/p", ("h", 443, True, "/p", b"h")),
+        ("http://[::1]:9", ("::1", 9, False, "", b"[::1]:9")),
+    ],
+)
+def test_urls_are_taken_apart(url: str, origin: tuple[object, ...]) -> None:
+    assert Origin.of(url) == origin
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "http://", "h:80", "http://h/a b", "http://h/\r\nx", "http://hä", "http://h:99999"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Origin.of(url)
+
+
+async def test_a_connection_made_while_the_loop_was_kept_is_not_given_up(client: HttpClient) -> None:
+    def keep_the_loop(times: int) -> None:
+        time.sleep(0.1)
+        if times > 1:
+            asyncio.get_running_loop().call_soon(keep_the_loop, times - 1)
+
+    async with server(saying(OK)) as url:
+        asyncio.get_running_loop().call_soon(keep_the_loop, 8)
+        connection = await client.connect(Origin.of(url), 0.15)
+        connection.cut("made")
+
+
+async def test_a_connection_that_is_not_made_in_time_is_given_up(client: HttpClient) -> None:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # what no backlog has room for is never answered
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        with pytest.raises(TimeoutError):
+            await client.connect(Origin.of(f"http://127.0.0.1:{full.getsockname()[1]}"), 0.2)
+
+
+async def test_connections_that_cannot_be_made_are_told_apart(client: HttpClient) -> None:
+    with pytest.raises(OSError, match=r".+"):
+        await client.connect(Origin.of("http://127.0.0.1:9"), 2.0)
+
+    async def no_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        await reader.read()
+
+    async with server(no_tls) as url:
+        with pytest.raises(OSError, match="SSL"):
+            await client.connect(Origin.of(url.replace("http:", "https:")), 2.0)
+
+
+# Silence, on a clock of its own: no socket is involved
+
+
+class _Pipe(asyncio.Transport):
+    """Nobody at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__(extra={"socket": self})
+        self.aborted = False
+
+    def setsockopt(self, *_: object) -> None: ...
+    def write(self, data: object) -> None: ...
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.fixture
+async def quiet() -> Connection:
+    connection = Connection()
+    connection.connection_made(_Pipe())
+    return connection
+
+
+@pytest.mark.looptime
+async def test_a_server_that_is_silent_for_too_long_is_cut_off(quiet: Connection) -> None:
+    quiet.send(b"")
+    began = asyncio.get_running_loop().time()
+    await quiet.more(2.0)
+    assert (quiet.fell_silent, asyncio.get_running_loop().time() - began) == (True, 2.0)
+    with pytest.raises(ConnectionLost, match="silent for too long"):
+        await quiet.more(2.0)
+
+
+@pytest.mark.looptime
+async def test_each_wait_has_its_own_limit_whatever_the_one_before_was(quiet: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    quiet.send(b"")
+    for seconds in (100.0, 1.0):
+        loop.call_later(0.5, quiet.data_received, b"HTTP/1.1 200 OK\r\n" if seconds == 100.0 else b"content-length: 5\r\n\r\n")
+        await quiet.more(seconds)
+    began = loop.time()
+    await quiet.more(1.0)
+    assert (quiet.fell_silent, loop.time() - began) == (True, 1.0)
+
+
+@pytest.mark.looptime
+async def test_an_idle_connection_is_not_cut_for_silence(quiet: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    for _ in range(3):
+        quiet.send(b"")
+        loop.call_later(0.1, quiet.data_received, OK)
+        await quiet.more(5.0)
+        assert quiet.take() == b"hello"
+        await asyncio.sleep(60.0)
+    assert (quiet.fell_silent, quiet.complete) == (False, True)
+    quiet.cut("the test is over")
