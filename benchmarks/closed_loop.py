@@ -26,10 +26,10 @@ from typing import Any
 import msgspec
 import typer
 
-from benchmarks.rig.live_client import Lengths
-from benchmarks.rig.live_parts import alternating, flip, homogeneous
-from benchmarks.rig.live_run import CADENCE, EPLB, LINK_SECONDS, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
-from benchmarks.rig.live_traffic import Texts, texts
+from benchmarks.rig.live.client import Lengths
+from benchmarks.rig.live.document_traffic import Texts, texts
+from benchmarks.rig.live.parts import alternating, flip, homogeneous
+from benchmarks.rig.live.run import CADENCE, EPLB, LINK_SECONDS, LOOP, POLICIES, RANKS, SLOTS, STATIC, Live, Phase, Plenty, hashed, live, phase
 from benchmarks.rig.report import AsJson, Check, Quick, Report, Target
 from fleet.timing import EngineSpeed
 
@@ -216,7 +216,7 @@ def main(
     rounds, scale = rounds or (1 if quick else 2), scale or (0.1 if quick else 1.0)
     asyncio.run(run(report, parts, texts(traffic, prompt), much, rounds, seed, link_seconds, scale, plot, quick=quick))
     if plot is not None:
-        from benchmarks.rig.live_plots import draw_all
+        from benchmarks.rig.live.plots import draw_all
 
         draw_all(report.courses, plot)
     report.finish(as_json=as_json, check=check)

@@ -1,6 +1,7 @@
 """Where experts should be: balance, copies and time of every kind of plan, beside EPLB and beside what is possible at all.
 
-Demand is synthetic (`benchmarks.rig.popularity` states the generators). A plan is made of one window's sample and scored on the next window's, and on
+Demand is synthetic (`benchmarks.rig.placements.popularity` states the generators). A plan is made of one window's sample and scored on the next window's, and
+on
 decode steps drawn after it. Times are of one core. A row is of all seeds together.
 
     python -m benchmarks.placement --quick
@@ -16,17 +17,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig import placing_balance, placing_cover, placing_drift, placing_least, placing_locality, placing_plans
-from benchmarks.rig.placing import Row
+from benchmarks.rig.placements import balance, cover, drift, few_copies, locality, plans
+from benchmarks.rig.placements.cases import Row
 from benchmarks.rig.report import AsJson, Check, Quick, Target, hardware
 
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
-    "balance": placing_balance.rows,
-    "cover": placing_cover.rows,
-    "drift": placing_drift.rows,
-    "least": placing_least.rows,
-    "locality": placing_locality.rows,
-    "plans": placing_plans.rows,
+    "balance": balance.rows,
+    "cover": cover.rows,
+    "drift": drift.rows,
+    "least": few_copies.rows,
+    "locality": locality.rows,
+    "plans": plans.rows,
 }
 Only = typer.Option("", "--only", help=f"one part: {', '.join(PARTS)}")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.rig.live_plots import draw_all
+from benchmarks.rig.live.plots import draw_all
 from benchmarks.rig.processes import ROOT
 from benchmarks.rig.report import hardware
 from benchmarks.rig.soak_evidence import draw_soak, soak_page

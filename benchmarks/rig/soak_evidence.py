@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.rig.live_plots import save
+from benchmarks.rig.live.plots import save
 
 WIDE, HIGH = 9.0, 8.0
 MINUTE = 60.0

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from benchmarks.rig.popularity import domains, load
+from benchmarks.rig.placements.popularity import domains, load
 from fleet.placement import linear
 from migration.planning.cluster_homes import Traffic, chained, homes, laid_onto, routed
 from migration.solvers.load_cap import held_of

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.rig.popularity import by_rank, domains
+from benchmarks.rig.placements.popularity import by_rank, domains
 from fleet.experts import ModelShape
 from fleet.placement import linear
 from fleet.timing import EngineSpeed

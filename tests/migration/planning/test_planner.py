@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.rig.popularity import by_rank, domains, drifted, load, sampled
+from benchmarks.rig.placements.popularity import by_rank, domains, drifted, load, sampled
 from fleet.experts import ModelShape
 from fleet.layout import EP, Layout
 from fleet.placement import FULL, Placement, linear

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.rig.placing import Case, Drifting, balance, rank_loads
+from benchmarks.rig.placements.cases import Case, Drifting, balance, rank_loads
 from fleet.placement import EMPTY, Placement
 from migration.model.constraints import Limits
 from migration.model.placement_changes import Changes, Kind, Table, copies_between, made, taken, within

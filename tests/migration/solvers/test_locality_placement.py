@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.rig.popularity import by_rank, domains
+from benchmarks.rig.placements.popularity import by_rank, domains
 from fleet.dispatch import loads
 from fleet.placement import Placement, linear
 from fleet.timing import EngineSpeed

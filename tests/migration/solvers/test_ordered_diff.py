@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.rig.popularity import by_rank, domains
+from benchmarks.rig.placements.popularity import by_rank, domains
 from fleet.placement import Placement, linear
 from migration.model.constraints import Limits
 from migration.model.placement_changes import made, taken

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import hypergeom
 
-from benchmarks.rig.popularity import by_rank, domains
+from benchmarks.rig.placements.popularity import by_rank, domains
 from migration.solvers.specialisation_test import divergence, expected_noise, gate
 
 LAYERS, EXPERTS, RANKS = 8, 64, 4

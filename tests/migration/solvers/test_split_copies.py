@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from benchmarks.rig.placing import Case, Drifting, balance
+from benchmarks.rig.placements.cases import Case, Drifting, balance
 from fleet.dispatch import loads
 from fleet.placement import EMPTY, Placement
 from migration.model.constraints import Limits

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from benchmarks.rig.popularity import by_rank, domains, drifted, load, sampled
+from benchmarks.rig.placements.popularity import by_rank, domains, drifted, load, sampled
 from fleet.dispatch import flows, loads
 from fleet.placement import EMPTY, FULL, Placement, Split, even_split
 from migration.solvers.split_weights import reweight

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from benchmarks.rig.live_traffic import Request
+from benchmarks.rig.live.document_traffic import Request
 
 PATIENCE_SECONDS = 60.0
 

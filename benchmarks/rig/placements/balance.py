@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.rig.placing import Case, Drifting, Row, balance, cases, duplicates, timed
+from benchmarks.rig.placements.cases import Case, Drifting, Row, balance, cases, duplicates, timed
 from benchmarks.rig.report import Target
 from migration.solvers.eplb import eplb_global, eplb_hierarchical
 from migration.solvers.full_placement import bound, full

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.rig.live_client import Answered, Lengths, Load, asking
-from benchmarks.rig.live_figures import Course, Sent, Watcher, watching
-from benchmarks.rig.live_fleet import LiveFleet, Settings, live_fleet, merged
-from benchmarks.rig.live_traffic import Request, Texts
+from benchmarks.rig.live.client import Answered, Lengths, Load, asking
+from benchmarks.rig.live.document_traffic import Request, Texts
+from benchmarks.rig.live.figures import Course, Sent, Watcher, watching
+from benchmarks.rig.live.fleet import LiveFleet, Settings, live_fleet, merged
 from bus import Bus, ClaimLost
 from bus.config import BusConfig
 from bus.nats import NatsBus

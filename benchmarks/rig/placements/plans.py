@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.rig.placing import Case, Drifting, Row, Table, balance, cases, timed
+from benchmarks.rig.placements.cases import Case, Drifting, Row, Table, balance, cases, timed
 from benchmarks.rig.report import Target
 from fleet.placement import Placement
 from fleet.timing import EngineSpeed

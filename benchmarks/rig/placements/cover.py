@@ -6,8 +6,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.rig.placing import Row, timed
-from benchmarks.rig.popularity import SKEWS, by_rank, domains
+from benchmarks.rig.placements.cases import Row, timed
+from benchmarks.rig.placements.popularity import SKEWS, by_rank, domains
 from fleet.dispatch import Chooser, reached
 from fleet.placement import Placement
 from migration.solvers.eplb import as_placement, eplb_global

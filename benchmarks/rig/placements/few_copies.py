@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from benchmarks.rig.placing import SHAPES, SLOTS, Case, Drifting, Row, Table, balance
+from benchmarks.rig.placements.cases import SHAPES, SLOTS, Case, Drifting, Row, Table, balance
 from migration.model.placement_changes import copies_between, made
 from migration.solvers.even_split_copies import few
 from migration.solvers.full_placement import full

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.rig.popularity import SKEWS, Load, drifted, load, sampled
+from benchmarks.rig.placements.popularity import SKEWS, Load, drifted, load, sampled
 from benchmarks.rig.report import Target
 from fleet.dispatch import flows
 from fleet.placement import Placement

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, vstack
 
-from benchmarks.rig.placing import STEP_TOKENS, TOP_K, WINDOW_STEPS, Row, timed
-from benchmarks.rig.popularity import SKEWS, by_rank, domains, load
+from benchmarks.rig.placements.cases import STEP_TOKENS, TOP_K, WINDOW_STEPS, Row, timed
+from benchmarks.rig.placements.popularity import SKEWS, by_rank, domains, load
 from benchmarks.rig.report import Target
 from fleet.placement import even_split
 from migration.planning.cluster_homes import Traffic, homes, routed

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.rig.placing import DRIFTS, Case, Drifting, Row, Table, balance, cases, split_shares, timed
-from benchmarks.rig.popularity import SKEWS
+from benchmarks.rig.placements.cases import DRIFTS, Case, Drifting, Row, Table, balance, cases, split_shares, timed
+from benchmarks.rig.placements.popularity import SKEWS
 from benchmarks.rig.report import Target
 from fleet.placement import Placement, Split
 from migration.model.placement_changes import copies_between, made

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rig.live_figures import Sent
-from benchmarks.rig.live_run import HEARD_SECONDS, LOOP, Live, Plenty, Tap
-from benchmarks.rig.live_traffic import Texts
+from benchmarks.rig.live.document_traffic import Texts
+from benchmarks.rig.live.figures import Sent
+from benchmarks.rig.live.run import HEARD_SECONDS, LOOP, Live, Plenty, Tap
 from benchmarks.rig.report import Target
 
 FLIP_SECONDS, BEFORE_SECONDS, BASELINE_SECONDS = 240.0, 120.0, 30.0

@@ -1,0 +1,1 @@
+"""Cases and scores of the benchmark of placements."""
