@@ -3,7 +3,7 @@
 import ast
 import sys
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fleet", "bus", "tracker", "router", "migration", "engine_adapter", "deploy")
 DRAWERS = {"utils", "util", "common", "helpers", "core", "shared", "manager", "misc"}
+MOST_FILES = 25
 FLEET_THIRD_PARTY = {"numpy", "msgspec", "xxhash"}
 FLEET_FORBIDDEN = {"asyncio", "time", "random", "os", "logging", "threading", "socket", "pathlib", "subprocess", "datetime"}
 
@@ -78,6 +79,25 @@ def test_no_module_is_a_drawer() -> None:
     shared_memory = ROOT / "engine_adapter/transfer/shared_memory.py"  # named after the thing itself
     named = [path for path in python_files(*PACKAGES, "benchmarks") if path.stem in DRAWERS or set(path.parent.parts) & DRAWERS]
     assert named in ([], [shared_memory])
+
+
+def test_no_folder_holds_more_than_a_shelf_of_files() -> None:
+    counts = Counter(path.parent.relative_to(ROOT) for path in python_files(*PACKAGES, "tests", "benchmarks", "docs"))
+    heaps = {str(folder): count for folder, count in counts.items() if count > MOST_FILES}
+    assert not heaps, f"split these folders, so that none holds more than {MOST_FILES} Python files: {heaps}"
+
+
+def test_tests_lie_in_the_rooms_of_what_they_test() -> None:
+    rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(*(f"tests/{part}" for part in PACKAGES))}
+    strange = [str(room) for room in rooms if not (ROOT / room).is_dir()]
+    assert not strange, f"no folder of the product has these names: {strange}"
+
+
+def test_every_room_has_its_line_in_the_architecture() -> None:
+    told = (ROOT / "docs/architecture.md").read_text()
+    rooms = {path.parent for path in python_files(*PACKAGES[1:]) if path.name == "__init__.py" and path.parent.parent.name in PACKAGES}
+    missing = sorted(str(room.relative_to(ROOT)) for room in rooms if f"| `{room.name}/`" not in told)
+    assert not missing, f"docs/architecture.md says nothing of these rooms: {missing}"
 
 
 def test_tests_are_no_packages() -> None:
